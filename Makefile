@@ -1,0 +1,56 @@
+# make quickstart | test | format | fcheck | docs | docs-live | dbuild
+# Everything runs in .venv, made with the first Python >= 3.10 that is found; installs happen once per requirements file.
+VENV ?= .venv
+BIN := $(VENV)/bin
+CORE := $(VENV)/.installed-core
+DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CHECKED := lightrft/config lightrft/ops lightrft/types.py lightrft/algorithms lightrft/utils
+SOURCES := lightrft examples benchmarks docs/conf.py setup.py
+ARGS ?=
+PYTEST_ARGS ?= -q
+IMAGE ?= lightrft
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test format fcheck docs docs-live dbuild
+
+help:
+	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
+
+quickstart: $(CORE)
+	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart/run_quickstart.sh $(ARGS)
+
+test: $(DEV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+format: $(DEV)
+	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))
+
+fcheck: $(DEV)
+	$(BIN)/flake8 $(wildcard $(SOURCES))
+	$(BIN)/mypy $(CHECKED)
+
+docs: $(DEV)
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+docs-live: $(DEV)
+	$(BIN)/sphinx-autobuild --watch lightrft --ignore "docs/generated/*" docs docs/_build/html
+
+dbuild:
+	docker build --tag $(IMAGE) .
+
+$(BIN)/python:
+	@for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    echo "$$python -m venv $(VENV)"; exec $$python -m venv $(VENV); \
+	  fi; \
+	done; echo "lightrft needs Python >= 3.10, none found on PATH" >&2; exit 1
+
+$(CORE): requirements.txt setup.py | $(BIN)/python
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV): requirements-dev.txt $(CORE)
+	$(PIP) -r requirements-dev.txt
+	@touch $@
