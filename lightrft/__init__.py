@@ -1,0 +1,38 @@
+"""lightrft: reinforcement fine-tuning of language and vision-language models, from one CPU to a cluster.
+
+Importing this package loads nothing heavy: the public names below load their home module on first use.
+"""
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "lightrft.algorithms": ("ADVANTAGES", "CORRECTIONS", "POLICY_LOSSES"),
+    "lightrft.algorithms.base": ("advantage", ),
+    "lightrft.config.cli": ("parse_config", ),
+    "lightrft.config.schema": ("Config", "StrategyConfig"),
+    "lightrft.datasets.prompts_dataset": ("PromptsDataset", ),
+    "lightrft.models.actor_language": ("ActorLanguage", ),
+    "lightrft.models.loader": ("load_actor", "load_critic", "load_tokenizer"),
+    "lightrft.models.loss": ("GPTLMLoss", "PolicyLoss", "ValueLoss"),
+    "lightrft.rewards.base": ("REWARDS", "RewardInput"),
+    "lightrft.rewards.manager": ("RewardManager", ),
+    "lightrft.rollout.engine": ("get_engine", ),
+    "lightrft.strategy.strategy": ("get_strategy", ),
+    "lightrft.trainer.sft_trainer": ("SFTTrainer", ),
+    "lightrft.trainer.spmd_ppo_trainer": ("SPMDPPOTrainer", ),
+    "lightrft.types": ("Experience", "Prompt", "Sample"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'lightrft' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -1,0 +1,171 @@
+"""Command line -> option tree: defaults < script defaults < ``--config`` files < flags, each with its provenance."""
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from shutil import get_terminal_size
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from lightrft.config.files import load_config
+from lightrft.config.flags import add_tree
+from lightrft.config.options import ConfigError, build, did_you_mean, group_options, options
+from lightrft.config.refused import ALIASES, refusal
+from lightrft.config.schema import Config
+from lightrft.utils.errors import UserError
+
+G = TypeVar("G")
+Provenance = dict[str, str]
+
+
+class ParsedConfig(NamedTuple):
+    """What the command line says. ``provenance[option]`` is default, script, ``yaml:PATH`` or flag."""
+    config: Any
+    provenance: Provenance
+    dry_run: bool
+    plugins: list[str]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises :class:`ConfigError` where argparse exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for every error of the command line."""
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class _Help(argparse.HelpFormatter):
+    """Help in columns as wide as the terminal, at most 120."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=min(get_terminal_size().columns, 120) - 2)
+
+
+def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
+    parser = _Parser(prog=prog,
+                     description=description or None,
+                     allow_abbrev=False,
+                     formatter_class=_Help,
+                     usage="%(prog)s [--config FILE.yaml] [--option value ...]")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE.yaml",
+        help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that registers algorithms, rewards or data sources; may be given several times")
+    parser.add_argument("--dry_run",
+                        action="store_true",
+                        help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
+    add_tree(parser, tree, defaults, quiet=True)
+    return parser
+
+
+def _unknown_words(words: list[str], known: list[str]) -> list[str]:
+    """One sentence per unknown flag: the remedy for a flag of the original LightRFT, or the nearest known flag."""
+    flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
+    if not flags:
+        return [f"unexpected value {word!r}: options are given as --name value" for word in words]
+    names = [flag.removeprefix("--") for flag in flags]
+    return [
+        refusal(name) or f"unknown flag --{name}{did_you_mean(name.replace('-', '_'), known, '--')}" for name in names
+    ]
+
+
+def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, Any]:
+    known = options(tree)
+    for name in defaults or {}:
+        if name not in known:
+            raise ConfigError(f"script default {name!r} is not an option{did_you_mean(name, known)}")
+    return {name: known[name].convert(value) for name, value in (defaults or {}).items()}
+
+
+def _import_plugins(plugins: list[str]) -> None:
+    """Import each plugin; modules in the current folder are found, as with ``python -m``."""
+    if plugins and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in plugins:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(f"--plugin {name}: no such module (looked in {os.getcwd()} and PYTHONPATH)") from None
+
+
+def _parse(parser: _Parser, argv: list[str] | None, tree: type, defaults: dict[str, Any]) -> ParsedConfig:
+    namespace, rest = parser.parse_known_args(argv)
+    if rest:
+        known = [*options(tree), *ALIASES, "config", "plugin", "dry_run"]
+        known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
+        raise ConfigError(_unknown_words(rest, known))
+    values, provenance = dict(defaults), {name: "script" if name in defaults else "default" for name in options(tree)}
+    flags = vars(namespace)
+    plugins = []
+    for path in flags.pop("config"):
+        found, named = load_config(path, tree)
+        values.update(found)
+        provenance.update({name: f"yaml:{path}" for name in found})
+        plugins += named
+    plugins, dry_run = list(dict.fromkeys(plugins + flags.pop("plugin"))), flags.pop("dry_run")
+    values.update(flags)
+    provenance.update({name: "flag" for name in flags})
+    _import_plugins(plugins)
+    return ParsedConfig(build(tree, values), provenance, dry_run, plugins)
+
+
+@contextmanager
+def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
+    """Turn a :class:`UserError` into one message on stderr (of rank 0 only, under torchrun) and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            name = prog or os.path.basename(sys.argv[0])
+            sys.stderr.write(f"{name}: error: {error}\nSee --help for the options.\n")
+        raise SystemExit(2) from None
+
+
+def parse_config(argv: list[str] | None = None,
+                 prog: str | None = None,
+                 defaults: dict[str, Any] | None = None,
+                 description: str = "",
+                 tree: type = Config) -> ParsedConfig:
+    """The option tree from the command line, before any process group exists.
+
+    Args:
+        argv: words of the command line; ``None`` takes ``sys.argv[1:]``.
+        defaults: values of this script, by option name; they win over the tree's, and lose to YAML and flags.
+        tree: the dataclass of option groups; :class:`lightrft.config.schema.Config` or a script's own.
+
+    Raises:
+        SystemExit: 2 with every problem on stderr; 0 after ``--help``.
+    """
+    with exit_on_config_error(prog):
+        given = _script_defaults(defaults, tree)
+        return _parse(_parser(prog, description, tree, given), argv, tree, given)
+
+
+def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
+    """One group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
+
+    Options that are missing, or ``None`` where that is no value of theirs, take the default; values are type-checked.
+
+    Raises:
+        ConfigError: naming the option, the value and what was expected.
+    """
+    given, known = dict(vars(args)), group_options(cls)
+    for alias, (name, value) in ALIASES.items():
+        if given.get(alias) is True:
+            given.setdefault(name, value)
+    taken = {
+        name: given[name]
+        for name, option in known.items() if name in given and (given[name] is not None or option.optional)
+    }
+    return cls(**{name: known[name].convert(value) for name, value in taken.items()})

@@ -1,0 +1,154 @@
+"""What a configuration will cost: samples and tokens per step, memory per rank, seconds per step. Plain arithmetic."""
+import json
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+
+from lightrft.config.schema import Config
+
+GIB = 2**30
+UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
+PEAK_FLOPS = {
+    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40": 181e12, "A10": 125e12
+}
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameter counts of a model."""
+    total: int
+    largest_layer: int  # decoder layer
+    outside: int  # embeddings, head, final norm
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Counts per rollout step over all ranks; tokens at the length limits."""
+    prompts: int
+    samples: int
+    tokens: int
+    response_tokens: int
+    optimizer_steps: int
+
+
+def model_size(folder: str | Path | None) -> ModelSize | None:
+    """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None where there are none."""
+    files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
+    layers: Counter[str] = Counter()
+    for file in files:
+        for name, tensor in _header(file).items():
+            if name != "__metadata__":
+                found = _LAYER.search(f".{name}")
+                layers[found[1] if found else "outside"] += prod(tensor["shape"])
+    outside = layers.pop("outside", 0)
+    return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside) if files else None
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    with file.open("rb") as stream:
+        (length, ) = struct.unpack("<Q", stream.read(8))
+        return json.loads(stream.read(length))
+
+
+def batch_sizes(config: Config) -> BatchSizes:
+    """Prompts, samples, most tokens and optimizer steps of one rollout step."""
+    r, t = config.rollout, config.train
+    samples = r.rollout_batch_size * r.n_samples_per_prompt
+    tokens = samples * (r.prompt_max_len + r.generate_max_len)
+    return BatchSizes(r.rollout_batch_size, samples, tokens, samples * r.generate_max_len,
+                      ceil(samples / t.train_batch_size) * t.max_epochs)
+
+
+def batch_summary(config: Config, world_size: int) -> str:
+    """One line for the start of a run: prompts, samples, most tokens and optimizer steps per rollout step."""
+    b, t = batch_sizes(config), config.train
+    epochs = f", {t.max_epochs} passes" if t.max_epochs > 1 else ""
+    steps = f"{b.optimizer_steps} optimizer step{'s' if b.optimizer_steps > 1 else ''}"
+    return (f"each step: {b.prompts} prompts x {config.rollout.n_samples_per_prompt} = {b.samples} samples, "
+            f"at most {b.tokens:,} tokens, {steps} of {t.train_batch_size} samples{epochs}; "
+            f"{world_size} rank{'s' if world_size > 1 else ''}")
+
+
+def is_sharded(config: Config, world_size: int) -> bool:
+    """Whether the strategy resolves to FSDP."""
+    return config.strategy.strategy == "fsdp" or (config.strategy.strategy == "auto" and world_size > 1)
+
+
+def memory(config: Config, world_size: int, size: ModelSize, critic: bool = False) -> dict[str, float]:
+    """Bytes on the device of one rank by purpose, at most. Activations are not counted: they depend on the model.
+
+    Sharded state is divided by the ranks that share it; with LoRA gradients and optimizer state are the adapters' and
+    are left out. Offloaded state is 0.
+    """
+    s, m, sharded = config.strategy, config.model, is_sharded(config, world_size)
+    shard = (s.fsdp_shard_size or world_size) if sharded else 1
+    ref_shard = (m.initial_model_shard_size or world_size) if sharded else 1
+    on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
+    width, copies = 2 if m.bf16 else 4, 2 if critic else 1
+    held = {
+        "weights, float32": 4 * size.total / shard * on_device,
+        "gradients, float32": 4 * size.total / shard * on_device * trained,
+        "gradients, unsharded until the last micro-batch": 4 * size.total * trained if sharded else 0,
+        "Adam state, float32": 8 * size.total / shard * on_device * trained * (not s.adam_offload),
+        "weights gathered or cast for computing": _compute_copy(size, width, sharded, m.bf16),
+    }
+    held = {name: copies * value for name, value in held.items()}
+    reference = config.algorithm.init_kl_coef > 0 and not m.lora_rank
+    held["reference, float32"] = 4 * size.total / ref_shard * on_device if reference else 0
+    held["copy in the rollout engine"] = width * size.total if sharded else 0
+    held["key-value cache"] = config.rollout.engine_kv_mib * 2**20
+    held["logits of one chunk"] = m.logprob_chunk_mib * 2**20
+    return {name: value for name, value in held.items() if value}
+
+
+def _compute_copy(size: ModelSize, width: int, sharded: bool, bf16: bool) -> float:
+    """Sharded: two layers (one computes, one is fetched) and what lies outside the layers. Else only the cast copy."""
+    if sharded:
+        return width * min(size.total, size.outside + 2 * size.largest_layer)
+    return 2 * size.total if bf16 else 0
+
+
+def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
+    """Floating-point operations of one rollout step at the length limits: 2 N per token forward, 4 N backward."""
+    b, epochs = batch_sizes(config), config.train.max_epochs
+    train = (8 if config.model.gradient_checkpointing else 6) * b.tokens * epochs * (2 if critic else 1)
+    passes = int(config.algorithm.init_kl_coef > 0) + int(critic) + int(b.optimizer_steps > 1)
+    return size.total * (train + 2 * passes * b.tokens + 2 * b.tokens)
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bfloat16 operations per second of a GPU by its name; None when it is not in the table."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+
+
+def gpu_name() -> str:
+    """Name of the first GPU of this machine, or an empty string."""
+    import torch
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+def memory_lines(config: Config, world_size: int, size: ModelSize | None, critic: bool = False) -> list[str]:
+    """The memory estimate as text."""
+    if size is None:
+        return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
+    held = memory(config, world_size, size, critic)
+    lines = [f"memory per rank, activations not counted ({size.total:,} parameters):"]
+    lines += [f"  {name:<50}{value / GIB:>9.2f} GiB" for name, value in held.items()]
+    if not config.rollout.engine_kv_mib:
+        lines.append("  key-value cache: up to a quarter of the memory of the device (--engine_kv_mib 0)")
+    return [*lines, f"  {'together':<50}{sum(held.values()) / GIB:>9.2f} GiB"]
+
+
+def time_line(config: Config, world_size: int, size: ModelSize | None, device: str, critic: bool = False) -> str:
+    """The time estimate as text, with its assumptions."""
+    peak = peak_flops(device)
+    if size is None or peak is None:
+        why = "the model's size is not known" if size is None else f"no table has the speed of {device or 'a CPU'}"
+        return f"time per step: unknown, {why}"
+    seconds = step_flops(config, size, critic) / (peak * UTILISATION * world_size)
+    return (f"time per step: about {seconds:.3g} s of computing at most (every sample at its length limit; {device} at "
+            f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s); generation is bound by memory and takes longer")

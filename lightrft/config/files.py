@@ -1,0 +1,113 @@
+"""YAML files of options: ``--config file.yaml`` and the ``config.yaml`` of a run."""
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrft.config.options import ConfigError, did_you_mean, group_options, groups, options
+from lightrft.config.refused import ALIASES, refusal
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of ``node``; a key that comes twice is a ``ConstructorError``."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice",
+                                                        key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of options, found {type(loaded).__name__}")
+    return loaded
+
+
+def _unknown(key: Any, tree: type, group: str) -> str:
+    known = options(tree)
+    if group and key in known:
+        return f"{group}.{key}: {key} belongs to the group {known[key].group}"
+    if group:
+        return f"unknown key {group}.{key}{did_you_mean(key, group_options(groups(tree)[group], group))}"
+    return refusal(key) or f"unknown key {key}{did_you_mean(key, [*known, *groups(tree)])}"
+
+
+class _Reader:
+    """Collects the options of one YAML document and every problem in it."""
+
+    def __init__(self, tree: type) -> None:
+        self.tree, self.known = tree, options(tree)
+        self.values: dict[str, Any] = {}
+        self.plugins: list[str] = []
+        self.problems: list[str] = []
+
+    def document(self, loaded: dict[str, Any]) -> None:
+        """Read the top level: ``plugin``, groups (a mapping under a group's name) and flat options."""
+        for key, value in loaded.items():
+            if key == "plugin":
+                self.plugins += [str(name) for name in (value if isinstance(value, list) else [value])]
+            elif key in groups(self.tree) and isinstance(value, dict):
+                for name, item in value.items():
+                    self.entry(name, item, key)
+            elif key in groups(self.tree) and key not in self.known:
+                self.problems.append(f"{key} is a group of options: expected a mapping, got {value!r}")
+            else:
+                self.entry(key, value)
+
+    def entry(self, key: Any, value: Any, group: str = "") -> None:
+        """Read one option."""
+        if key in ALIASES and not group:
+            key, value = ALIASES[key] if value is True else (key, value)
+        option = self.known.get(key)
+        if option is None or (group and option.group != group):
+            self.problems.append(_unknown(key, self.tree, group))
+        elif key in self.values:
+            self.problems.append(f"{key} is given twice")
+        else:
+            try:
+                self.values[key] = option.convert(value)
+            except ConfigError as error:
+                self.problems.append(str(error))
+
+
+def load_config(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]]:
+    """The options set in a YAML file, converted, by name, and the plugins it names.
+
+    Keys are nested by group (``train: {seed: 1}``) or flat (``seed: 1``).
+
+    Raises:
+        ConfigError: with every problem of the file: unknown keys (and the nearest known), wrong types, repeated keys.
+    """
+    reader = _Reader(tree)
+    reader.document(_read(Path(path)))
+    if reader.problems:
+        raise ConfigError([f"--config {path}: {problem}" for problem in reader.problems])
+    return reader.values, reader.plugins
+
+
+def to_yaml(config: Any, plugins: list[str] | None = None) -> str:
+    """The whole tree as YAML that ``--config`` reads back to an equal tree."""
+    document: dict[str, Any] = {"plugin": list(plugins)} if plugins else {}
+    for group in groups(type(config)):
+        document[group] = dict(vars(vars(config)[group]))
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
+
+
+def save_config(config: Any, path: str | Path, plugins: list[str] | None = None) -> None:
+    """Write :func:`to_yaml` to ``path`` (its folder is created)."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(to_yaml(config, plugins), encoding="utf-8")

@@ -1,0 +1,133 @@
+"""The option tree as flags of an ``argparse`` parser."""
+import argparse
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+from lightrft.config.options import HINTS, ConfigError, Option, group_options, groups, options
+from lightrft.config.refused import ALIASES, REFUSED, refusal
+from lightrft.config.schema import Config
+
+
+def convert_text(option: Option, text: str) -> Any:
+    """The value of one command-line word: the ``type=`` of the flag."""
+    try:
+        return option.convert(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.flag}: ")) from None
+
+
+class _ListAction(argparse.Action):
+    """Words, each of which may hold several items separated by commas; ``none`` alone is the empty list."""
+
+    def __call__(self,
+                 parser: argparse.ArgumentParser,
+                 namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None,
+                 option_string: str | None = None) -> None:
+        if not values:
+            hint = HINTS.get(self.dest, "'none' is the empty list")
+            parser.error(f"argument {option_string}: expected at least one value ({hint})")
+        setattr(namespace, self.dest, [item for part in values for item in part])
+
+
+class _RefusedAction(argparse.Action):
+    """A flag of the original LightRFT that would do nothing here."""
+
+    def __call__(self,
+                 parser: argparse.ArgumentParser,
+                 namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None,
+                 option_string: str | None = None) -> None:
+        parser.error(str(refusal(str(option_string).lstrip("-"))))
+
+
+def show(value: Any) -> str:
+    """A value as it would be typed after its flag."""
+    if isinstance(value, list):
+        return ",".join(show(item).replace(",", "\\,") for item in value) or "none"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def _help(option: Option, default: Any) -> str:
+    told = "default" in option.help and default == option.default
+    off = f"; off: --no_{option.name}" if default is True else ""
+    return (option.help if told else f"{option.help} (default: {show(default)}{off})").replace("%", "%%")
+
+
+def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: bool) -> None:
+    """Add one option; with ``quiet`` a flag that is not given leaves no trace in the namespace."""
+    shown, kept = _help(option, default), argparse.SUPPRESS if quiet else default
+    parse = partial(convert_text, option)
+    if option.kind is bool:
+        target.add_argument(option.flag,
+                            nargs="?",
+                            const=True,
+                            type=parse,
+                            default=kept,
+                            metavar="true|false",
+                            help=shown)
+        target.add_argument(f"--no_{option.name}",
+                            dest=option.name,
+                            action="store_false",
+                            default=argparse.SUPPRESS,
+                            help=argparse.SUPPRESS)
+        return
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    if option.many:
+        target.add_argument(option.flag,
+                            nargs="*",
+                            action=_ListAction,
+                            type=parse,
+                            default=kept,
+                            metavar=metavar,
+                            help=shown)
+    else:
+        target.add_argument(option.flag, type=parse, default=kept, metavar=metavar, help=shown)
+
+
+def add_tree(parser: argparse.ArgumentParser,
+             tree: type,
+             defaults: dict[str, Any],
+             quiet: bool,
+             skip: Collection[str] = ()) -> None:
+    """Add every option of ``tree`` in one argument group per dataclass, with the aliases of the original LightRFT.
+
+    Args:
+        defaults: values, by option name, that replace those of the tree.
+        quiet: options that are not given are absent from the namespace (else they hold their default).
+        skip: names that the parser already has.
+    """
+    for group, cls in groups(tree).items():
+        target = parser.add_argument_group(group, cls.__doc__)
+        for name, option in group_options(cls, group).items():
+            if name not in skip:
+                _add(target, option, defaults.get(name, option.default), quiet)
+    for alias, (name, value) in ALIASES.items():
+        if alias not in skip:
+            parser.add_argument(f"--{alias}",
+                                dest=name,
+                                action="store_const",
+                                const=value,
+                                default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
+
+
+def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
+    """Add all flags of ``tree`` to any parser; returns it.
+
+    A flag the parser already has stays the script's own. Flags of the original LightRFT that do nothing here are
+    errors that name the remedy, so define your own flags of such a name before this call.
+    """
+    own = frozenset(word.lstrip("-") for action in parser._actions for word in action.option_strings)
+    add_tree(parser, tree, {}, quiet=False, skip=own)
+    for name in REFUSED:
+        if name not in own and name not in options(tree):
+            parser.add_argument(f"--{name}",
+                                nargs="*",
+                                action=_RefusedAction,
+                                default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,254 @@
+"""Every option of the trainer: one line each (name, type, default, help), in one tree of dataclasses.
+
+The flat ``--flags`` (:mod:`lightrft.config.cli`), the YAML keys and the option tables of the docs are generated from
+this file, so an option that is not here does not exist. A part of the library receives only its own group.
+"""
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """One option: its default, its help text and, for closed sets, its choices. Lists are copied per instance."""
+    metadata = {"help": text, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class PolicyModelConfig:
+    """Which model is trained, and how it is held."""
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
+    bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
+    gradient_checkpointing: bool = option(False, "recompute activations of every decoder layer in the backward pass")
+    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight")
+    lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)")
+    lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)")
+    target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
+    freeze_prefix: list[str] = option([], "parameters whose name starts with one of these are not trained")
+    use_liger: bool = option(False, "replace RMSNorm, rotary and MLP kernels by Liger's (CUDA, needs the liger extra)")
+    logprob_chunk_mib: int = option(256, "MiB of float32 logits alive at once while log-probs are computed")
+
+
+@dataclass
+class ModelConfig(PolicyModelConfig):
+    """Which models are trained, and how they are held."""
+    ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)")
+    initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks")
+    critic_pretrain: str | None = option(
+        None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)")
+    value_head_prefix: str = option("score", "name of the critic's value head in its checkpoint")
+    save_value_network: bool = option(False, "also export the critic in HF format at the end")
+
+
+@dataclass
+class StrategyConfig:
+    """How the models are spread over the ranks."""
+    strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
+                           ("auto", "single", "fsdp"))
+    fsdp_shard_size: int = option(
+        0, "ranks that share one copy of the weights (HSDP when smaller than the world); 0: all ranks")
+    fsdp_cpu_offload: bool = option(
+        False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)")
+    adam_offload: bool = option(False, "move the optimizer state to host memory between updates")
+    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run")
+
+    @classmethod
+    def from_args(cls, args: Any) -> "StrategyConfig":
+        """Build the group from an ``argparse.Namespace`` made with :func:`lightrft.utils.cli_args.add_arguments`."""
+        from lightrft.config.cli import group_from_args
+        return group_from_args(cls, args)
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are generated."""
+    engine_type: str = option("hf", "rollout engine", ("hf", ))
+    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
+    n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
+    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt")
+    generate_max_len: int = option(1024, "longest response, in tokens")
+    temperature: float = option(
+        1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature")
+    top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off")
+    top_k: int = option(0, "keep the k most likely tokens; 0 is off")
+    min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off")
+    stop: list[str] = option([], "strings that end a response (kept in it); each must be one token of the tokenizer")
+    engine_kv_mib: int = option(0, "MiB of key-value cache of the HF engine; 0: a quarter of the memory of the device")
+    micro_rollout_batch_size: int = option(
+        0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
+    sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and how a row becomes a prompt."""
+    prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed")
+    prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)")
+    prompt_split: str = option("train", "split of --prompt_data to use")
+    eval_data: list[str] = option([], "held-out prompts, same forms")
+    eval_split: str = option("test", "split of --eval_data to use")
+    max_samples: int = option(0, "use at most this many training prompts; 0: all")
+    max_eval_samples: int = option(500, "use at most this many held-out prompts; 0: all")
+    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
+    label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
+    reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
+    apply_chat_template: bool = option(
+        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)")
+    chat_template: str | None = option(
+        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
+    system_prompt: str | None = option(None, "system message put before every prompt")
+    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
+    overlong_prompt: str = option("filter",
+                                  "a prompt longer than --prompt_max_len is dropped and counted, or stops the run",
+                                  ("filter", "error"))
+    shuffle: bool = option(True, "draw prompts in a new seeded order each episode")
+    data_workers: int = option(0, "processes that tokenize the data set; 0: in this process")
+
+
+@dataclass
+class RewardConfig:
+    """What a response is worth."""
+    reward: list[str] = option(
+        [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
+        "each row's label or data source")
+    remote_rm_url: list[str] = option(
+        [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
+    reward_workers: int = option(1, "worker processes per rank that score responses")
+    reward_timeout_s: float = option(
+        10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored")
+    reward_probe: bool = option(
+        True, "score one known-good and one known-bad answer before training and stop if they do not differ")
+    reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off")
+    reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
+    reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean")
+    overlong_buffer: bool = option(False, "DAPO soft penalty on responses that come near --generate_max_len")
+    overlong_buffer_len: int = option(1024, "length of the penalty zone before --generate_max_len, in tokens")
+    overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)")
+    mask_truncated: bool = option(False, "leave responses that hit the length limit out of the loss")
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantage, loss and regularisation."""
+    advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
+    policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
+    rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
+    loss_agg_mode: str = option("token-mean",
+                                "how token losses become one number; denominators are global over the mini-batch",
+                                ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
+    loss_agg_norm: int = option(
+        0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len")
+    eps_clip: float = option(0.2, "lower clip of the ratio: 1 - eps_clip")
+    eps_clip_high: float | None = option(None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip)")
+    dual_clip: float | None = option(None,
+                                     "bound on the ratio for negative advantages (dual-clip PPO, > 1); off by default")
+    value_clip: float = option(0.2, "clip of the value update; 0 is off")
+    gamma: float = option(1.0, "discount per action token")
+    lambd: float = option(0.95, "lambda of GAE")
+    std_eps: float = option(1e-6, "added to a group's standard deviation before dividing")
+    zero_spread: float = option(1e-3,
+                                "a group whose rewards differ by no more than this has advantage 0 and is counted")
+    advantages_norm: bool = option(
+        False, "whiten advantages over the whole rollout batch (refused where the estimator already does)")
+    advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off")
+    init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference")
+    kl_estimator: str = option("k3", "KL estimator", ("k1", "k2", "k3"))
+    use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward")
+    kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default")
+    kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus, at the sampling temperature")
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its batches."""
+    train_batch_size: int = option(128, "samples per optimizer step, over all ranks")
+    micro_train_batch_size: int = option(
+        0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only")
+    max_tokens_per_micro_batch: int = option(16384,
+                                             "most tokens in one forward pass (a longer single sample goes alone)")
+    max_steps: int = option(0, "stop after this many steps; 0: when the data has been used as often as asked for")
+    lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
+                               ("constant", "linear", "cosine_with_min_lr"))
+    lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up")
+    lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak")
+    adam_betas: list[float] = option([0.9, 0.95], "Adam's betas")
+    l2: float = option(0.0, "weight decay (norms and biases are excluded)")
+    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off")
+    max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient")
+    seed: int = option(42, "seed of everything random")
+
+
+@dataclass
+class TrainConfig(OptimConfig):
+    """The optimizer, its batches and the length of the run."""
+    num_episodes: int = option(1, "passes over the training prompts")
+    max_epochs: int = option(1, "passes over each rollout batch")
+    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy")
+    critic_learning_rate: float = option(9e-6, "peak learning rate of the critic")
+    freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns")
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation; touches no training state."""
+    eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never")
+    eval_at_start: bool = option(False, "evaluate before the first step as well")
+    eval_n_samples: int = option(1, "responses per held-out prompt")
+    eval_temperature: float = option(0.0, "sampling temperature of the evaluation; 0 is greedy")
+    eval_top_p: float = option(1.0, "nucleus sampling of the evaluation")
+    eval_pass_k: list[int] = option([1], "k of the pass@k estimates (k <= --eval_n_samples)")
+
+
+@dataclass
+class CheckpointConfig:
+    """What is written, where, and how a run goes on."""
+    save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model")
+    ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
+    save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done")
+    max_ckpt_num: int = option(3, "keep at most this many checkpoints (the best one is kept besides)")
+    max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints")
+    best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
+    async_save: bool = option(True, "write checkpoints in the background")
+    load_checkpoint: bool = option(False, "go on from the newest complete checkpoint in --ckpt_path")
+    save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
+    disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
+
+
+@dataclass
+class SinkConfig:
+    """Where metrics go."""
+    logging_steps: int = option(1, "steps between lines of the step table")
+    use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard")
+    use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)")
+    wandb_project: str = option("lightrft", "W&B project")
+    wandb_run_name: str | None = option(None, "W&B run name")
+    wandb_group: str | None = option(None, "W&B group")
+    wandb_org: str | None = option(None, "W&B entity")
+    use_trackio: bool = option(False, "log to trackio (needs the trackio extra)")
+
+
+@dataclass
+class LogConfig(SinkConfig):
+    """What a person sees."""
+    metric_aliases: str = option("none", "also write each metric under the name another trainer gives it",
+                                 ("none", "verl", "trl"))
+    save_trajectories: bool = option(False, "write every rollout to SAVE_PATH/rollouts/step_N.jsonl")
+    num_trajectories_to_save: int = option(0, "at most this many samples per rollout file; 0: all")
+    print_samples: int = option(0, "held-out solutions printed before the first step and after the last")
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,46 @@
+"""Options of supervised fine-tuning: the groups it shares with the RL trainer, and its own."""
+from dataclasses import dataclass, field
+
+from lightrft.config.schema import (CheckpointConfig, DataConfig, OptimConfig, PolicyModelConfig, SinkConfig,
+                                    StrategyConfig, option)
+
+
+@dataclass
+class SFTDataConfig:
+    """Demonstrations, and how they are rendered."""
+    train_data: list[str] = option([],
+                                   "demonstrations: file, folder or hub id, 'path@data_dir'; several are concatenated")
+    eval_data: list[str] = option([], "held-out demonstrations, same forms")
+    train_split: str = option("train", "split of --train_data to use")
+    eval_split: str = option("test", "split of --eval_data to use")
+    max_len: int = option(2048, "longest conversation, in tokens; longer ones are dropped and counted")
+    max_samples: int = option(0, "use at most this many demonstrations; 0: all")
+    chat_template: str | None = option(
+        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
+    system_prompt: str | None = option(None, "system message of every conversation; it replaces the one a row brings")
+    shuffle: bool = option(True, "draw demonstrations in a new seeded order each epoch")
+
+    def as_data_config(self) -> DataConfig:
+        """The same choices as the data group of the RL trainer, which the data sets read."""
+        return DataConfig(prompt_data=self.train_data, eval_data=self.eval_data, prompt_split=self.train_split,
+                          eval_split=self.eval_split, max_samples=self.max_samples, chat_template=self.chat_template,
+                          system_prompt=self.system_prompt, max_eval_samples=0)
+
+
+@dataclass
+class SFTTrainConfig(OptimConfig):
+    """The optimizer, its batches and the length of the run."""
+    learning_rate: float = option(1e-5, "peak learning rate")
+    max_epochs: int = option(1, "passes over the demonstrations")
+    eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never")
+
+
+@dataclass
+class SFTConfig:
+    """The whole tree of ``lightrft.cli.train_sft``."""
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    train: SFTTrainConfig = field(default_factory=SFTTrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: SinkConfig = field(default_factory=SinkConfig)

@@ -1,0 +1,227 @@
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.cli import group_from_args, parse_config
+from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
+from lightrft.config.refused import ALIASES, REFUSED
+from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tests.values import every_option, other_value, words
+from lightrft.utils.cli_args import add_arguments
+
+TREES = (Config, SFTConfig)
+CASES = [
+    pytest.param(tree, option, id=f"{tree.__name__}-{option.name}") for tree in TREES for option in every_option(tree)
+]
+
+# section 2.1 and 2.2 of the original's command line
+ORIGINAL = """
+engine_tp_size engine_mem_util enable_engine_sleep disable_engine_sleep packing_samples sp_size fsdp use_mp_opt
+fsdp_cpu_offload log_dir plot_every rm_use_engine rm_engine_cudagraph mixed_mm_data fused_linear_logprob
+chunk_size engine_type text_only save_path save_steps save_hf_ckpt disable_ds_ckpt ckpt_path max_ckpt_num
+max_ckpt_mem load_checkpoint save_trajectories num_trajectories_to_save mark_high_entropy_tokens
+trajectory_analysis print_replay_buffer_stats logging_steps eval_steps num_episodes max_epochs
+rollout_batch_size micro_rollout_batch_size n_samples_per_prompt train_batch_size micro_train_batch_size
+prompt_max_len generate_max_len max_len max_samples max_eval_samples temperature top_p use_fire
+first_token_temperature actor_learning_rate critic_learning_rate lr_warmup_ratio adam_betas l2 max_norm ptx_coef
+aux_loss_coef freezing_actor_steps freeze_prefix enable_ema advantage_estimator eps_clip value_clip gamma lambd
+init_kl_coef kl_target kl_estimator use_kl_loss use_cpg_loss use_gspo normalize_advantages use_sequence_rewards
+loss_agg_mode high_entropy_token_ratio reward_running_norm reward_running_norm_minus_mean reward_clip
+advantage_clip advantages_norm dynamic_sampling overlong_buffer overlong_buffer_len
+overlong_buffer_penalty_factor normalize_reward_for_critic seed local_rank zero_stage zpg bf16
+gradient_checkpointing gradient_checkpointing_use_reentrant adam_offload actor_init_on_gpu flash_attn
+grad_accum_dtype overlap_comm disable_fast_tokenizer disable_logprobs_flashattn no_shard_vit meta_init
+initial_model_shard_size load_in_4bit lora_rank lora_alpha lora_dropout target_modules pretrain critic_pretrain
+reward_pretrain remote_rm_url value_head_prefix save_value_network prompt_data prompt_data_probs prompt_split
+eval_data eval_split pretrain_data pretrain_data_probs pretrain_split input_key images_key reference_key
+label_key input_template apply_chat_template system_prompt use_wandb wandb_org wandb_group wandb_project
+wandb_run_name use_tensorboard use_ms limit_mm_image_per_prompt
+""".split()
+
+
+def fails(capsys: pytest.CaptureFixture[str], argv: list[str], **kwargs: Any) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(argv, "prog", **kwargs)
+    assert exit_info.value.code == 2, "errors of the command line exit with 2"
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_names_are_unique_and_apart_from_the_refused(tree: type) -> None:
+    names = [name for group, cls in groups(tree).items() for name in group_options(cls, group)]
+    assert len(names) == len(set(names)), "flag names are shared by two groups"
+    assert not set(names) & (set(ALIASES) | {"config", "plugin", "dry_run", "help"}), "reserved names"
+    assert tree is SFTConfig or not set(names) & set(REFUSED), "an option is refused"
+
+
+@pytest.mark.parametrize("tree,option", CASES)
+def test_every_flag_sets_its_field_and_nothing_else(tree: type, option: Option) -> None:
+    value = other_value(option)
+    parsed = parse_config(words(option, value), tree=tree)
+    changed = {k: v for k, v in flatten(parsed.config).items() if v != options(tree)[k].default}
+    single = option.choices is not None and len(option.choices) == 1
+    assert changed == ({} if single else {option.name: value}), f"{option.flag} set {changed}"
+    assert parsed.provenance[option.name] == "flag", "provenance"
+    assert all(source == "default" for name, source in parsed.provenance.items()
+               if name != option.name), "provenance of the rest"
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_every_original_flag_is_an_option_an_alias_or_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name in options(Config):
+        return
+    if name in ALIASES:
+        target, value = ALIASES[name]
+        assert flatten(parse_config([f"--{name}"]).config)[target] == value, "the alias translates"
+        return
+    err = fails(capsys, [f"--{name}", "1"])
+    assert f"--{name} is not an option here: " in err and REFUSED[name] in err, err
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *ALIASES])
+def test_remedies_name_only_real_flags(name: str) -> None:
+    for word in REFUSED.get(name, "").replace(",", " ").replace(";", " ").split():
+        if word.startswith("--"):
+            assert word[2:] in options(Config), f"the remedy of --{name} names {word}"
+
+
+def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, ["--rolout_batch-size", "4", "--zero_stage", "3", "--no_shufle"])
+    parts = ("did you mean --rollout_batch_size", "--strategy fsdp", "did you mean --no_shuffle")
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("argv,parts", [
+    (["--seed", "x"], ["--seed", "'x'", "an integer"]),
+    (["--seed", "1.5"], ["--seed", "'1.5'", "an integer"]),
+    (["--l2", "nan"], ["--l2", "'nan'", "a number"]),
+    (["--bf16", "maybe"], ["--bf16", "'maybe'", "true or false"]),
+    (["--lr_scheduler", "linaer"], ["--lr_scheduler", "'linaer'", "did you mean linear"]),
+    (["--eval_pass_k", "1,b"], ["--eval_pass_k", "'b'", "an integer"]),
+    (["--freeze_prefix"], ["--freeze_prefix", "name the prefixes"]),
+    (["--eval_data"], ["--eval_data", "at least one value"]),
+    (["--roll", "1"], ["--roll"]),
+    (["stray"], ["'stray'", "--name value"]),
+    (["--config", "absent.yaml"], ["absent.yaml", "no such file"]),
+    (["--plugin", "no_such_module_here"], ["no_such_module_here", "PYTHONPATH"]),
+])
+def test_errors_name_flag_value_and_expectation(argv: list[str], parts: list[str],
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, argv)
+    assert all(part in err for part in parts) and err.startswith("prog: error: "), err
+
+
+def test_a_secret_given_to_use_wandb_is_not_echoed(capsys: pytest.CaptureFixture[str]) -> None:
+    err = fails(capsys, ["--use_wandb", "hunter2"])
+    assert "hunter2" not in err and "WANDB_API_KEY" in err, err
+
+
+def test_only_rank_zero_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert fails(capsys, ["--nonsense"]) == "", "another rank repeats the message"
+
+
+@pytest.mark.parametrize("argv,name,value", [
+    (["--prompt_data", "a,b", "c"], "prompt_data", ["a", "b", "c"]),
+    (["--stop", "x\\,y", "z"], "stop", ["x,y", "z"]),
+    (["--target_modules", "none"], "target_modules", []),
+    (["--adam_betas", "0.8,0.9"], "adam_betas", [0.8, 0.9]),
+    (["--shuffle", "false"], "shuffle", False),
+    (["--no_shuffle"], "shuffle", False),
+    (["--no_shuffle", "--shuffle"], "shuffle", True),
+    (["--kl_target", "0.1", "--kl_target", "none"], "kl_target", None),
+    (["--max_samples", "1e6"], "max_samples", 1000000),
+    (["--eval_steps", "-1"], "eval_steps", -1),
+    (["--wandb_project=a b"], "wandb_project", "a b"),
+])
+def test_forms_of_a_value(argv: list[str], name: str, value: Any) -> None:
+    assert flatten(parse_config(argv).config)[name] == value, f"{argv} should set {name} to {value}"
+
+
+def test_precedence_and_provenance(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("train: {seed: 1, l2: 0.1, max_norm: 2}\n")
+    second.write_text("l2: 0.2\nmax_norm: 3\n")
+    argv = ["--config", str(first), "--config", str(second), "--max_norm", "4"]
+    parsed = parse_config(argv, defaults={"seed": 9, "l2": 9, "gamma": "0.9"})
+    assert vars(
+        parsed.config.train)["seed"] == 1 and parsed.config.train.l2 == 0.2 and parsed.config.train.max_norm == 4.0
+    found = {name: parsed.provenance[name] for name in ("seed", "l2", "max_norm", "gamma", "lambd")}
+    assert found == {
+        "seed": f"yaml:{first}",
+        "l2": f"yaml:{second}",
+        "max_norm": "flag",
+        "gamma": "script",
+        "lambd": "default"
+    }, found
+    assert parsed.config.algorithm.gamma == 0.9, "script defaults are converted"
+
+
+def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean seed" in fails(capsys, [], defaults={"sed": 1})
+
+
+def test_help_lists_every_option_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(["--help"], "prog", {"seed": 4321}, "What it does.")
+    shown = capsys.readouterr().out
+    assert exit_info.value.code == 0 and "What it does." in shown, "help"
+    assert all(f"--{name}" in shown for name in options(Config)) and all(f"\n{group}:" in shown
+                                                                         for group in groups(Config))
+    assert "default: 4321" in " ".join(shown.split()) and "--zero_stage" not in shown, "defaults are the script's"
+
+
+def test_plugins_are_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_part_a.py").write_text("import sys\nsys.flags_seen = True\n")
+    (tmp_path / "c.yaml").write_text("plugin: [my_part_a]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert parse_config(["--config", "c.yaml", "--plugin", "my_part_a"]).plugins == ["my_part_a"]
+    assert "my_part_a" in sys.modules
+
+
+def test_a_plugin_that_misses_a_package_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_part_b.py").write_text("import no_such_package_here\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_here"):
+        parse_config(["--plugin", "my_part_b"])
+
+
+def test_plain_argparse() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mine", default=3)
+    parser.add_argument("--seed", default="5")
+    parser.add_argument("--text_only", action="store_true")
+    args = add_arguments(parser).parse_args(["--fsdp", "--prompt_data", "a,b", "--text_only", "--no_shuffle"])
+    assert StrategyConfig.from_args(args) == StrategyConfig(strategy="fsdp") and args.mine == 3 and args.text_only
+    data = group_from_args(DataConfig, args)
+    assert data.prompt_data == ["a", "b"] and not data.shuffle and group_from_args(TrainConfig, args).seed == 5
+    for group, cls in groups(Config).items():
+        assert group == "train" or group_from_args(cls,
+                                                   add_arguments(argparse.ArgumentParser()).parse_args([])) == cls()
+
+
+def test_plain_argparse_refuses_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        add_arguments(argparse.ArgumentParser()).parse_args(["--packing_samples"])
+    assert REFUSED["packing_samples"] in capsys.readouterr().err
+
+
+def test_partial_namespace() -> None:
+    assert StrategyConfig.from_args(argparse.Namespace(fsdp=True, seed=1)) == StrategyConfig(strategy="fsdp")
+    assert group_from_args(DataConfig, argparse.Namespace(prompt_data=None,
+                                                          eval_data="a,b")) == DataConfig(eval_data=["a", "b"])
+    with pytest.raises(ConfigError, match="--fsdp_shard_size: expected an integer, got 'x'"):
+        StrategyConfig.from_args(argparse.Namespace(fsdp_shard_size="x"))
+
+
+def test_exit_code_of_a_real_process() -> None:
+    code = "from lightrft.config.cli import parse_config; parse_config()"
+    done = subprocess.run([sys.executable, "-c", code, "--sede", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean --seed" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,117 @@
+import json
+import struct
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from lightrft.config.cli import parse_config
+from lightrft.config.estimate import (GIB, ModelSize, batch_sizes, batch_summary, memory, model_size, peak_flops,
+                                      step_flops)
+from lightrft.config.options import build, options
+from lightrft.config.report import describe, option_table, resolved
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+
+SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
+
+
+def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_model_size_from_the_headers(tmp_path: Path) -> None:
+    shapes = {
+        "model.embed_tokens.weight": [10, 4],
+        "model.layers.0.a": [4, 4],
+        "model.layers.1.a": [4, 4],
+        "model.layers.1.b": [3],
+        "model.norm.weight": [4]
+    }
+    safetensors(tmp_path / "a-1.safetensors", dict(list(shapes.items())[:2]))
+    safetensors(tmp_path / "a-2.safetensors", dict(list(shapes.items())[2:]))
+    assert model_size(tmp_path) == ModelSize(sum(map(prod, shapes.values())), 19, 44)
+    assert model_size("org/model") is None and model_size(None) is None
+
+
+def test_batch_sizes_by_hand() -> None:
+    config = build(
+        Config, {
+            "rollout_batch_size": 6,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 8,
+            "max_epochs": 2,
+            "prompt_max_len": 10,
+            "generate_max_len": 20
+        })
+    b = batch_sizes(config)
+    assert (b.prompts, b.samples, b.tokens, b.response_tokens, b.optimizer_steps) == (6, 24, 720, 480, 6)
+    line = batch_summary(config, 2)
+    assert all(part in line for part in ("6 prompts", "24 samples", "720 tokens", "6 optimizer steps", "2 ranks")), line
+    assert "\n" not in line and "2 passes" in line, line
+
+
+def held(world_size: int, critic: bool = False, **values: object) -> dict[str, float]:
+    found = memory(build(Config, values), world_size, SIZE, critic)
+    return {name.split(",")[0]: value for name, value in found.items() if "chunk" not in name}
+
+
+def test_memory_by_hand() -> None:
+    assert held(1) == {"weights": 4000, "gradients": 4000, "Adam state": 8000}
+    assert held(1, bf16=True)["weights gathered or cast for computing"] == 2000
+    two = memory(build(Config, {}), 2, SIZE)
+    assert two["weights, float32"] == 2000 and two["Adam state, float32"] == 4000
+    assert two["weights gathered or cast for computing"] == 4 * 400 and two["copy in the rollout engine"] == 4000
+    assert "Adam state" not in held(2, adam_offload=True) and "weights" not in held(2, fsdp_cpu_offload=True)
+    assert held(4, fsdp_shard_size=2)["weights"] == 2000 and held(2, critic=True)["weights"] == 4000
+    assert held(2, init_kl_coef=0.1)["reference"] == 2000 and "reference" not in held(2, init_kl_coef=0.1, lora_rank=4)
+    assert "Adam state" not in held(1, lora_rank=4) and held(1, engine_kv_mib=3)["key-value cache"] == 3 * 2**20
+
+
+def test_flops_by_hand() -> None:
+    small = {
+        "rollout_batch_size": 1,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 2,
+        "prompt_max_len": 3,
+        "generate_max_len": 2
+    }
+    tokens = 10
+    assert step_flops(build(Config, small), SIZE) == 1000 * tokens * (6 + 2)
+    more = small | {"train_batch_size": 1, "gradient_checkpointing": True, "init_kl_coef": 0.1, "max_epochs": 2}
+    assert step_flops(build(Config, more), SIZE) == 1000 * tokens * (16 + 2 + 4)
+
+
+@pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("", None),
+                                       ("Other", None)])
+def test_peak_flops(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_report_names_every_option_and_its_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("l2: 0.5\n")
+    parsed = parse_config(["--config", str(path), "--seed", "77"], defaults={"gamma": 0.5})
+    text = describe(parsed.config, parsed.provenance, 2)
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    assert all(name in lines for name in options(Config)), "options are missing"
+    assert "77" in lines["seed"] and lines["seed"].endswith("[flag]") and lines["lambd"].endswith("[default]")
+    assert lines["l2"].endswith(f"[yaml:{path}]") and lines["gamma"].endswith("[script]"), lines
+    assert batch_summary(parsed.config,
+                         2) in text and "memory per rank: unknown" in text and "time per step: unknown" in text
+
+
+def test_report_with_a_known_model() -> None:
+    text = describe(Config(), {}, 2, ModelSize(GIB, GIB // 10, GIB // 5), "NVIDIA H200")
+    assert "weights, float32" in text and "2.00 GiB" in text and "about" in text and "H200 at 40% of 989" in text, text
+    assert "a CPU" in describe(Config(), {}, 1, SIZE), "a CPU has no estimate"
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_tables_and_listings_cover_the_tree(tree: type) -> None:
+    table, listing = option_table(tree), resolved(tree(), {})
+    assert all(f"| `--{name}` |" in table and name in listing for name in options(tree))
+    rows = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("| `--")]
+    assert all(line.count("|") == 5 for line in rows), "a cell breaks the table"

@@ -1,0 +1,277 @@
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.options import ConfigError, build, options
+from lightrft.config.ranges import RANGES
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tests.problems import CASES, EVAL, GOOD, KL
+from lightrft.config.tests.values import every_option
+from lightrft.config.validate import AlgorithmFacts, validate, validate_sft
+from lightrft.utils.registry import Registry
+
+FACTS = AlgorithmFacts(estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}),
+                       policy_losses=frozenset({"ppo"}),
+                       corrections=frozenset({"none"}),
+                       needs_group=frozenset({"group_norm"}),
+                       needs_critic=frozenset({"gae"}),
+                       whitens=frozenset({"reinforce++"}),
+                       ignores={
+                           "lambd": frozenset({"group_norm", "reinforce", "reinforce++"}),
+                           "std_eps": frozenset({"gae", "reinforce", "reinforce++"})
+                       })
+
+
+def problems(world_size: int = 2, **values: Any) -> list[str]:
+    try:
+        validate(build(Config, GOOD | values), world_size, FACTS)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("values", [
+    {},
+    {
+        "rollout_batch_size": 16,
+        "n_samples_per_prompt": 5,
+        "train_batch_size": 40
+    },
+    KL | {
+        "use_kl_loss": True,
+        "kl_target": 0.1,
+        "kl_horizon": 100,
+        "ref_pretrain": "org/ref",
+        "initial_model_shard_size": 1
+    },
+    KL | {
+        "kl_estimator": "k1"
+    },
+    EVAL | {
+        "eval_steps": 2,
+        "eval_at_start": True,
+        "eval_n_samples": 4,
+        "eval_temperature": 1.0,
+        "eval_pass_k": [1, 4]
+    },
+    {
+        "advantage_estimator": "gae",
+        "critic_pretrain": "org/critic",
+        "freezing_actor_steps": 2,
+        "critic_learning_rate": 1e-4,
+        "value_clip": 0.0,
+        "lambd": 0.5,
+        "save_value_network": True,
+        "n_samples_per_prompt": 1,
+        "advantages_norm": True
+    },
+    {
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "loss_agg_norm": 100
+    },
+    {
+        "reward_running_norm": True,
+        "reward_running_norm_minus_mean": True,
+        "overlong_buffer": True,
+        "overlong_buffer_len": 100
+    },
+    {
+        "prompt_data": ["a", "b@dir"],
+        "prompt_data_probs": [0.25, 0.75]
+    },
+    {
+        "reward": ["math", "format=0.1", "length=-1e-3"],
+        "remote_rm_url": ["http://localhost:1", "https://x.y/z"]
+    },
+    {
+        "lora_rank": 8,
+        "lora_dropout": 0.1,
+        "init_kl_coef": 0.1
+    },
+    {
+        "strategy": "fsdp",
+        "fsdp_cpu_offload": True,
+        "fsdp_shard_size": 1
+    },
+    {
+        "input_template": "Q: {}",
+        "max_steps": 5,
+        "save_trajectories": True,
+        "num_trajectories_to_save": 3
+    },
+    EVAL | {
+        "best_metric": "eval/all/pass@1",
+        "save_steps": 5
+    },
+    {
+        "use_tensorboard": True
+    },
+    {
+        "std_eps": 0.1
+    },
+    EVAL | {
+        "best_metric": "eval/openai/gsm8k/pass@4",
+        "eval_n_samples": 4,
+        "eval_temperature": 1.0,
+        "eval_pass_k": [1, 4]
+    },
+])
+def test_valid(values: dict[str, Any]) -> None:
+    assert problems(**values) == [], "a valid configuration is refused"
+
+
+@pytest.mark.parametrize("values,parts", CASES)
+def test_each_problem_alone(values: dict[str, Any], parts: list[str]) -> None:
+    found = problems(**values)
+    assert len(found) == 1 and all(part in found[0] for part in parts), found
+
+
+def test_large_batches_are_checked_quickly() -> None:
+    found = problems(rollout_batch_size=10**12 + 1,
+                     n_samples_per_prompt=1,
+                     advantage_estimator="reinforce",
+                     train_batch_size=1000)
+    assert "--rollout_batch_size 1000000000000 or" in found[0], found
+
+
+def test_offload_needs_fsdp() -> None:
+    assert problems(1, fsdp_cpu_offload=True) and not problems(1, fsdp_cpu_offload=True, strategy="fsdp")
+    assert not problems(1, strategy="single")
+
+
+def test_paths_that_exist(tmp_path: Path) -> None:
+    for name in ("d.parquet", "t.jinja", "r.py"):
+        (tmp_path / name).touch()
+    found = problems(pretrain=str(tmp_path),
+                     prompt_data=[f"{tmp_path}/d.parquet", f"{tmp_path}@sub"],
+                     chat_template=f"{tmp_path}/t.jinja",
+                     reward=[f"{tmp_path}/r.py:f=0.5"])
+    assert found == [], found
+    assert "d.parquet: is a file" in problems(save_path=f"{tmp_path}/d.parquet")[0]
+
+
+@pytest.mark.parametrize("option", ["save_path", "ckpt_path"])
+def test_folders_that_cannot_be_written(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file is a file" in problems(**{option: f"{tmp_path}/file/run/1"})[0]
+    assert not problems(**{option: f"{tmp_path}/new/run"})
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert f"{tmp_path} cannot be written to" in "".join(problems(**{option: f"{tmp_path}/new/run"}))
+    assert f"{tmp_path}: cannot be written to" in "".join(problems(**{option: str(tmp_path)}))
+
+
+def test_all_problems_at_once() -> None:
+    found = problems(top_p=2.0, pretrain=None, eval_steps=1, use_kl_loss=True)
+    assert len(found) == 4, found
+    with pytest.raises(ConfigError, match="4 problems"):
+        raise ConfigError(found)
+
+
+@pytest.mark.parametrize("option,module", [("use_wandb", "wandb"), ("use_trackio", "trackio"),
+                                           ("use_tensorboard", "tensorboard"), ("use_liger", "liger_kernel")])
+def test_missing_packages(option: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    monkeypatch.setattr("lightrft.config.validate.find_spec", without(module))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = problems(**{option: True})
+    assert len(found) == 1 and f"--{option}" in found[0] and "pip install" in found[0], found
+
+
+def without(module: str) -> Callable[[str], object | None]:
+    return lambda name: None if name == module else sys
+
+
+def test_liger_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    monkeypatch.setattr("lightrft.config.validate.find_spec", without("nothing"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "need CUDA" in problems(use_liger=True)[0]
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_every_number_has_a_range_that_holds_its_default(tree: type) -> None:
+    for option in every_option(tree):
+        assert (option.kind in (int, float)) == (option.name
+                                                 in RANGES), f"{option.flag} needs a range in config/ranges.py"
+    assert set(RANGES) <= set(options(Config)) | set(options(SFTConfig)), "a range of no option"
+    assert not any("must be" in problem for problem in problems()), "a default is out of range"
+
+
+@pytest.mark.parametrize("name", [name for name in RANGES if name in options(Config)])
+def test_both_sides_of_every_range(name: str) -> None:
+    option = options(Config)[name]
+    for value in (-2, 2**40):
+        typed = [option.kind(value)] if option.many else option.kind(value)
+        limited = value < 0 or not RANGES[name].endswith("inf)")
+        assert limited == any(f"--{name} " in text and ": must be " in text for text in problems(**{name: typed}))
+
+
+def test_facts_are_read_from_the_registries() -> None:
+
+    class Entry:
+        needs_group, needs_critic, whitens = True, False, True
+        reads: tuple[str, ...] | None = ("lambd", )
+
+    class Silent(Entry):
+        reads = None
+
+    advantages: Registry[Entry] = Registry("advantage estimator")
+    losses: Registry[int] = Registry("policy loss")
+    advantages.register("mine", "alias")(Entry())
+    losses.register("ppo")(1)
+    facts = AlgorithmFacts.gather(advantages, losses, Registry("correction"))
+    both = frozenset({"mine", "alias"})
+    ignores = {"lambd": frozenset(), "std_eps": both}
+    assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores)
+    advantages.register("silent")(Silent())
+    assert AlgorithmFacts.gather(advantages, losses, Registry("correction")).ignores == ignores
+
+
+@pytest.mark.parametrize("values,part", [
+    ({}, ""),
+    ({
+        "train_data": []
+    }, "--train_data is missing"),
+    ({
+        "train_data": ["no.jsonl"]
+    }, "no such file"),
+    ({
+        "train_batch_size": 1
+    }, "2 ranks"),
+    ({
+        "eval_steps": 3
+    }, "--eval_data"),
+    ({
+        "learning_rate": -1.0
+    }, "--learning_rate -1"),
+    ({
+        "pretrain": None
+    }, "--pretrain is missing"),
+    ({
+        "lora_dropout": 0.1
+    }, "--lora_rank"),
+    ({
+        "strategy": "single"
+    }, "2 ranks"),
+    ({
+        "chat_template": "no.jinja"
+    }, "no such file"),
+    ({
+        "best_metric": "eval/loss"
+    }, "--eval_data"),
+    ({
+        "best_metric": "reward/mean"
+    }, "sft/"),
+])
+def test_sft(values: dict[str, Any], part: str) -> None:
+    config = build(SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]} | values)
+    if not part:
+        validate_sft(config, 2)
+        return
+    with pytest.raises(ConfigError) as error:
+        validate_sft(config, 2)
+    assert len(error.value.problems) == 1 and part in error.value.problems[0], error.value.problems

@@ -1,0 +1,26 @@
+"""Another valid value for every option of a tree, as the words after its flag and as a Python value."""
+from typing import Any
+
+from lightrft.config.options import Option, options
+
+SAMPLES = {bool: True, int: 7, float: 0.25, str: "other"}
+
+
+def other_value(option: Option) -> Any:
+    """A value of the option's type that is not its default."""
+    if option.choices:
+        return next((choice for choice in option.choices if choice != option.default), option.choices[0])
+    value = not option.default if option.kind is bool else SAMPLES[option.kind]
+    return [value, value] if option.many else value
+
+
+def words(option: Option, value: Any) -> list[str]:
+    """The command line that sets ``value``."""
+    if option.kind is bool:
+        return [option.flag if value else f"--no_{option.name}"]
+    return [option.flag, *(map(str, value) if option.many else [str(value)])]
+
+
+def every_option(tree: type) -> list[Option]:
+    """The options of ``tree`` in order."""
+    return list(options(tree).values())

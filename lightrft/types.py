@@ -1,0 +1,140 @@
+"""The three things that flow through the trainer: Prompt, Sample and Experience."""
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, rendered and tokenized; the same for every modality (media stay opaque)."""
+    uid: str
+    token_ids: list[int]
+    text: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    data_source: str = ""
+    label: str = ""
+    reference: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    mm_inputs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response. ``token_ids`` holds prompt and response; the other lists have the same length.
+
+    ``logprobs`` are the engine's, in nats, of the distribution that was sampled; 0 on tokens that were not generated.
+    ``reward`` is None when the sample could not be scored (that is not a reward of 0).
+    """
+    prompt: Prompt
+    group_id: int  # the prompt's place in the global rollout batch
+    index: int  # the sample's place in its group
+    token_ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    finish_reason: str  # "stop" | "length" | "abort"
+    weight_version: int = 0
+    text: str = ""  # the response only, decoded without special tokens at its end
+    reward: float | None = None
+    reward_parts: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def response_len(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.token_ids) - len(self.prompt.token_ids)
+
+
+def _per(axis: str) -> Any:
+    return field(default=None, metadata={"axis": axis})
+
+
+@dataclass
+class Experience:
+    """B sequences packed into one row of T tokens; index t of every [T] field describes token t.
+
+    ``logprobs[t] = log p(token_t | tokens before)`` and ``values[t]`` is the value of the state in which token t was
+    chosen, so nothing is ever shifted; both are 0 where undefined. Masks are bool, True = keep.
+    """
+    token_ids: Tensor = field(metadata={"axis": "T"})  # int64 [T]
+    cu_seqlens: Tensor = field(metadata={"axis": "cu"})  # int32 [B + 1], starts with 0, ends with T
+    loss_mask: Tensor = field(metadata={"axis": "T"})  # bool [T], True on tokens the policy chose and learns from
+    group_ids: Tensor = _per("B")  # int64 [B], samples of one prompt share one id
+    sample_ids: Tensor = _per("B")  # int64 [B], position in the global rollout batch
+    rewards: Tensor = _per("B")  # float32 [B], after shaping; meaningless where not scored
+    scored: Tensor = _per("B")  # bool [B]
+    truncated: Tensor = _per("B")  # bool [B], the response hit the length limit
+    weight_version: Tensor = _per("B")  # int64 [B]
+    rollout_logprobs: Tensor = _per("T")
+    old_logprobs: Tensor = _per("T")
+    ref_logprobs: Tensor = _per("T")
+    values: Tensor = _per("T")
+    token_rewards: Tensor = _per("T")
+    advantages: Tensor = _per("T")
+    returns: Tensor = _per("T")
+    mm_inputs: list[dict[str, Any]] | None = field(default=None, metadata={"axis": "list"})
+
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[B] tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    def _map(self, change: Any) -> "Experience":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self,
+            **{f.name: change(f.metadata["axis"], values[f.name]) for f in fields(self) if values[f.name] is not None})
+
+    def to(self, device: torch.device | str) -> "Experience":
+        """A copy whose tensors live on ``device`` (media move when a model uses them)."""
+        return self._map(lambda axis, value: value if axis == "list" else value.to(device))
+
+    def select(self, indices: list[int]) -> "Experience":
+        """The sequences ``indices``, in that order, packed anew."""
+        index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
+        starts, lens = self.cu_seqlens[index].long(), self.seq_lens[index].long()
+        cu = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
+        # token i of the result is token (i - its new start + its old start) of this experience
+        tokens = torch.arange(int(cu[-1]), device=index.device) + torch.repeat_interleave(starts - cu[:-1], lens)
+        cu = cu.to(self.cu_seqlens.dtype)
+        pick = {
+            "T": lambda v: v[tokens], "B": lambda v: v[index], "cu": lambda v: cu, "list":
+            lambda v: [v[i] for i in indices]
+        }
+        return self._map(lambda axis, value: pick[axis](value))
+
+    def split(self, parts: list[list[int]]) -> list["Experience"]:
+        """One Experience per list of sequence indices."""
+        return [self.select(part) for part in parts]
+
+    @classmethod
+    def cat(cls, parts: list["Experience"]) -> "Experience":
+        """All sequences of ``parts`` in order. A field must be set in all parts or in none."""
+        merged: dict[str, Any] = {}
+        for f in fields(cls):
+            values = [getattr(part, f.name) for part in parts]
+            if all(v is None for v in values):
+                continue
+            if any(v is None for v in values):
+                raise ValueError(f"cannot join experiences: {f.name} is set in some parts only")
+            merged[f.name] = _join(f.metadata["axis"], values)
+        return cls(**merged)
+
+
+def _join(axis: str, values: list[Any]) -> Any:
+    if axis == "list":
+        return [item for value in values for item in value]
+    if axis == "cu":
+        lens = torch.cat([value.diff() for value in values])
+        return torch.cat([lens.new_zeros(1), lens.cumsum(0).to(lens.dtype)])
+    return torch.cat(values)

@@ -1,0 +1,11 @@
+"""What an earlier run left is moved aside, never overwritten."""
+import itertools
+from pathlib import Path
+
+
+def move_aside(path: Path) -> Path | None:
+    """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; its new path, or None."""
+    if not path.exists():
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))

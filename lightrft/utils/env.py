@@ -1,0 +1,112 @@
+"""The process and its surroundings: ranks, random state, threads, memory."""
+import os
+import random
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightrft.utils.errors import UserError
+
+_GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all, as ``torchrun`` describes it; one process when started without."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "World":
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+
+        Raises:
+            ValueError: some of them are missing or contradict each other.
+        """
+        env = os.environ if environ is None else environ
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        missing = [name for name in names if name not in env]
+        if len(missing) == len(names):
+            return cls()
+        if missing:
+            raise UserError(
+                f"{', '.join(missing)} not set although {', '.join(n for n in names if n in env)} is: start "
+                f"with torchrun, or unset them all for one process")
+        world = cls(*(int(env[name]) for name in names))
+        if not (0 <= world.rank < world.world_size and 0 <= world.local_rank < world.local_world_size):
+            raise UserError(f"contradictory ranks in the environment: {world}")
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every global generator of this process; loads under ``torch.load(weights_only=True)``."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = numpy_state
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest), "torch":
+        torch.get_rng_state(), "cuda": cuda
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Undo what happened to the generators since :func:`rng_state`; devices that are absent now are skipped."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    for device, value in enumerate(state["cuda"][:torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(value, device)
+
+
+def set_threads(local_world_size: int) -> int:
+    """Share the cores between the ranks of this node, unless OMP_NUM_THREADS decides; returns the threads per rank.
+
+    (``torchrun`` itself sets OMP_NUM_THREADS=1 when it starts more than one process.)
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(cores // local_world_size, 1)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far, in GiB: allocated tensors on CUDA, resident memory of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of ``device`` in all; on CPU of the host or, where it is less, what the container may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            return min(host, int(limit.read()))
+    except (OSError, ValueError):  # no cgroup (version 2), or no limit ("max")
+        return host

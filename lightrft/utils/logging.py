@@ -1,0 +1,48 @@
+"""The one logger: everything on rank 0, warnings and errors elsewhere, never through the middle of a progress bar."""
+import logging
+import os
+import sys
+
+_NAME = "lightrft"
+
+
+class _Formatter(logging.Formatter):
+    """``12:34:56 message``, with levels and ranks that are not the usual ones; ``extra={"plain": True}`` stays bare."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.__dict__.get("plain"):
+            return text
+        level = f"{record.levelname}: " if record.levelno > logging.INFO else ""
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK", "0") != "0" else ""
+        return f"{self.formatTime(record, '%H:%M:%S')} {rank}{level}{text}"
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to the current ``sys.stderr``; an active tqdm bar is lifted for the line and drawn again below it."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(_Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        if "tqdm" not in sys.modules:
+            super().emit(record)
+            return
+        with sys.modules["tqdm"].tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def get_logger() -> logging.Logger:
+    """The logger of the library: level INFO on rank 0 (environment variable ``RANK``), WARNING on the others.
+
+    ``LIGHTRFT_LOG_LEVEL`` (DEBUG, INFO, WARNING, ERROR) overrides the level of every rank.
+    """
+    logger = logging.getLogger(_NAME)
+    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
+        logger.addHandler(_Handler())
+        logger.propagate = False
+    default = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"
+    logger.setLevel(os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper())
+    return logger

@@ -1,0 +1,224 @@
+"""Where metrics go: metrics.jsonl always; the console table; TensorBoard, W&B and trackio when asked."""
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Protocol
+
+from lightrft.utils.aliases import ALIASES, alias_metrics
+from lightrft.utils.aside import move_aside
+from lightrft.utils.logging import get_logger
+from lightrft.utils.step_table import StepTable
+from lightrft.utils.trajectory_saver import jsonable
+
+_FSYNC_S = 10.0
+_WANDB_ID = "wandb_run_id"
+
+
+class Sink(Protocol):
+    """One place that metrics go to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of ``step``."""
+
+    def close(self) -> None:
+        """Write what is still buffered."""
+
+
+def _require(package: str, extra: str) -> ModuleType:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        remedy = f"pip install lightrft[{extra}]" if extra else f"pip install {package}"
+        raise ImportError(f"{package} is not installed or does not load ({error}); {remedy}") from error
+
+
+class JsonlSink:
+    """``metrics.jsonl``: one line per call, keys sorted behind ``step``, numbers that JSON lacks as null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = open(path, "a", encoding="utf-8")
+        self._synced = 0.0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line and hand it to the system (a killed process loses nothing); to the disk every 10 s."""
+        self._file.write(json.dumps({"step": step, **jsonable(dict(sorted(metrics.items())))}) + "\n")
+        self._file.flush()
+        if time.monotonic() - self._synced > _FSYNC_S:
+            self._synced = time.monotonic()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write through to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class ConsoleSink:
+    """A line of the step table every ``every`` steps; metrics that hold an evaluation are always shown."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._table = max(every, 1), StepTable()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the row of ``step``."""
+        if step % self._every == 0 or any(name.startswith("eval/") for name in metrics):
+            for line in self._table.lines(step, metrics):
+                get_logger().info(line, extra={"plain": True})
+
+    def close(self) -> None:
+        """Nothing is buffered."""
+
+
+class TensorboardSink:
+    """Scalars in ``folder/tensorboard``; events of an earlier run from ``first_step`` on are hidden."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        _require("tensorboard", "")
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+        self._summary: Any = Summary
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per metric, all in one event (``add_scalar`` writes one event each, in milliseconds)."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), step)
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """One W&B run per folder: a resumed run goes on under the same id. ``step`` is the x-axis of every metric."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
+        wandb = _require("wandb", "wandb")
+        known = folder / _WANDB_ID
+        identity = known.read_text(encoding="utf-8").strip() if known.exists() else None
+        self._run = wandb.init(dir=str(folder), id=identity, resume="allow", config=dict(run_config), **settings)
+        known.write_text(self._run.id, encoding="utf-8")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one point (a step that is repeated after a resume adds a second, equal point)."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TrackioSink:
+    """A local trackio run, continued when it exists."""
+
+    def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
+        self._trackio = _require("trackio", "trackio")
+        self._trackio.init(config=dict(run_config), resume="allow", **settings)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one point."""
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._trackio.finish()
+
+
+class MetricSinks:
+    """All sinks of a run. To be made on rank 0 only.
+
+    Args:
+        folder: of the run; ``metrics.jsonl`` lies directly in it.
+        tensorboard: write TensorBoard events to ``folder/tensorboard``.
+        wandb: arguments of ``wandb.init`` (project, name, group, entity), None for no W&B.
+        trackio: arguments of ``trackio.init`` (project, name), None for no trackio.
+        aliases: "none", "verl" or "trl": repeat metrics under these names.
+        logging_steps: steps between lines of the console table; every other sink gets every step.
+        run_config: what W&B and trackio keep as the configuration of the run.
+
+    Raises:
+        ImportError: a package that was asked for is missing; names the extra that brings it.
+    """
+
+    def __init__(self, folder: str | Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
+                 trackio: Mapping[str, Any] | None = None, aliases: str = "none", logging_steps: int = 1,
+                 run_config: Mapping[str, Any] | None = None) -> None:
+        if aliases not in ALIASES:
+            raise ValueError(f"unknown metric aliases {aliases!r}; known: {', '.join(ALIASES)}")
+        self.folder, self._aliases, self._sinks = Path(folder), aliases, list[Sink]()
+        self.path = self.folder / "metrics.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        asked = [("tensorboard", tensorboard, ""), ("wandb", wandb is not None, "wandb"),
+                 ("trackio", trackio is not None, "trackio")]
+        for package, wanted, extra in asked:
+            if wanted:
+                _require(package, extra)
+        config = run_config or {}
+        self._openers: list[Callable[[int], Sink]] = [
+            lambda step: JsonlSink(self.path), lambda step: ConsoleSink(logging_steps)
+        ]
+        if tensorboard:
+            self._openers.append(lambda step: TensorboardSink(self.folder, step))
+        if wandb is not None:
+            self._openers.append(lambda step: WandbSink(self.folder, wandb, config))
+        if trackio is not None:
+            self._openers.append(lambda step: TrackioSink(trackio, config))
+
+    @classmethod
+    def from_config(cls, config: Any, folder: str | Path, aliases: str = "none") -> "MetricSinks":
+        """The sinks that the ``log`` group of a config tree asks for."""
+        log = config.log
+        trackio = {"project": log.wandb_project, "name": log.wandb_run_name}
+        wandb = trackio | {"group": log.wandb_group, "entity": log.wandb_org}
+        return cls(folder, tensorboard=log.use_tensorboard, wandb=wandb if log.use_wandb else None,
+                   trackio=trackio if log.use_trackio else None, aliases=aliases, logging_steps=log.logging_steps,
+                   run_config=asdict(config))
+
+    def truncate_after(self, step: int) -> None:
+        """Cut ``metrics.jsonl`` back to the checkpoint of ``step`` (to be called before the first :meth:`log`).
+
+        Later lines and a half-written last one are dropped, so a resumed run leaves the file of an uninterrupted one.
+        With ``step`` 0 (a new run) an existing file is moved aside, to ``metrics.1.jsonl``, ...; so are the
+        TensorBoard folder and the id of the W&B run.
+        """
+        if self._sinks:
+            raise RuntimeError("truncate_after must come before the first log")
+        if step <= 0:
+            for left in (self.path, self.folder / "tensorboard", self.folder / _WANDB_ID):
+                move_aside(left)
+        if not self.path.exists():
+            return
+        part = self.path.with_suffix(".jsonl.part")
+        with open(part, "wb") as file:
+            file.writelines(line for line in self.path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write ``metrics`` of ``step`` to every sink (opened now, the first time)."""
+        if not self._sinks:
+            self._sinks = [opener(step) for opener in self._openers]
+        named = alias_metrics(metrics, self._aliases)
+        for sink in self._sinks:
+            sink.log(step, named)
+
+    def close(self) -> None:
+        """Flush and close every sink; may be called twice."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a complete line, infinity for a damaged one."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

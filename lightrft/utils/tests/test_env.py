@@ -1,0 +1,80 @@
+"""Ranks, random state, threads and memory."""
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.utils.env import (World, peak_memory_gib, rng_state, seed_everything, set_rng_state, set_threads,
+                                total_memory)
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(3).tolist()
+
+
+def test_world_of_torchrun_and_of_one_process():
+    assert World.from_env(TORCHRUN) == World(5, 1, 8, 4) and not World.from_env(TORCHRUN).is_main
+    assert World.from_env({}) == World(0, 0, 1, 1) and World.from_env({}).is_main
+
+
+def test_world_refuses_half_an_environment_and_contradictions():
+    with pytest.raises(ValueError, match="WORLD_SIZE, LOCAL_WORLD_SIZE not set although RANK, LOCAL_RANK is"):
+        World.from_env({"RANK": "0", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="contradictory"):
+        World.from_env(TORCHRUN | {"RANK": "8"})
+
+
+def test_seeds_decide_every_generator():
+    seed_everything(1)
+    first = draw()
+    seed_everything(1)
+    assert draw() == first
+    seed_everything(2)
+    assert all(a != b for a, b in zip(draw(), first))
+
+
+def test_random_state_survives_a_file(tmp_path):
+    seed_everything(3)
+    random.gauss(0, 1)
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected = draw(), random.gauss(0, 1)
+    draw()
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert (draw(), random.gauss(0, 1)) == expected
+
+
+@pytest.mark.parametrize("environment,threads", [("", "max(cores // 2, 1)"), ("1", "1")])
+def test_threads_are_shared_unless_the_environment_decides(environment, threads):
+    code = ("import os, torch\nfrom lightrft.utils.env import set_threads\ncores = len(os.sched_getaffinity(0))\n"
+            f"assert set_threads(2) == torch.get_num_threads() == {threads}, torch.get_num_threads()")
+    env = {"PATH": "", "OMP_NUM_THREADS": environment} if environment else {"PATH": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
+    assert set_threads.__doc__, "documented"
+
+
+PEAK = """
+import torch
+from lightrft.utils.env import peak_memory_gib, total_memory
+cpu = torch.device("cpu")
+before = peak_memory_gib(cpu)
+block = torch.ones(256 << 20)  # 1 GiB, touched
+assert 1 < peak_memory_gib(cpu) < 1.1 + before and 0.05 < before < 5, (before, peak_memory_gib(cpu))
+assert block.nbytes < total_memory(cpu) < (1 << 45), total_memory(cpu)
+"""
+
+
+def test_memory_is_that_of_this_process():
+    subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_the_device():
+    cuda = torch.device("cuda", 0)
+    block = torch.ones(64 << 20, device="cuda")
+    assert 0.2 < peak_memory_gib(cuda) < total_memory(cuda) / 2**30, block.shape

@@ -1,0 +1,184 @@
+"""metrics.jsonl across a resume, the other sinks with their real packages, the step table, the aliases."""
+import json
+import logging
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightrft.utils.aliases import alias_metrics
+from lightrft.utils.sinks import MetricSinks
+from lightrft.utils.step_table import HEADER_EVERY, StepTable
+
+
+def numbers(step):
+    return {"reward/mean": step / 7, "policy/entropy": 1.0 / (step + 1), "time/rollout_s": 0.25, "time/step_s": 0.5}
+
+
+def run(folder, steps, resumed_at=None, **options):
+    sinks = MetricSinks(folder, **options)
+    if resumed_at is not None:
+        sinks.truncate_after(resumed_at)
+    for step in steps:
+        sinks.log(step, numbers(step))
+    sinks.close()
+    return folder / "metrics.jsonl"
+
+
+def test_lines_are_complete_and_sorted(tmp_path):
+    sinks = MetricSinks(tmp_path)
+    sinks.log(3, {"z": 1.5, "a": float("nan"), "b": 2})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "a": null, "b": 2, "z": 1.5}\n', "before close"
+    sinks.close()
+
+
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path):
+    straight = run(tmp_path / "straight", range(1, 9))
+    broken = run(tmp_path / "broken", range(1, 7))
+    with open(broken, "a", encoding="utf-8") as file:
+        file.write('{"step": 3, "rew')  # killed while writing
+    run(tmp_path / "broken", range(5, 9), resumed_at=4)
+    assert broken.read_bytes() == straight.read_bytes(), "the files differ"
+
+
+def test_a_new_run_moves_the_old_file_aside(tmp_path):
+    for _ in range(3):
+        run(tmp_path, [1, 2], resumed_at=0)
+    assert sorted(path.name
+                  for path in tmp_path.glob("*.jsonl")) == ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+
+
+def test_truncating_after_the_first_line_is_refused(tmp_path):
+    sinks = MetricSinks(tmp_path)
+    sinks.log(1, numbers(1))
+    with pytest.raises(RuntimeError, match="before the first log"):
+        sinks.truncate_after(0)
+
+
+def test_tensorboard_shows_a_resumed_run_once(tmp_path):
+    run(tmp_path, range(1, 7), tensorboard=True)
+    run(tmp_path, range(5, 9), resumed_at=4, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == list(range(1, 9)), "not purged"
+    assert events.Scalars("reward/mean")[7].value == pytest.approx(8 / 7), "wrong value"
+
+
+def test_a_new_run_moves_old_tensorboard_events_aside(tmp_path):
+    run(tmp_path, range(1, 7), tensorboard=True)
+    run(tmp_path, [1, 2], resumed_at=0, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2]
+    assert (tmp_path / "tensorboard.1").is_dir()
+
+
+def test_without_tensorboard_there_is_no_folder(tmp_path):
+    run(tmp_path, [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_missing_package_names_its_extra_before_the_run(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install lightrft[{package}]")):
+        MetricSinks(tmp_path, **{package: {"project": "p"}})
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = {"project": "p", "name": "n", "group": None, "entity": None}
+    run(tmp_path, [1, 2], wandb=settings, run_config={"train": {"seed": 1}})
+    identity = (tmp_path / "wandb_run_id").read_text()
+    run(tmp_path, [3], resumed_at=2, wandb=settings, run_config={})
+    folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert folders and all(identity in name for name in folders), "not one run"  # two in one second end in -1
+    MetricSinks(tmp_path).truncate_after(0)
+    assert not (tmp_path / "wandb_run_id").exists(), "a new run would go on under the old id"
+    records = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert b"reward/mean" in records, "no metrics in the run file"
+
+
+TRACKIO = """
+import sys
+from lightrft.utils.sinks import MetricSinks
+for steps in ([1, 2], [3]):
+    sinks = MetricSinks(sys.argv[1], trackio=dict(project="p", name="n"))
+    for step in steps:
+        sinks.log(step, {"reward/mean": step / 7})
+    sinks.close()
+"""
+
+
+def test_trackio_local(tmp_path):
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    subprocess.run([sys.executable, "-c", TRACKIO, tmp_path], check=True, timeout=100, capture_output=True,
+                   env=environment)
+    database = sqlite3.connect(tmp_path / "trackio" / "p.db")
+    rows = database.execute("select run_name, step from metrics").fetchall()
+    assert sorted(rows) == [("n", 1), ("n", 2), ("n", 3)], rows
+
+
+def test_unknown_aliases_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="none, verl, trl"):
+        MetricSinks(tmp_path, aliases="ray")
+
+
+def test_aliases_are_written_too(tmp_path):
+    line = json.loads(run(tmp_path, [1], aliases="verl").read_text())
+    assert line["critic/rewards/mean"] == line["reward/mean"] and line["timing_s/gen"] == 0.25, line
+
+
+def test_verl_and_trl_names():
+    ours = {
+        "reward/mean": 1.0, "reward/math/std": 2.0, "policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5,
+        "eval/gsm8k/pass@4": 0.75, "eval/gsm8k/avg@4": 0.5, "rollout/response_len/max": 9.0
+    }
+    verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
+    assert alias_metrics(ours, "none") == ours and ours.items() <= verl.items() and ours.items() <= trl.items()
+    assert verl["actor/pg_clipfrac"] == trl["clip_ratio/region_mean"] == 0.75
+    assert verl["val-core/gsm8k/acc/best@4"] == 0.75 and verl["val-core/gsm8k/acc/mean@4"] == 0.5
+    assert verl["response_length/max"] == trl["completions/max_length"] == 9.0
+    assert trl["rewards/math/std"] == 2.0 and trl["reward"] == 1.0
+    assert "actor/entropy" not in verl and "entropy" not in trl, "an alias of nothing"
+
+
+def test_aliases_of_names_with_a_slash():
+    ours = {"eval/openai/gsm8k/pass@1": 0.5, "eval/openai/gsm8k/avg@2": 0.25, "reward/geo/format/mean": 2.0,
+            "reward/unscored/mean": 3.0}  # yapf: disable
+    verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
+    assert verl["val-core/openai/gsm8k/acc/best@1"] == 0.5 and verl["val-core/openai/gsm8k/acc/mean@2"] == 0.25
+    assert trl["rewards/geo/format/mean"] == 2.0 and "rewards/unscored/mean" not in trl
+
+
+def table_lines(caplog, tmp_path, every):
+    caplog.clear()
+    logger = logging.getLogger("lightrft")
+    logger.addHandler(caplog.handler)
+    run(tmp_path, range(1, 7), logging_steps=every)
+    logger.removeHandler(caplog.handler)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_logging_steps_thins_the_table_but_not_the_file(tmp_path, caplog):
+    assert len(table_lines(caplog, tmp_path / "a", 1)) == 7 and len(table_lines(caplog, tmp_path / "b", 3)) == 3
+    assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_the_table_is_aligned_and_repeats_its_header():
+    table, rows = StepTable(), []
+    for step in range(1, HEADER_EVERY + 2):
+        rows.append(table.lines(step, numbers(step)))
+    assert [len(lines) for lines in rows] == [2] + [1] * (HEADER_EVERY - 1) + [2], "header every 20 rows"
+    header, first = rows[0]
+    assert header.split() == ["step", "reward", "entropy", "step", "s", "|", "rollout"] and len(header) == len(first)
+    assert first.split() == ["1", "0.143", "0.500", "0.50", "|", "0.25"]
+    more = table.lines(99, numbers(99) | {"eval/all/pass@1": 0.5, "perf/tokens_per_s": 1234.5})
+    assert "held-out" in more[0] and "0.500" in more[1] and "1234" in more[1]
+    alone = table.lines(99, {"eval/all/pass@1": 0.25})
+    assert len(alone) == 1 and alone[0].split() == ["99", "0.250", "|"], alone

@@ -1,0 +1,131 @@
+"""Two real ranks under torchrun: one dies, raises or hangs; the other says which, where, and leaves."""
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightrft.utils import watchdog
+from lightrft.utils.watchdog import Watchdog
+
+WORKER = Path(__file__).with_name("watchdog_worker.py")
+MODES = ("fine", "exit", "raise", "hang", "stop")
+
+
+def launch(mode: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+        "--master-port",
+        str(port),
+        str(WORKER), mode
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """All modes at once (they mostly sleep): mode -> (exit code, output)."""
+    processes = {mode: launch(mode) for mode in MODES}
+    lines = []
+    for line in processes["stop"].stdout:
+        lines.append(line)
+        if sum("READY" in seen for seen in lines) == 2:
+            break
+    processes["stop"].send_signal(signal.SIGTERM)
+    results: dict = {}
+    began = time.monotonic()
+    for mode, process in processes.items():
+        output, _ = process.communicate(timeout=120)
+        results[mode] = (process.returncode, output + ("".join(lines) if mode == "stop" else ""))
+    results["seconds"] = time.monotonic() - began
+    return results
+
+
+@pytest.mark.dist
+def test_quiet_when_all_is_well(runs):
+    code, output = runs["fine"]
+    assert code == 0, output
+    assert "rank 0 is done" in output and "rank 1 is done" in output and "Traceback" not in output, output
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_is_named_with_its_phase(runs):
+    code, output = runs["exit"]
+    assert code != 0, output
+    assert "rank 1 died without a word" in output and "in phase mischief" in output, output
+    assert "-- rank 0 stops for that reason, in phase waiting" in output, output
+
+
+@pytest.mark.dist
+def test_an_exception_reaches_the_other_rank_with_its_stack(runs):
+    code, output = runs["raise"]
+    assert code != 0, output
+    report = output[output.index("rank 1 raised ValueError: the reward of sample 17 is a pumpkin, in phase mischief"):]
+    assert "in misbehave" in report and "-- rank 0 stops for that reason, in phase waiting" in report, output
+    assert "dist.barrier()" in report, output
+
+
+@pytest.mark.dist
+def test_a_hanging_rank_is_named_with_its_stack(runs):
+    code, output = runs["hang"]
+    assert code != 0, output
+    assert "rank 1 made no progress for" in output or "rank 0 made no progress for" in output, output
+    assert "in phase mischief" in output and "time.sleep(100)" in output, output
+
+
+@pytest.mark.dist
+def test_everything_ends_within_a_minute(runs):
+    assert runs["seconds"] < 60, f"{runs['seconds']:.0f} s"
+
+
+@pytest.mark.dist
+def test_sigterm_lets_every_rank_leave_its_loop(runs):
+    _, output = runs["stop"]
+    assert "rank 0 is done" in output and "rank 1 is done" in output and "stops for that reason" not in output, output
+
+
+def test_one_process_needs_no_store():
+    with Watchdog(0, 1, lambda: "alone", 0.0, None) as watchdog:
+        time.sleep(0.01)
+    assert not watchdog._thread.is_alive(), "a thread for nothing"
+    with pytest.raises(ValueError, match="needs a store"):
+        Watchdog(0, 2, lambda: "", 1.0, None)
+
+
+SIGNALS = """
+import os, signal, sys, time
+from lightrft.utils import watchdog
+watchdog.install_signal_handlers()
+assert not watchdog.stop_requested() and watchdog.stop_exit_code() == 0, "asked too early"
+number = getattr(signal, sys.argv[1])
+os.kill(os.getpid(), number)
+assert watchdog.stop_requested(), "not asked"
+os.kill(os.getpid(), number)  # torchrun's echo
+if sys.argv[2] == "again":
+    time.sleep(2.1)
+    os.kill(os.getpid(), number)
+sys.exit(watchdog.stop_exit_code())
+"""
+
+
+@pytest.mark.parametrize("name,again,code", [("SIGTERM", "", 143), ("SIGINT", "", 130), ("SIGTERM", "again", 143),
+                                             ("SIGINT", "again", -2)])
+def test_signals_ask_first_and_a_second_interrupt_aborts(name, again, code):
+    run = subprocess.run([sys.executable, "-c", SIGNALS, name, again], capture_output=True, text=True, timeout=60)
+    assert run.returncode == code, run.stderr
+    assert ("KeyboardInterrupt" in run.stderr) == (code == -2), run.stderr
+
+
+def test_a_stop_that_comes_when_the_work_is_complete_is_no_failure(monkeypatch):
+    monkeypatch.setattr(watchdog._Stop, "received", 15)
+    assert watchdog.stop_requested() and watchdog.stop_exit_code() == 143
+    watchdog.forget_stop()
+    assert not watchdog.stop_requested() and watchdog.stop_exit_code() == 0

@@ -1,0 +1,76 @@
+"""Named spans of a training step; what is nested is never counted twice."""
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+
+class Timer:
+    """``with timer("rollout"): ...`` adds to ``time/rollout_s``, less the time of spans inside it.
+
+    So all spans and ``time/other_s`` (outside any span) sum up to ``time/step_s``, the seconds since the last
+    :meth:`metrics`. A name, once known, is reported every step, as 0 when it did not run. For the main thread only.
+
+    Args:
+        names: spans that are reported from the first step on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, names: Sequence[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(names, 0.0)
+        self._stack: list[str] = []
+        self._spans = 0
+        self._left = ""  # the span that an exception is leaving, or has left
+        self._mark = self._start = clock()
+
+    def _switch(self) -> None:
+        """Book the time since the last switch on the innermost span."""
+        now = self._clock()
+        if self._stack:
+            self._seconds[self._stack[-1]] += now - self._mark
+        self._mark = now
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the body under ``name``."""
+        self._switch()
+        self._seconds.setdefault(name, 0.0)
+        self._stack.append(name)
+        self._spans += 1
+        self._left, done = "", False
+        try:
+            yield
+            done = True
+        finally:
+            self._left = "" if done else self._left or name
+            self._switch()
+            self._stack.pop()
+
+    @property
+    def current(self) -> str:
+        """The innermost span, ``"idle"`` outside any."""
+        stack = list(self._stack)
+        return stack[-1] if stack else "idle"
+
+    def phase(self) -> str:
+        """Where the program is, for the watchdog: changes whenever a span begins or ends. Safe from any thread.
+
+        An exception on its way out is still where it was raised.
+        """
+        return f"{self._left or self.current} (span {self._spans})"
+
+    def seconds(self, name: str) -> float:
+        """Seconds booked on ``name`` since the last :meth:`metrics`."""
+        self._switch()
+        return self._seconds.get(name, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """``time/<name>_s`` of every known span, ``time/other_s`` and ``time/step_s``; starts the next step."""
+        self._switch()
+        total = self._mark - self._start
+        seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
+        seconds["time/other_s"] = max(total - sum(self._seconds.values()), 0.0)
+        seconds["time/step_s"] = total
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._start = self._mark
+        return seconds

@@ -1,0 +1,86 @@
+"""Rollouts as jsonl, and a few of them on the console."""
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightrft.utils.logging import get_logger
+
+_SHOWN = ("reward", "advantage", "reference", "finish_reason", "response_length")
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with numbers that JSON lacks (nan, inf) as None, and tuples, arrays and tensors as lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return jsonable(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _line(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError):  # numbers and types that JSON lacks; rare, and slower
+        return json.dumps(jsonable(row), ensure_ascii=False) + "\n"
+
+
+class TrajectorySaver:
+    """Writes ``folder/step_N.jsonl``, one sample per line.
+
+    Args:
+        folder: where the files go; made when the first one is written.
+        num: at most this many samples per file (the first ones); 0: all.
+    """
+
+    def __init__(self, folder: str | Path, num: int = 0) -> None:
+        self.folder, self.num = Path(folder), num
+
+    def save(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the rows of one rollout, in order; a file of that name is replaced, and only when all is written.
+
+        Usual keys: prompt, response, reward, parts, advantage, reference, finish_reason, prompt_length,
+        response_length, and token-level lists (tokens, logprobs, ...). ``step`` is added in front.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step_{step}.jsonl"
+        part = path.with_suffix(".jsonl.part")
+        with open(part, "w", encoding="utf-8") as file:
+            for row in islice(rows, self.num or None):
+                file.write(_line({"step": step, **row}))
+        os.replace(part, path)
+        return path
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def format_samples(rows: Iterable[Mapping[str, Any]], num: int, width: int = 1200) -> str:
+    """The first ``num`` rows as text: prompt, response (cut in the middle at ``width`` characters each), verdict."""
+
+    def cut(text: str) -> str:
+        text, half = text.strip(), width // 2
+        if len(text) <= width:
+            return text
+        return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+    blocks = []
+    for number, row in enumerate(islice(rows, num), 1):
+        facts = "  ".join(f"{name} {_shown(row[name])}" for name in _SHOWN if row.get(name) is not None)
+        texts = f"  prompt:   {cut(row['prompt'])}\n  response: {cut(row['response'])}"
+        blocks.append(f"--- {number} ---  {facts}\n{texts}")
+    return "\n".join(blocks)
+
+
+def print_samples(rows: Iterable[Mapping[str, Any]], num: int, title: str) -> None:
+    """Show the first ``num`` rows in the log of rank 0, under ``title``."""
+    if num > 0:
+        get_logger().info(f"{title}\n{format_samples(rows, num)}")

@@ -1,0 +1,294 @@
+"""No rank dies, raises or hangs in silence: the others name it, its phase and its stack, and exit."""
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from lightrft.utils.env import World
+from lightrft.utils.errors import ExpectedError
+from lightrft.utils.logging import get_logger
+
+BEAT_S = 1.0
+STALE_S = 15.0
+EXIT_CODE = 1
+_GRACE_S = 3.0
+_LAST_SECONDS = 20
+_SECOND_SIGNAL_S = 2.0
+_RANK_0_FIRST_S = 10.0
+_COLLECTIVE = os.path.join("torch", "distributed", "")
+_FINE_CODES = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LOST = "the watchdog's store is gone: the rank or agent that hosts it has died"
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+
+
+def connect_store(world: World) -> Store | None:
+    """A connection of its own to the store at MASTER_ADDR:MASTER_PORT (a blocked collective does not block it).
+
+    To be called when the process group exists. None for one process.
+    """
+    if world.world_size == 1:
+        return None
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world.world_size, False,
+                     timedelta(seconds=60), wait_for_workers=False)
+    return PrefixStore(f"lightrft/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def main_stack() -> str:
+    """Where the main thread is now, innermost call last."""
+    identity = threading.main_thread().ident
+    frame = sys._current_frames().get(identity) if identity is not None else None
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)\n"
+
+
+class Watchdog:
+    """Watches the other ranks from a thread, through a store; ``with Watchdog(...):`` around the whole run.
+
+    Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
+    in one phase for longer than ``timeout_s``, or that wrote nothing for ``stale_s`` is a failure: every rank prints it
+    with the phases and stacks that are known and leaves with exit code 1. One process needs no store and no thread.
+    An :class:`ExpectedError` is told once (``speaks`` says by whom; rank 0 goes first); other ranks leave quietly.
+
+    Args:
+        phase: says where this rank is, e.g. ``timer.phase``; called from another thread. A new value is progress.
+        timeout_s: most seconds in one phase (call :meth:`tick` inside long ones).
+        store: of :func:`connect_store`; None only with one process.
+        stale_s: silence after which a rank counts as dead.
+    """
+
+    def __init__(self, rank: int, world_size: int, phase: Callable[[], str], timeout_s: float, store: Store | None,
+                 stale_s: float = STALE_S) -> None:
+        if world_size > 1 and store is None:
+            raise ValueError(f"a watchdog over {world_size} ranks needs a store (connect_store)")
+        self.rank, self.world_size, self.phase = rank, world_size, phase
+        self.timeout_s, self.stale_s = timeout_s, stale_s
+        self._store: Any = store
+        self._ticks = 0
+        self.speaks = True
+        self._reporting = False
+        self._stop = threading.Event()
+        self._leaving = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="lightrft-watchdog", daemon=True)
+
+    def tick(self) -> None:
+        """Say that the current phase makes progress."""
+        self._ticks += 1
+
+    def __enter__(self) -> "Watchdog":
+        if self.world_size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 stack: TracebackType | None) -> None:
+        if self.world_size == 1:
+            return
+        if error is None or (isinstance(error, SystemExit) and error.code in _FINE_CODES):
+            self._end()
+        else:
+            self.report_exception(error)
+
+    def _end(self) -> None:
+        """This rank is done and no longer watched."""
+        self._stop.set()
+        self._thread.join()
+        try:
+            self._store.set(f"beat/{self.rank}", json.dumps({"done": True}))
+        except RuntimeError:
+            get_logger().debug("the store ended before this rank's watchdog")
+
+    def report_exception(self, error: BaseException) -> None:
+        """Publish an error of this rank; if another rank failed before it, say so. The caller raises it on.
+
+        The process is given 20 more seconds to end, even where a destructor hangs.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_LAST_SECONDS)
+        text, self._reporting = "".join(traceback.format_exception(error)), True
+        with self._leaving:  # the thread goes on beating, but must not end the process before the traceback is out
+            try:
+                if isinstance(error, ExpectedError):
+                    self._announce(error)
+                    return
+                first = self._cause_elsewhere() if isinstance(error, Exception) else None
+                if first is not None and "exit_code" in first:
+                    self._quit(first)
+                if first is None:
+                    self._publish(self.rank, f"raised {type(error).__name__}: {error}", text)
+                else:
+                    get_logger().error(self._explain(first, f"it raised {type(error).__name__}: {error}"))
+            except RuntimeError as lost:
+                get_logger().error(f"{_LOST} ({lost})")
+            finally:
+                self._stop.set()
+
+    def _announce(self, error: ExpectedError) -> None:
+        """Publish an expected error; what another rank has told already is not told again."""
+        text, deadline = f"stopped the run: {error}", time.monotonic() + (_RANK_0_FIRST_S if self.rank else 0.0)
+        while self._failure() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        first = self._failure()
+        if first is None:
+            self._publish(self.rank, text, "", error.exit_code)
+        self.speaks = first is None or first["what"] != text
+
+    def _quit(self, failure: dict[str, Any]) -> None:
+        """End this process for an expected error elsewhere, which that rank has told; rank 0 repeats it."""
+        if self.rank == 0:
+            get_logger().error(f"rank {failure['rank']} {failure['what']}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failure["exit_code"])
+
+    def _cause_elsewhere(self) -> dict[str, Any] | None:
+        """What another rank suffered before this one raised: a published failure, or silence for three seconds."""
+        if self._failure() is None and (dead := self._dead_peers()) and self._failure() is None:
+            self._publish_dead(dead[0])
+        return self._failure()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        """Beat, watch the neighbour, look for failures, once a second."""
+        neighbour, seen, silence = (self.rank + 1) % self.world_size, b"", 0.0
+        place, since, count = "", time.monotonic(), 0
+        while not self._stop.wait(BEAT_S):
+            count += 1
+            here = f"{self.phase()}/{self._ticks}"
+            if here != place:
+                place, since = here, time.monotonic()
+            try:
+                stuck = time.monotonic() - since
+                self._beat(count, stuck)
+                if stuck > self.timeout_s and not self._reporting:
+                    self._publish_stuck(stuck)
+                beat = self._read(f"beat/{neighbour}")
+                silence = silence + BEAT_S if beat == seen and beat and b"done" not in beat else 0.0
+                seen = beat
+                if silence >= self.stale_s:
+                    self._publish_dead(neighbour)
+                failure = self._failure()
+            except RuntimeError as lost:
+                failure = {"rank": "?", "what": f"-- {_LOST} ({lost})", "phase": "unknown", "stack": ""}
+            if failure is not None:
+                self._leave(failure, self._explain(failure, f"its stack:\n{main_stack()}"))
+
+    def _beat(self, count: int, stuck: float) -> None:
+        value = {"count": count, "phase": self.phase(), "seconds": round(stuck)}
+        self._store.set(f"beat/{self.rank}", json.dumps(value))
+
+    def _read(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _publish(self, rank: int, what: str, stack: str, exit_code: int | None = None) -> dict[str, Any]:
+        """Add a failure to the common list; returns it."""
+        beat = json.loads(self._read(f"beat/{rank}") or b"{}")
+        phase = self.phase() if rank == self.rank else beat.get("phase", "unknown")
+        failure = {"rank": rank, "what": what, "phase": phase, "stack": stack}
+        failure |= {} if exit_code is None else {"exit_code": exit_code}
+        self._store.set(f"failure/{self._store.add('failures', 1)}", json.dumps(failure))
+        return failure
+
+    def _publish_stuck(self, seconds: float) -> None:
+        """This rank makes no progress. Who waits for others gives them the time to say so first."""
+        stack = main_stack()
+        if seconds > self.timeout_s + (_GRACE_S if _COLLECTIVE in stack else 0.0):
+            self._publish(self.rank, f"made no progress for {seconds:.0f} s", stack)
+
+    def _publish_dead(self, rank: int) -> None:
+        self._publish(rank, "died without a word (killed, crashed, or out of memory)", "")
+
+    def _failure(self) -> dict[str, Any] | None:
+        """The earliest failure that any rank published."""
+        first = self._read("failure/1")
+        return json.loads(first) if first else None
+
+    def _dead_peers(self) -> list[int]:
+        """Ranks that beat once but not within the next three seconds."""
+        before = {rank: self._read(f"beat/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        time.sleep(_GRACE_S)
+        return [
+            rank for rank, beat in before.items() if beat and b"done" not in beat and self._read(f"beat/{rank}") == beat
+        ]
+
+    def _explain(self, failure: dict[str, Any], own: str) -> str:
+        stack = f"\n{failure['stack'].rstrip()}" if failure["stack"] else " (its stack is unknown)"
+        return (f"rank {failure['rank']} {failure['what']}, in phase {failure['phase']}{stack}\n"
+                f"-- rank {self.rank} stops for that reason, in phase {self.phase()}; {own}")
+
+    def _leave(self, failure: dict[str, Any], text: str) -> None:
+        """Say why and end the process, whatever the main thread is blocked in."""
+        with self._leaving:
+            if self._stop.is_set():
+                return
+            if "exit_code" in failure:
+                self._quit(failure)
+            get_logger().error(text)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+
+class _Stop:
+    """The signal that asked this process to stop, if any."""
+    received: int = 0
+    at: float = 0.0
+
+
+def install_signal_handlers() -> None:
+    """SIGTERM and Ctrl-C only ask: :func:`stop_requested` becomes true, the trainer saves and leaves.
+
+    A second Ctrl-C (two seconds later or more: torchrun repeats the first) raises ``KeyboardInterrupt``. Note that
+    torchrun kills its workers ``--shutdown-timeout`` (30) seconds after it was told to stop.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if _Stop.received and number == signal.SIGINT and now - _Stop.at > _SECOND_SIGNAL_S:
+            raise KeyboardInterrupt
+        if not _Stop.received:
+            _Stop.received, _Stop.at = number, now
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+def stop_requested() -> bool:
+    """Whether SIGTERM or Ctrl-C has arrived. Ranks differ for a moment: decide with ``strategy.any_rank``."""
+    return _Stop.received != 0
+
+
+def forget_stop() -> None:
+    """To be called when the work is complete: a request that came too late to change anything is no failure."""
+    _Stop.received = 0
+
+
+def stop_exit_code() -> int:
+    """0 when nobody asked to stop, else 128 + signal (143 SIGTERM, 130 Ctrl-C): the run is saved but not complete."""
+    return 128 + _Stop.received if _Stop.received else 0
