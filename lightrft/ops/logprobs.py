@@ -1,0 +1,160 @@
+"""Log-probs and entropy straight from hidden states, without the [N, V] logits ever existing as a whole."""
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _rows(vocab: int, buffers: int, itemsize: int, chunk_mib: float) -> int:
+    """Rows whose ``buffers`` live [rows, V] temporaries fit into ``chunk_mib``; at least one."""
+    return max(1, int(chunk_mib * 2**20) // (vocab * buffers * itemsize))
+
+
+class _Head:
+    """The logits of a slice of rows: matmul in the dtype of the inputs, everything after it in ``math`` precision.
+
+    The [rows, V] buffers are allocated once per pass and reused by every chunk; what a method returns lives in them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, soft_cap: float) -> None:
+        self.weight, self.bias = weight, bias
+        self.temperature, self.soft_cap = temperature or 1.0, soft_cap
+        self.math = torch.promote_types(weight.dtype, torch.float32)
+        self.buffers = weight.new_empty(0)
+
+    def allocate(self, rows: int, total: int, entropy: bool) -> int:
+        """Make the buffers for chunks of at most ``rows`` out of ``total`` rows; returns the rows of a chunk."""
+        size = (1 + int(entropy) + int(self.soft_cap > 0), min(rows, total), len(self.weight))
+        self.buffers = self.weight.new_empty(size, dtype=self.math)
+        return rows
+
+    def rows(self, chunk_mib: float, entropy: bool) -> int:
+        """Rows per chunk: the logits, what the entropy and the soft cap keep besides, and a copy in a half dtype."""
+        buffers = 1 + int(entropy) + int(self.soft_cap > 0) + int(self.weight.dtype != self.math)
+        return _rows(len(self.weight), buffers, self.math.itemsize, chunk_mib)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V]."""
+        logits = self.buffers[0, :len(hidden)]
+        if self.weight.dtype == self.math:
+            torch.mm(hidden, self.weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ self.weight.t())
+        if self.bias is not None:
+            logits += self.bias
+        if self.soft_cap > 0:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def exp(self, x: Tensor) -> Tensor:
+        """``x.exp()``, [n, V]; ``x`` stays."""
+        return torch.exp(x, out=self.buffers[1, :len(x)])
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d (hidden @ weight.T + bias), from the logits themselves."""
+        if self.soft_cap <= 0:
+            return 1 / self.temperature
+        tanh = torch.mul(logits, self.temperature / self.soft_cap, out=self.buffers[-1, :len(logits)])
+        return tanh.square_().neg_().add_(1).div_(self.temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, with_entropy):
+        head = _Head(weight, bias, temperature, soft_cap)
+        rows = head.allocate(head.rows(chunk_mib, with_entropy), len(hidden), with_entropy)
+        logprobs, norms = hidden.new_empty((2, len(hidden)), dtype=head.math)
+        entropies = torch.empty_like(norms) if with_entropy else None
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = head.logits(hidden[part])
+            top = logits.amax(-1, keepdim=True)
+            logits -= top
+            chosen = logits.gather(-1, targets[part, None])[:, 0]
+            weights = head.exp(logits) if with_entropy else logits.exp_()
+            total = weights.sum(-1)
+            log_total = total.log()
+            torch.sub(chosen, log_total, out=logprobs[part])
+            torch.add(log_total, top[:, 0], out=norms[part])
+            if entropies is not None:
+                torch.sub(log_total, weights.mul_(logits).sum(-1).div_(total), out=entropies[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
+        ctx.options = temperature, soft_cap, rows
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
+        if grad_logprobs is None and grad_entropy is None:
+            return (None, ) * 8
+        temperature, soft_cap, rows = ctx.options
+        head, needs = _Head(weight, bias, temperature, soft_cap), ctx.needs_input_grad
+        head.allocate(rows, len(hidden), grad_entropy is not None)
+        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=head.math) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=head.math) if needs[2] else None
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            grad = _grad_logits(head, hidden[part], targets[part, None], norms[part, None], _column(entropies, part),
+                                _column(grad_logprobs, part), _column(grad_entropy, part))
+            if grad_hidden is not None:
+                torch.mm(grad.to(weight.dtype), weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[part].to(head.math))
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _column(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[part, None]
+
+
+def _grad_logits(head: _Head, hidden: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor | None,
+                 grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """``g_l * (onehot - p) - g_h * p * (log p + H)`` times the slope of the head, [n, V]; the columns are [n, 1]."""
+    logits = head.logits(hidden)
+    slope = head.slope(logits)
+    log_p = logits.sub_(norm)
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(norm)
+    if grad_entropy is None or entropy is None:
+        grad = log_p.exp_().mul_(-grad_logprob)
+    else:
+        p = head.exp(log_p)
+        grad = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_logprob).mul_(p)
+    grad.scatter_add_(-1, targets, grad_logprob)
+    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+
+
+def chunked_logprobs(hidden: Tensor,
+                     weight: Tensor,
+                     targets: Tensor,
+                     temperature: float = 1.0,
+                     bias: Tensor | None = None,
+                     chunk_mib: float = 256,
+                     entropy: bool = True,
+                     soft_cap: float = 0.0) -> tuple[Tensor, Tensor | None]:
+    """``p = log_softmax((hidden @ weight.T + bias).float() / temperature); (p[i, targets[i]], -(p.exp() * p).sum(-1))``
+
+    Computed in chunks of rows whose temporaries together stay within ``chunk_mib``, and recomputed in the backward
+    pass: the peak does not grow with N, and with V only by the weight and its gradient (accumulated in float32).
+
+    Args:
+        hidden: [N, H] states that choose the targets; float64 stays float64, everything else does its math in float32.
+        weight: [V, H] output embedding; a frozen one costs no gradient.
+        targets: [N] int64 token ids.
+        temperature: the sampling temperature; 0 (greedy) counts as 1.
+        bias: [V] or None.
+        chunk_mib: MiB of logits and their temporaries alive at once (a single row may exceed it).
+        entropy: False skips the entropy and returns None for it.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)`` before the temperature; 0 is off.
+
+    Returns:
+        ``(logprobs [N], entropy [N] or None)`` in nats, differentiable in hidden, weight and bias.
+    """
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, entropy)

@@ -1,0 +1,86 @@
+"""Sums, means and spreads per sequence, per group of samples and over a mask. What is outside a mask may be NaN."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrft.ops.packing import seq_ids
+
+
+def segment_sum(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``stack([x_b[mask_b].sum()])``: [T] -> [B], differentiable; 0 for an empty sequence. Integers stay integers."""
+    x = x.long() if x.dtype == torch.bool else x
+    x = x if mask is None else torch.where(mask, x, 0)
+    return x.new_zeros(len(cu_seqlens) - 1).index_add(0, seq_ids(cu_seqlens, len(x)), x)
+
+
+def segment_mean(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``stack([x_b[mask_b].mean()])``: [T] -> [B]; the mean over nothing is 0."""
+    lens = cu_seqlens.diff() if mask is None else segment_sum(mask, cu_seqlens)
+    return segment_sum(x, cu_seqlens, mask) / lens.clamp_min(1)
+
+
+def expand(per_seq: Tensor, cu_seqlens: Tensor, total: int | None = None) -> Tensor:
+    """``cat([full(len_b, per_seq[b])])``: [B] -> [T]."""
+    return per_seq[seq_ids(cu_seqlens, total)]
+
+
+def last_token(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """``(stack([start_b + mask_b.nonzero().max()]), stack([mask_b.any()]))``: index int64 [B] into [T], and valid [B].
+
+    The index of a sequence whose mask is empty is 0 and means nothing.
+    """
+    steps = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
+    index = steps.new_full((len(cu_seqlens) - 1, ), -1)
+    index = index.scatter_reduce(0, seq_ids(cu_seqlens, len(mask)), steps, "amax")
+    return index.clamp_min(0), index >= 0
+
+
+class GroupStats(NamedTuple):
+    """Statistics of each sample's group, all [B]."""
+    mean: Tensor
+    std: Tensor  # unbiased; 0 when the group has fewer than two valid samples
+    size: Tensor  # valid samples
+    spread: Tensor  # largest minus smallest valid value
+
+
+def group_stats(values: Tensor, group_ids: Tensor, valid: Tensor) -> GroupStats:
+    """``x = values[(group_ids == group_ids[b]) & valid]; (x.mean(), x.std(), len(x), x.max() - x.min())`` for each b.
+
+    Args:
+        values: [B] float; those that are not valid may be NaN.
+        group_ids: [B] integers in any order; groups need not be contiguous nor equally large.
+        valid: [B] bool. A group without a valid value has mean, std, size and spread 0.
+    """
+    unique, inverse = torch.unique(group_ids, return_inverse=True)
+    zeros = values.new_zeros(len(unique))
+
+    def total(x: Tensor) -> Tensor:
+        return zeros.index_add(0, inverse, torch.where(valid, x, 0))[inverse]
+
+    def extreme(kind: str, outside: float) -> Tensor:
+        start = torch.full_like(zeros, outside)
+        return start.scatter_reduce(0, inverse, torch.where(valid, values, outside), kind)[inverse]
+
+    size = total(torch.ones_like(values))
+    mean = total(values) / size.clamp_min(1)
+    std = (total((values - mean)**2) / (size - 1).clamp_min(1)).sqrt()
+    spread = extreme("amax", -torch.inf) - extreme("amin", torch.inf)
+    return GroupStats(mean, std, size, torch.where(size > 0, spread, 0))
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """``x[mask].mean()``, a scalar; the mean over nothing is 0."""
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp_min(1)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
+    """``x[mask].var(correction=int(unbiased))``, a scalar; 0 where that is undefined."""
+    centred = torch.where(mask, x - masked_mean(x, mask), 0)
+    return (centred**2).sum() / (mask.sum() - int(unbiased)).clamp_min(1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=0) + eps)`` where mask, else 0: the population variance."""
+    centred = torch.where(mask, x - masked_mean(x, mask), 0)
+    return centred * (masked_var(x, mask) + eps).rsqrt()

@@ -1,0 +1,151 @@
+"""The chunked log-probs and entropy equal log_softmax over the whole [N, V], forward and backward."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrft.ops.logprobs import _Head, chunked_logprobs
+
+
+def naive(hidden, weight, targets, temperature=1.0, bias=None, soft_cap=0.0):
+    logits = hidden @ weight.t() + (0 if bias is None else bias)
+    logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+    p = torch.log_softmax(logits / (temperature or 1.0), -1)
+    return p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).sum(-1)
+
+
+def problem(n=13, vocab=17, width=5, dtype=torch.float64, bias=True):
+    gen = torch.Generator().manual_seed(n * vocab)
+    hidden = torch.randn(n, width, generator=gen, dtype=dtype).mul_(2).requires_grad_()
+    weight = torch.randn(vocab, width, generator=gen, dtype=dtype).requires_grad_()
+    offset = torch.randn(vocab, generator=gen, dtype=dtype).requires_grad_() if bias else None
+    return hidden, weight, torch.randint(vocab, (n, ), generator=gen), offset
+
+
+def chunk_of(rows, vocab, buffers=2, itemsize=8):
+    return (rows + 0.5) * vocab * buffers * itemsize / 2**20
+
+
+@pytest.mark.parametrize("rows", [1, 4, 13, 1000])
+@pytest.mark.parametrize("temperature,soft_cap,bias", [(1.0, 0.0, False), (0.7, 0.0, True), (0.0, 3.0, True),
+                                                       (1.3, 3.0, False)])
+def test_equals_naive(rows, temperature, soft_cap, bias):
+    hidden, weight, targets, offset = problem(bias=bias)
+    inputs = [x for x in (hidden, weight, offset) if x is not None]
+    expected = naive(hidden, weight, targets, temperature, offset, soft_cap)
+    chunk = chunk_of(rows, 17, 3 if soft_cap else 2)
+    actual = chunked_logprobs(hidden, weight, targets, temperature, offset, chunk, True, soft_cap)
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    for pick in ([0], [1], [0, 1]):
+        for got, want in zip(actual, expected):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        got, want = [
+            torch.autograd.grad([o[i] for i in pick], inputs, [upstream[i] for i in pick], retain_graph=True)
+            for o in (actual, expected)
+        ]
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_gradcheck():
+    hidden, weight, targets, bias = problem(5, 7, 3)
+    torch.autograd.gradcheck(lambda h, w, b: chunked_logprobs(h, w, targets, 0.8, b, chunk_of(2, 7, 3), True, 5.0),
+                             (hidden, weight, bias))
+
+
+def test_without_entropy_and_without_gradients():
+    hidden, weight, targets, _ = problem(bias=False)
+    logprobs, entropy = chunked_logprobs(hidden, weight.detach(), targets, entropy=False)
+    assert entropy is None
+    logprobs.sum().backward()
+    assert weight.grad is None and hidden.grad is not None, "a frozen head costs no gradient"
+    frozen, _ = chunked_logprobs(hidden.detach(), weight.detach(), targets)
+    assert not frozen.requires_grad
+    torch.testing.assert_close(frozen, logprobs.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_do_their_math_in_float32(dtype):
+    hidden, weight, targets, _ = problem(64, 33, 16, torch.float32, bias=False)
+    low_h, low_w = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    logits = (low_h @ low_w.t()).float()
+    want = torch.log_softmax(logits / 0.9, -1).gather(-1, targets[:, None])[:, 0]
+    got, entropy = chunked_logprobs(low_h, low_w, targets, 0.9, chunk_mib=chunk_of(5, 33, 3, 4))
+    assert got.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    a = torch.autograd.grad(got.sum(), (low_h, low_w), retain_graph=True)
+    b = torch.autograd.grad(want.sum(), (low_h, low_w))
+    for x, y in zip(a, b):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.15)
+
+
+def test_large_logits_and_empty_input():
+    hidden, weight, targets, _ = problem(6, 9, 4, torch.float32, bias=False)
+    logprobs, entropy = chunked_logprobs(hidden * 1e3, weight * 1e3, targets)
+    assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all()
+    none, _ = chunked_logprobs(hidden[:0], weight, targets[:0])
+    none.sum().backward()
+    assert none.shape == (0, ) and not weight.grad.any()
+
+
+def test_temporaries_stay_within_the_chunk():
+    head = _Head(torch.zeros(1000, 4), None, 1.0, 0.0)
+    assert head.rows(1, False) == 2**20 // (1000 * 4) and head.rows(1, True) == 2**20 // (1000 * 8)
+    assert _Head(torch.zeros(1000, 4), None, 1.0, 30.0).rows(1, True) == 2**20 // (1000 * 12)
+    assert _Head(torch.zeros(1000, 4, dtype=torch.bfloat16), None, 1.0, 0.0).rows(1, False) == 2**20 // (1000 * 8)
+    assert head.rows(0.001, True) == 1, "always at least one row"
+
+
+class Live(TorchDispatchMode):
+    """Counts bytes of live [rows, V] tensors made under it."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.live, self.peak = vocab, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out, ):
+            if isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == self.vocab and len(t) > 8:
+                self.live[t.untyped_storage().data_ptr()] = StorageWeakRef(t.untyped_storage())
+        self.live = {k: ref for k, ref in self.live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.bytes_of(ref) for ref in self.live.values()))
+        return out
+
+    @staticmethod
+    def bytes_of(ref):
+        storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        return 0 if storage is None else storage.nbytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_measured_peak_is_the_chunk(dtype, entropy, soft_cap):
+    hidden, weight, targets, _ = problem(400, 2003, 8, torch.float32, bias=False)
+    hidden, weight = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    with Live(2003) as live:
+        logprobs, h = chunked_logprobs(hidden, weight, targets, chunk_mib=1, entropy=entropy, soft_cap=soft_cap)
+        (logprobs.sum() + (h.sum() if entropy else 0)).backward()
+    assert 0.2 * 2**20 < live.peak <= 2**20
+
+
+def test_the_benchmark_shows_a_bounded_peak():
+    """One row of benchmarks/logprob_memory.py: temporaries of 150 MiB and more naively, the chunk when chunked."""
+    script = Path(__file__).parents[3] / "benchmarks" / "logprob_memory.py"
+    flags = [
+        "--tokens", "256", "--hidden", "16", "--chunk_mib", "8", "--vocabs", "50000", "--repeats", "1", "--device",
+        "cpu"
+    ]
+    done = subprocess.run([sys.executable, str(script), *flags],
+                          capture_output=True,
+                          text=True,
+                          timeout=120,
+                          check=True)
+    row = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
+    assert row[0] == "50000" and float(row[1]) > 100 and float(row[2]) < 24

@@ -1,0 +1,119 @@
+"""KL estimates, ratios, clips and aggregation: reference numbers, loops, and independence of how a batch is cut."""
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
+from lightrft.ops.kl import kl_estimate
+from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
+from lightrft.ops.tests.ragged import SEEDS, batch, spans
+
+
+@pytest.mark.parametrize("kind,expected", [("k1", [.5, -.5]), ("k2", [.125, .125]), ("k3", [.106531, .148721])])
+def test_kl_reference_numbers(kind, expected):
+    ref = torch.tensor([-1., -2.])
+    torch.testing.assert_close(kl_estimate(ref + torch.tensor([.5, -.5]), ref, kind),
+                               torch.tensor(expected),
+                               rtol=0,
+                               atol=1e-6)
+
+
+def test_kl_estimates_agree_with_the_exact_kl():
+    gen = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 50, generator=gen, dtype=torch.float64).mul_(.3).log_softmax(-1)
+    exact = float((p.exp() * (p - q)).sum())
+    for kind, bias in (("k1", 1e-12), ("k2", 0.02), ("k3", 1e-12)):
+        assert float((p.exp() * kl_estimate(p, q, kind)).sum()) == pytest.approx(exact, abs=bias)
+    assert not kl_estimate(p, p, "k3").any(), "exactly 0 when the policies are equal"
+
+
+def test_kl_of_a_broken_token_is_finite_and_names_are_checked():
+    assert torch.isfinite(kl_estimate(torch.tensor([-1e4]), torch.tensor([0.]), "k3")).all()
+    with pytest.raises(ValueError, match="k4.*k1, k2, k3"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_safe_ratio_ignores_what_is_masked():
+    new = torch.tensor([.5, torch.nan, torch.inf, -torch.inf, 100.], requires_grad=True)
+    mask = torch.tensor([True, False, False, False, True])
+    ratio = safe_ratio(new, torch.tensor([.1, 0, torch.inf, torch.nan, 0]), mask)
+    ratio.sum().backward()
+    torch.testing.assert_close(ratio, torch.tensor([.4, 0, 0, 0, 20]).exp())
+    torch.testing.assert_close(new.grad, torch.tensor([1.4918247, 0, 0, 0, 0]))
+    same = torch.randn(9)
+    assert (safe_ratio(same, same, torch.ones(9).bool()) == 1).all(), "equal log-probs have a ratio of exactly 1"
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_clip_equals_a_loop(seed):
+    gen = torch.Generator().manual_seed(seed)
+    ratio, adv = torch.randn(2, 8, generator=gen, dtype=torch.float64)
+    ratio, low, high, dual = ratio.exp(), 0.2, 0.3, [None, 3.0, 1.1][seed % 3]
+    got = clipped_surrogate(ratio, adv, low, high, dual)
+    for i, (r, a) in enumerate(zip(ratio.tolist(), adv.tolist())):
+        loss = max(-r * a, -min(max(r, 1 - low), 1 + high) * a)
+        bound = -dual * a if dual is not None and a < 0 else float("inf")
+        assert float(got.loss[i]) == pytest.approx(min(loss, bound), abs=1e-12)
+        assert bool(got.low[i]) == (a < 0 and r < 1 - low) and bool(got.high[i]) == (a > 0 and r > 1 + high)
+        assert bool(got.dual[i]) == (loss > bound)
+
+
+def naive_aggregate(loss, mask, cu, mode, norm):
+    kept = [k for k in (loss[a:b][mask[a:b]] for a, b in spans(cu)) if len(k)]
+    if not kept:
+        return loss.new_zeros(())
+    return {
+        "token-mean": torch.cat(kept).mean(),
+        "seq-mean-token-mean": torch.stack([k.mean() for k in kept]).mean(),
+        "seq-mean-token-sum": torch.stack([k.sum() for k in kept]).mean(),
+        "seq-mean-token-sum-norm": torch.stack([k.sum() / norm for k in kept]).mean(),
+    }[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_aggregate_does_not_depend_on_the_cut(mode, seed):
+    """Any split into micro-batches gives the loss and the gradient of the whole, as the naive formula has them."""
+    lens, cu, mask, gen = batch(seed)
+    x = torch.where(mask, torch.randn(len(mask), generator=gen, dtype=torch.float64), torch.nan).requires_grad_()
+    denominators = Denominators.of(count(mask, cu), norm=7.0)
+    whole = aggregate(x, mask, cu, mode, denominators)
+    cuts, parts = sorted({0, len(lens), *torch.randint(len(lens) + 1, (2, ), generator=gen).tolist()}), []
+    for first, last in zip(cuts[:-1], cuts[1:]):
+        a, b = int(cu[first]), int(cu[last])
+        parts.append(aggregate(x[a:b], mask[a:b], cu[first:last + 1] - cu[first], mode, denominators))
+    want = naive_aggregate(x, mask, cu, mode, 7.0)
+    grad, = torch.autograd.grad(want, x) if want.requires_grad else (torch.zeros_like(x), )
+    for value in (whole, torch.stack(parts).sum()):
+        torch.testing.assert_close(value, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(value, x)[0], grad, rtol=1e-9, atol=1e-9)
+
+
+def test_uneven_micro_batches_are_one_mean():
+    x, cu = torch.arange(7.), torch.tensor([0, 2, 7], dtype=torch.int32)
+    denominators = Denominators.of(count(torch.ones(7).bool(), cu))
+    halves = [
+        aggregate(x[a:b],
+                  torch.ones(b - a).bool(), torch.tensor([0, b - a]), "token-mean", denominators)
+        for a, b in ((0, 2), (2, 7))
+    ]
+    assert float(sum(halves)) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_tokens_and_an_empty_batch_are_silent(mode):
+    x, cu = torch.tensor([torch.nan, torch.inf, 1, 1], requires_grad=True), torch.tensor([0, 1, 4], dtype=torch.int32)
+    for mask in (torch.zeros(4).bool(), torch.tensor([False, False, True, True])):
+        counts = count(mask, cu)
+        assert counts.tolist() == [float(mask.sum()), float(mask.any())]
+        loss = aggregate(x, mask, cu, mode, Denominators.of(counts, 2.0))
+        grad, = torch.autograd.grad(loss, x)
+        assert loss.isfinite() and bool(loss != 0) == bool(mask.any())
+        assert torch.equal(grad != 0, mask)
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="mean.*token-mean"):
+        aggregate(torch.zeros(1), torch.ones(1).bool(), torch.tensor([0, 1]), "mean", Denominators(1, 1))
