@@ -1,0 +1,50 @@
+"""The policy of a text model."""
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.models.actor_modality import ActorModality
+from lightrft.models.lora import adapter_disabled
+from lightrft.models.packed_model import PackedModel
+from lightrft.ops.logprobs import chunked_logprobs
+from lightrft.types import Experience
+
+
+class ActorLanguage(PackedModel):
+    """A causal language model that returns log-probs of packed sequences; the logits never exist as a whole.
+
+    Args:
+        model: a Hugging Face causal LM with ``attn_implementation="packed"``, or a PEFT model around one.
+        chunk_mib: MiB of float32 logits alive at once.
+        modality: the family's positions, body and head; text by default.
+    """
+
+    def __init__(self, model: nn.Module, chunk_mib: int = 256, modality: ActorModality | None = None) -> None:
+        super().__init__(model, modality)
+        self.chunk_mib = chunk_mib
+
+    def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """``(logprobs [T], entropy [T] or None)`` in nats and float32, at ``temperature``.
+
+        ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.loss_mask`` keeps t and t is not the first token
+        of its sequence, else 0. Both are differentiable; a mask that keeps nothing gives zeros, and zero gradients.
+        """
+        index, hidden = self.choosing_states(exp)
+        head = self.modality.head(self.hf_model)
+        hidden = hidden.to(head.weight.dtype)
+        logprobs, entropies = chunked_logprobs(hidden * head.scale if head.scale != 1.0 else hidden, head.weight,
+                                               exp.token_ids[index], temperature=temperature, bias=head.bias,
+                                               chunk_mib=self.chunk_mib, entropy=entropy, soft_cap=head.soft_cap)
+        return _scatter(logprobs, index, exp), None if entropies is None else _scatter(entropies, index, exp)
+
+    def adapter_disabled(self) -> AbstractContextManager[Any]:
+        """Context in which the LoRA adapters are off, so that the model is its own reference. An error without LoRA."""
+        return adapter_disabled(self.model)
+
+
+def _scatter(values: Tensor, index: Tensor, exp: Experience) -> Tensor:
+    """[N] at positions ``index`` of a row of T zeros."""
+    out = torch.zeros(exp.num_tokens, dtype=values.dtype, device=values.device)
+    return out.index_put((index, ), values)

@@ -1,0 +1,127 @@
+"""Losses as modules: the nn.Module faces of :mod:`lightrft.ops` and of the policy losses in :mod:`lightrft.algorithms`.
+
+All take packed ``[T]`` tensors and global denominators, and return this micro-batch's share of the loss (a scalar: the
+sum over micro-batches and ranks is the loss of the optimizer step) and detached ``[T]`` metrics that mean something
+where ``exp.loss_mask``. What lies outside the mask may be NaN or inf and reaches neither loss nor gradient.
+"""
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.algorithms import CORRECTIONS, POLICY_LOSSES
+from lightrft.config.schema import AlgorithmConfig
+from lightrft.ops.aggregate import Denominators, aggregate
+from lightrft.ops.kl import kl_estimate
+from lightrft.types import Experience
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+_TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "advantages", "returns")
+
+
+def _clean(exp: Experience) -> Experience:
+    """``exp`` with 0 outside the loss mask in every float field of tokens."""
+    found: dict[str, Any] = {name: exp.__dict__[name] for name in _TOKEN_FIELDS}
+    cleaned: dict[str, Any] = {k: torch.where(exp.loss_mask, v, 0) for k, v in found.items() if v is not None}
+    return replace(exp, **cleaned)
+
+
+class PolicyLoss(nn.Module):
+    """``aggregate(w * policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy)`` over the loss mask.
+
+    Args:
+        cfg: names the policy loss, the correction ``w`` and the aggregation; the KL term is there with ``use_kl_loss``.
+        norm: the constant of ``seq-mean-token-sum-norm``, in tokens (``loss_agg_norm``, resolved).
+    """
+
+    def __init__(self, cfg: AlgorithmConfig, norm: float) -> None:
+        super().__init__()
+        self.cfg, self.norm = cfg, float(norm)
+        self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss), CORRECTIONS.get(cfg.rollout_correction)
+
+    def denominators(self, counts: Tensor) -> Denominators:
+        """From :func:`lightrft.ops.aggregate.count`, summed over the micro-batches and ranks of one optimizer step."""
+        return Denominators.of(counts, self.norm)
+
+    def forward(self, logprobs: Tensor, entropy: Tensor | None, exp: Experience, denominators: Denominators,
+                kl_coef: float) -> Loss:
+        """The loss of one micro-batch.
+
+        Args:
+            logprobs: [T], differentiable, at the sampling temperature.
+            entropy: [T], or None when ``cfg.entropy_coef`` is 0 and nobody wants to see it.
+            exp: ``loss_mask`` and ``advantages``; ``old_logprobs`` None means that this is the first update on the
+                rollout: the old policy is this one (ratio exactly 1); ``ref_logprobs`` when the KL is in the loss.
+            denominators: global counts, see :meth:`denominators`.
+            kl_coef: of the KL term now (fixed or adaptive).
+
+        Returns:
+            ``(loss, metrics)``; metrics: ``loss`` (all terms per token), those of the policy loss (``ratio``,
+            ``clip_frac_low``, ``clip_frac_high``), ``kl_old`` (k3 estimate of KL(old || policy)), ``kl_ref`` (by
+            ``cfg.kl_estimator``; with a reference) and ``entropy`` (when given).
+        """
+        mask, exp = exp.loss_mask, _clean(exp)
+        logprobs = torch.where(mask, logprobs, 0)
+        if exp.old_logprobs is None:
+            exp = replace(exp, old_logprobs=logprobs.detach())
+        token_loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
+        token_loss = token_loss * self.correction(exp, self.cfg).detach()
+        metrics = {**metrics, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
+        token_loss, extra = self._regularise(token_loss, logprobs, entropy, exp, kl_coef)
+        loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators)
+        return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss}.items()}
+
+    def _regularise(self, token_loss: Tensor, logprobs: Tensor, entropy: Tensor | None, exp: Experience,
+                    kl_coef: float) -> Loss:
+        extra = {}
+        if exp.ref_logprobs is not None:
+            extra["kl_ref"] = kl_estimate(logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
+        if entropy is not None:
+            extra["entropy"] = torch.where(exp.loss_mask, entropy, 0)
+        if self.cfg.use_kl_loss and kl_coef:
+            if "kl_ref" not in extra:
+                raise ValueError(f"use_kl_loss with a KL coefficient of {kl_coef} needs ref_logprobs in the experience")
+            token_loss = token_loss + kl_coef * extra["kl_ref"]
+        if self.cfg.entropy_coef:
+            if "entropy" not in extra:
+                raise ValueError(f"entropy_coef {self.cfg.entropy_coef} needs the entropy of each token; got None")
+            token_loss = token_loss - self.cfg.entropy_coef * extra["entropy"]
+        return token_loss, extra
+
+
+class ValueLoss(nn.Module):
+    """The mean of ``0.5 * max((V - R)**2, (clamp(V, V_old - clip, V_old + clip) - R)**2)`` over action tokens.
+
+    Args:
+        clip: how far the value may move from the rollout's; 0 is off (``0.5 * (V - R)**2``).
+    """
+
+    def __init__(self, clip: float) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def forward(self, values: Tensor, exp: Experience, denominators: Denominators) -> Loss:
+        """``values`` [T] of the critic now, against ``exp.returns`` and (when clipped) ``exp.values``.
+
+        Metrics: ``clip_frac`` (where the clipped error is the larger one), ``values`` and ``loss``.
+        """
+        mask, exp = exp.loss_mask, _clean(exp)
+        values = torch.where(mask, values, 0)
+        error = (values - exp.returns)**2
+        clipped = error
+        if self.clip > 0:
+            clipped = (exp.values + (values - exp.values).clamp(-self.clip, self.clip) - exp.returns)**2
+        token_loss = 0.5 * torch.maximum(error, clipped)
+        metrics = {"clip_frac": (clipped > error).float(), "values": values.detach(), "loss": token_loss.detach()}
+        return aggregate(token_loss, mask, exp.cu_seqlens, "token-mean", denominators), metrics
+
+
+class GPTLMLoss(nn.Module):
+    """``-logprobs[loss_mask].mean()``: the negative log-likelihood per token of supervised fine-tuning, in nats."""
+
+    def forward(self, logprobs: Tensor, exp: Experience, denominators: Denominators) -> Loss:
+        """``logprobs`` [T]; metrics: ``loss``, each token's."""
+        token_loss = -torch.where(exp.loss_mask, logprobs, 0)
+        loss = aggregate(token_loss, exp.loss_mask, exp.cu_seqlens, "token-mean", denominators)
+        return loss, {"loss": token_loss.detach()}

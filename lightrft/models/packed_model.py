@@ -1,0 +1,58 @@
+"""What the actor and the critic share: one packed forward through the decoder body of a Hugging Face model."""
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightrft.models.actor_modality import ActorModality
+from lightrft.models.lora import base_model, merged_params
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face (or PEFT) model, ``model``, that runs on packed sequences.
+
+    The body and the head both run inside ``forward`` of this module, which therefore is the root for sharding.
+    """
+
+    def __init__(self, model: nn.Module, modality: ActorModality | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.modality = modality or ActorModality()
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        """The Hugging Face model, without the PEFT wrapper."""
+        return base_model(self.model)
+
+    @property
+    def config(self) -> object:
+        """The Hugging Face config."""
+        return self.hf_model.config
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        """The modules that are sharded (and checkpointed) one by one."""
+        names = set(self.hf_model._no_split_modules or ())
+        return [module for module in self.hf_model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+    def choosing_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
+        """``(index [N], hidden [N, H])``: tokens of ``loss_mask`` that have one before them, and the state after that.
+
+        N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
+        """
+        inputs = self.modality.inputs(exp)
+        hidden = self.modality.body(self.hf_model)(**inputs).last_hidden_state[0]
+        if inputs["packing"].calls < self.hf_model.config.num_hidden_layers:
+            raise UserError(
+                f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
+                f"{self.hf_model.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
+        first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
+        index = (exp.loss_mask & ~first).nonzero()[:, 0]
+        return index, hidden.index_select(0, index - 1)
+
+    def export_params(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under the names they have in this module -> under Hugging Face names, LoRA merged."""
+        own = ((name.removeprefix("model."), tensor) for name, tensor in stream)
+        return merged_params(own, self.model)

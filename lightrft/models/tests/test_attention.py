@@ -1,0 +1,171 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.models import attention
+from lightrft.models.attention import PackedLayout, packed_attention
+from lightrft.models.tests import naive
+from lightrft.ops.packing import position_ids
+from lightrft.tests import tiny
+
+MODULE = SimpleNamespace(layer_idx=3)
+SHAPES = {
+    "short": [20, 33, 7, 33, 1, 64], "long": [65, 80, 300], "mixed": [70, 3, 16, 200, 17, 40, 66], "one": [9], "gaps":
+    [0, 5, 0, 70, 0]
+}
+
+
+def qkv(lens: list[int], heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype=torch.float32,
+        device="cpu") -> list[Tensor]:
+    torch.manual_seed(len(lens))
+    shape = [(1, sum(lens), h, dim) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shape]
+
+
+def loop(query: Tensor, key: Tensor, value: Tensor, lens: list[int], window: int | None = None,
+         softcap: float | None = None, scaling: float = 0.3) -> Tensor:
+    """Softmax attention written out, one sequence at a time, in float64."""
+    outs = []
+    for q, k, v in zip(*(x.double().split(lens, 2) for x in (query, key, value))):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        see = (back >= 0) & (back < (window or len(back) + 1))
+        outs.append(scores.masked_fill(~see.to(scores.device), -torch.inf).softmax(-1) @ v)
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 8}, {"softcap": 5.0}, {"window": 8, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("lens", SHAPES.values(), ids=SHAPES)
+def test_equals_a_loop_forward_and_backward(lens, options):
+    inputs = qkv(lens)
+    layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0))
+    out, _ = packed_attention(MODULE, *inputs, None, scaling=0.3, packing=layout, sliding_window=options.get("window"),
+                              softcap=options.get("softcap"))
+    expected = loop(*inputs, lens, **options)
+    assert out.shape == (1, sum(lens), 4, 16) and layout.calls == 1
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    weight = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad((out * weight).sum(), inputs),
+                         torch.autograd.grad((expected * weight).sum(), inputs)):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+def test_long_sequences_are_exactly_those_alone():
+    lens = SHAPES["long"]
+    inputs = qkv(lens)
+    packed = packed_attention(MODULE, *inputs, None, packing=PackedLayout.build(torch.tensor([0, *lens]).cumsum(0)))[0]
+    parts = [
+        packed_attention(MODULE, *part, None, packing=PackedLayout.build(torch.tensor([0, n])))[0]
+        for n, part in zip(lens, zip(*(x.split(lens, 2) for x in inputs)))
+    ]
+    assert torch.equal(packed, torch.cat(parts, 1))
+
+
+def test_padded_rows_have_few_widths():
+    layout = PackedLayout.build(torch.tensor([0] + [20 + i % 21 for i in range(128)]).cumsum(0))
+    groups, token_of_slot, slot_of_token = layout._rows
+    assert [width for _, width in groups] == [32, 48] and sum(rows for rows, _ in groups) == 128
+    assert torch.equal(token_of_slot[slot_of_token], torch.arange(sum(layout.lens)))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_packed_is_alone_and_the_silent_mistakes_are_not(family):
+    exp = naive.experience()
+    alone = tiny.model(family)
+    alone.set_attn_implementation("eager")
+    packed = tiny.model(family)
+    packed.set_attn_implementation("packed")
+    row = {"input_ids": exp.token_ids[None], "use_cache": False}
+    positions = position_ids(exp.cu_seqlens)[None]
+    with torch.no_grad():
+        expected = naive.logits_alone(alone, exp)
+        good = packed(**row, position_ids=positions, packing=PackedLayout.build(exp.cu_seqlens)).logits[0]
+        no_positions = packed(**row, packing=PackedLayout.build(exp.cu_seqlens)).logits[0]
+        ones = alone(**row, position_ids=positions, attention_mask=torch.ones_like(positions)).logits[0]
+    assert (good - expected).abs().max() < 2e-5
+    assert (no_positions -
+            expected).abs().max() < 1e-4, "rotary positions are relative: an offset per sequence is harmless"
+    assert (ones - expected).abs().max() > 0.1
+    wrong_positions = positions.flip(1)
+    with torch.no_grad():
+        wrong = packed(**row, position_ids=wrong_positions, packing=PackedLayout.build(exp.cu_seqlens)).logits[0]
+    assert (wrong - expected).abs().max() > 0.1
+
+
+def test_the_cache_of_an_engine_takes_over():
+
+    class Cache:
+
+        def attend(self, *args, **kwargs):
+            self.seen = args, kwargs
+            return torch.zeros(1, 5, 4, 16)
+
+    cache, inputs = Cache(), qkv([5])
+    out, _ = packed_attention(MODULE, *inputs, None, scaling=0.5, sliding_window=7, kv_cache=cache)
+    assert out.shape == (1, 5, 4, 16) and cache.seen == ((3, *inputs, 0.5, 7), {})
+    packed_attention(MODULE, *inputs, None, kv_cache=cache, softcap=2.0)
+    assert cache.seen[1] == {"softcap": 2.0}
+
+
+@pytest.mark.parametrize("kwargs, message", [
+    ({"attention_mask": torch.ones(1)}, "attention mask"),
+    ({"s_aux": torch.ones(1)}, "attention sinks"),
+    ({"position_bias": torch.ones(1)}, "position bias"),
+    ({"dropout": 0.1}, "no dropout"),
+    ({"packing": None}, "set_attn_implementation"),
+    ({"packing": PackedLayout.build(torch.tensor([0, 4]))}, "one row of 4 tokens"),
+])
+def test_what_it_cannot_do_is_refused(kwargs, message):
+    options = {"attention_mask": None, "packing": PackedLayout.build(torch.tensor([0, 5]))} | kwargs
+    with pytest.raises(ValueError, match=message):
+        packed_attention(MODULE, *qkv([5]), **options)
+
+
+@pytest.mark.parametrize("known", [("scale", "window_size", "enable_gqa"), ("scale", "window_size"),
+                                   ("scale", "is_causal"), ("is_causal", )], ids=str)
+def test_every_signature_of_varlen_attn_gives_the_same(monkeypatch, known):
+    lens = SHAPES["mixed"]
+    inputs = [x[0].transpose(0, 1) for x in qkv(lens)]
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs):
+        assert set(kwargs) <= set(known) and (max_q, cu_q.dtype) == (200, torch.int32)
+        assert kwargs.get("is_causal") or kwargs["window_size"][1] == 0
+        assert k.shape[1] == (2 if kwargs.get("enable_gqa") else 4)
+        window = kwargs.get("window_size", (-1, 0))[0] + 1
+        back = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return loop(*back, lens, window=window or None, scaling=kwargs.get("scale", q.shape[-1]**-0.5))[0].to(q.dtype)
+
+    monkeypatch.setattr(attention, "_varlen_attn", lambda: (kernel, frozenset(known)))
+    layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0))
+    for window in (None, 8):
+        out = attention._attend_varlen(*inputs, layout, 0.3, window)
+        if window and "window_size" not in known:
+            assert out is None
+        else:
+            torch.testing.assert_close(out, attention._attend_rows(*inputs, layout, 0.3, window, None), atol=3e-6,
+                                       rtol=0)
+
+
+def test_torch_has_the_kernel_with_known_parameters():
+    kernel, known = attention._varlen_attn()
+    assert kernel is not None and {"scale"} <= known and known & {"window_size", "is_causal"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_cuda_equals_a_loop(dtype, tolerance, window):
+    lens = SHAPES["mixed"]
+    inputs = qkv(lens, dim=32, dtype=dtype, device="cuda")
+    layout = PackedLayout.build(torch.tensor([0, *lens], device="cuda").cumsum(0))
+    out, _ = packed_attention(MODULE, *inputs, None, scaling=0.3, packing=layout, sliding_window=window)
+    expected = loop(*inputs, lens, window)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+    for got, want in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        torch.testing.assert_close(got.double(), want.double(), atol=10 * tolerance, rtol=0)

@@ -1,0 +1,260 @@
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, GptOssConfig,
+                          MambaConfig, Qwen2_5_VLConfig, T5Config, ViTConfig)
+from transformers import logging as hf_logging
+
+from lightrft.config.schema import ModelConfig
+from lightrft.models.chat_templates import CHAT_TEMPLATES
+from lightrft.models.loader import check_context, load_actor, load_critic, load_tokenizer
+from lightrft.models.tests import naive
+from lightrft.tests import tiny
+from lightrft.utils.errors import UserError
+
+MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "two"}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("base"), "qwen2", attention_dropout=0.5)
+
+
+@pytest.fixture
+def broken(path, tmp_path):
+    return shutil.copytree(path, tmp_path / "copy")
+
+
+def change_json(file, **changes):
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+# -- actor ------------------------------------------------------------------------------------------------------------
+def test_the_actor_is_float32_packed_and_free_of_dropout(path):
+    actor, exp = load_actor(ModelConfig(pretrain=str(path))), naive.experience()
+    assert actor.training and actor.chunk_mib == 256 and actor.config.attention_dropout == 0
+    assert {p.dtype for p in actor.parameters()} == {torch.float32} and all(p.requires_grad for p in actor.parameters())
+    assert torch.equal(actor(exp)[0], actor(exp)[0])
+    twin = tiny.model()
+    torch.testing.assert_close(actor(exp)[0], naive.logprobs(twin, exp)[0], atol=1e-5, rtol=0)
+
+
+def test_a_reference_is_frozen_and_has_no_adapters(path):
+    cfg = ModelConfig(pretrain=None, lora_rank=4, gradient_checkpointing=True, logprob_chunk_mib=7)
+    reference = load_actor(cfg, str(path), train=False, dtype=torch.bfloat16)
+    assert not any(p.requires_grad for p in reference.parameters()) and not reference.model.training
+    assert reference.chunk_mib == 7 and {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert not any("lora_" in name for name, _ in reference.named_parameters())
+    assert reference(naive.experience())[0].dtype == torch.float32
+
+
+def test_freezing(path):
+    actor = load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["model.embed_tokens", "model.layers.0"]))
+    frozen = {name for name, p in actor.named_parameters() if not p.requires_grad}
+    assert frozen and all(name.startswith(("model.model.embed_tokens", "model.model.layers.0")) for name in frozen)
+    actor(naive.experience())[0].sum().backward()
+    assert all((p.grad is None) == (name in frozen) for name, p in actor.named_parameters())
+    with pytest.raises(ValueError, match="matches no parameter.*model.layers"):
+        load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["visual."]))
+    with pytest.raises(ValueError, match="nothing to train"):
+        load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["model", "lm_head"][:1]))
+
+
+def test_gradient_checkpointing_is_switched_on(path):
+    assert load_actor(ModelConfig(pretrain=str(path), gradient_checkpointing=True)).hf_model.is_gradient_checkpointing
+    assert not load_actor(ModelConfig(pretrain=str(path))).hf_model.is_gradient_checkpointing
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for CPU")
+def test_liger_needs_cuda(path):
+    with pytest.raises(ValueError, match="CUDA"):
+        load_actor(ModelConfig(pretrain=str(path), use_liger=True))
+
+
+def test_exports_keep_nothing_of_packed_attention(path, tmp_path):
+    load_actor(ModelConfig(pretrain=str(path))).hf_model.save_pretrained(tmp_path)
+    assert "packed" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("where, message", [
+    (None, "--pretrain"),
+    ("/no/such/folder", "'/no/such/folder' does not exist"),
+    ("./relative", "does not exist"),
+])
+def test_paths_that_lead_nowhere(where, message):
+    with pytest.raises(ValueError, match=message):
+        load_actor(ModelConfig(pretrain=where))
+
+
+def test_a_hub_id_without_a_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load in (lambda: load_actor(ModelConfig(pretrain="some/model")), lambda: load_tokenizer("some/model")):
+        with pytest.raises(ValueError, match="some/model") as caught:
+            load()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_and_a_folder_without_config(path, tmp_path):
+    with pytest.raises(ValueError, match="is a file"):
+        load_actor(ModelConfig(pretrain=str(path / "config.json")))
+    with pytest.raises(ValueError, match="no config.json"):
+        load_actor(ModelConfig(pretrain=str(tmp_path)))
+
+
+def _truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model"),
+    (lambda folder: change_json(folder / "config.json", model_type="no_such_type"),
+     "cannot load a model.*no_such_type"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "cannot load the weights"),
+    (_truncate, "cannot load the weights"),
+    (lambda folder: change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
+     "lacks 12 tensors.*layers.2"),
+    (lambda folder: change_json(folder / "config.json", intermediate_size=48), "cannot load the weights"),
+])
+def test_damaged_folders(broken, damage, message):
+    damage(broken)
+    with pytest.raises(ValueError, match=message):
+        load_actor(ModelConfig(pretrain=str(broken)))
+
+
+@pytest.mark.parametrize("config, message", [
+    (BertConfig(architectures=["BertForMaskedLM"]), "'bert'.*encoder"),
+    (T5Config(), "'t5'.*encoder-decoder"),
+    (ViTConfig(), "'vit'.*not a causal language model"),
+    (Qwen2_5_VLConfig(), "'qwen2_5_vl'.*vision or audio tower"),
+    (MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=16), "wrong architecture"),
+    (GptOssConfig(num_hidden_layers=1), "'gpt_oss'.*attention sinks"),
+    (AutoConfig.for_model("qwen3_next", num_hidden_layers=4), "'qwen3_next'.*linear_attention layers"),
+    (tiny.config("gemma3", use_bidirectional_attention=True), "'gemma3_text'.*not a causal"),
+], ids=lambda value: getattr(value, "model_type", ""))
+def test_wrong_architectures(tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    if config.model_type == "mamba":
+        from transformers import MambaForCausalLM
+        MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError,
+                       match=f"{tmp_path}.*wrong architecture.*{message}" if "wrong" not in message else message):
+        load_actor(ModelConfig(pretrain=str(tmp_path)))
+
+
+# -- critic -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3"])
+def test_a_new_critic_values_everything_at_zero_and_learns(family, tmp_path):
+    critic, exp = load_critic(ModelConfig(pretrain=str(tiny.save_model(tmp_path, family)))), naive.experience()
+    values = critic(exp)
+    assert (values == 0).all() and critic.training
+    (values - 1).square().sum().backward()
+    assert critic.hf_model.score.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("prefix", ["score", "value_head"])
+def test_a_saved_critic_comes_back(path, tmp_path, prefix):
+    critic, exp = load_critic(ModelConfig(pretrain=str(path), value_head_prefix=prefix)), naive.experience()
+    torch.nn.init.normal_(critic.hf_model.score.weight)
+    state = {name: p.detach() for name, p in critic.export_params(iter(critic.named_parameters()))}
+    assert f"{prefix}.weight" in state
+    critic.hf_model.config.save_pretrained(tmp_path)
+    from safetensors.torch import save_file
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path), value_head_prefix=prefix))
+    assert torch.equal(again(exp), critic(exp)) and again(exp).abs().max() > 0
+    if prefix == "score":
+        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        assert torch.equal(hf.score.weight, critic.hf_model.score.weight)
+
+
+def test_the_critic_ignores_what_is_for_the_actor(path):
+    critic = load_critic(
+        ModelConfig(pretrain=str(path), lora_rank=4, freeze_prefix=["lm_head"], gradient_checkpointing=True))
+    assert all(p.requires_grad for p in critic.parameters()) and critic.hf_model.is_gradient_checkpointing
+
+
+# -- tokenizer --------------------------------------------------------------------------------------------------------
+def test_the_tokenizer_and_its_own_template(path):
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<|im_end|>"
+    text = "a  b\n<|im_end|>é"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_built_in_templates_mark_what_the_assistant_wrote(path, name):
+    tokenizer = load_tokenizer(str(path), name)
+    out = tokenizer.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
+    kept = [i for i, keep in zip(out["input_ids"], out["assistant_masks"]) if keep]
+    assert tokenizer.decode(kept) == "two<|im_end|>"
+    prompt = tokenizer.apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert whole.startswith(prompt) and "be kind" in prompt
+
+
+def test_a_template_file(path, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = load_tokenizer(str(path), str(tmp_path / "own.jinja"))
+    assert tokenizer.apply_chat_template(MESSAGES[1:], tokenize=False) == "1+1?!"
+    (tmp_path / "bad.jinja").write_text("{% for m in %}")
+    with pytest.raises(ValueError, match="bad.jinja.*does not render"):
+        load_tokenizer(str(path), str(tmp_path / "bad.jinja"))
+    with pytest.raises(ValueError, match="unknown chat template 'chatlm'.*chatml, plain, raw"):
+        load_tokenizer(str(path), "chatlm")
+
+
+def test_a_tokenizer_without_eos_or_pad(broken, path):
+    change_json(broken / "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(str(broken)).pad_token_id is not None
+    config = json.loads((broken / "tokenizer_config.json").read_text())
+    llama = tiny.config("llama")
+    llama.save_pretrained(broken)
+    change_json(broken / "tokenizer_config.json", eos_token=None, pad_token=None,
+                tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(ValueError, match="no eos token.*tokenizer_config.json"):
+        load_tokenizer(str(broken))
+    change_json(broken / "tokenizer_config.json", **(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = load_tokenizer(str(broken))
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|im_end|>"
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot load the tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+# -- context ----------------------------------------------------------------------------------------------------------
+def test_lengths_beyond_the_context(path):
+    check_context(str(path), prompt_max_len=500, generate_max_len=12)
+    told = "--prompt_max_len 500 .* --generate_max_len 13 = 513 .*the 512 positions.*Lower --prompt_max_len or"
+    with pytest.raises(UserError, match=told):
+        check_context(str(path), prompt_max_len=500, generate_max_len=13)
+    with pytest.raises(UserError, match="^--max_len 513 is more than the 512 positions"):
+        check_context(str(path), max_len=513)
+
+
+@pytest.mark.parametrize("changes, context", [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024),
+    ({"max_position_embeddings": 64}, 64),
+])  # yapf: disable
+def test_the_context_that_a_config_describes(broken, changes, context):
+    change_json(broken / "config.json", rope_parameters=None, **changes)
+    check_context(str(broken), max_len=context)
+    with pytest.raises(UserError, match=f"the {context} positions"):
+        check_context(str(broken), max_len=context + 1)
+
+
+def test_loading_shows_no_progress_bar(path, capfd):
+    assert hf_logging.is_progress_bar_enabled()
+    load_actor(ModelConfig(pretrain=str(path)))
+    assert "Loading weights" not in capfd.readouterr().err and hf_logging.is_progress_bar_enabled()

@@ -1,0 +1,170 @@
+"""The losses against naive formulas, reference numbers, any cut into micro-batches, and garbage outside the mask."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrft.config.schema import AlgorithmConfig
+from lightrft.models.loss import GPTLMLoss, PolicyLoss, ValueLoss
+from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
+from lightrft.ops.kl import kl_estimate
+from lightrft.types import Experience
+
+TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns")
+REGULARISED = {"use_kl_loss": True, "init_kl_coef": 0.1, "entropy_coef": 0.02}
+
+
+def make(lens=(3, 5, 1, 4, 2), seed=0, empty=(2, )):
+    gen = torch.Generator().manual_seed(seed)
+    cu = torch.tensor([0, *lens]).cumsum(0).int()
+    mask = torch.rand(sum(lens), generator=gen) < 0.7
+    for b in empty:
+        mask[cu[b]:cu[b + 1]] = False
+    fields = {name: torch.randn(sum(lens), generator=gen, dtype=torch.float64) for name in TOKEN_FIELDS}
+    exp = Experience(torch.zeros(sum(lens)).long(), cu, mask, **fields)
+    new = torch.randn(sum(lens), generator=gen, dtype=torch.float64).requires_grad_()
+    return exp, new, torch.rand(sum(lens), generator=gen, dtype=torch.float64).requires_grad_()
+
+
+def run(loss, exp, new, entropy, counts=None, kl_coef=0.1):
+    counts = count(exp.loss_mask, exp.cu_seqlens) if counts is None else counts
+    return loss(new, entropy, exp, loss.denominators(counts), kl_coef)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_policy_loss_equals_its_formula(mode):
+    cfg = AlgorithmConfig(loss_agg_mode=mode, eps_clip=0.1, eps_clip_high=0.3, dual_clip=2.0, **REGULARISED)
+    exp, new, entropy = make()
+    loss, metrics = run(PolicyLoss(cfg, norm=9), exp, new, entropy)
+    ratio = (new - exp.old_logprobs).exp()
+    token = torch.maximum(-ratio * exp.advantages, -ratio.clamp(0.9, 1.3) * exp.advantages)
+    token = torch.where(exp.advantages < 0, torch.minimum(token, -2.0 * exp.advantages), token)
+    token = token + 0.1 * kl_estimate(new, exp.ref_logprobs, "k3") - 0.02 * entropy
+    denominators = Denominators.of(count(exp.loss_mask, exp.cu_seqlens), 9.0)
+    want = aggregate(token, exp.loss_mask, exp.cu_seqlens, mode, denominators)
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    for got, naive in zip(torch.autograd.grad(loss, (new, entropy)), torch.autograd.grad(want, (new, entropy))):
+        torch.testing.assert_close(got, naive, rtol=1e-9, atol=1e-9)
+    names = {"ratio", "clip_frac_low", "clip_frac_high", "clip_frac_dual", "kl_old", "kl_ref", "entropy", "loss"}
+    assert set(metrics) == names and all(m.shape == new.shape and not m.requires_grad for m in metrics.values())
+    torch.testing.assert_close(metrics["loss"][exp.loss_mask], token[exp.loss_mask].detach())
+    lr = (exp.old_logprobs - new).detach()[exp.loss_mask]
+    torch.testing.assert_close(metrics["kl_old"][exp.loss_mask], (-lr).exp() - 1 + lr)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4]], [[4, 0], [3, 2, 1]], [[2], [0, 1, 3, 4]]])
+def test_losses_do_not_depend_on_the_cut(mode, parts):
+    exp, new, entropy = make()
+    counts = count(exp.loss_mask, exp.cu_seqlens)
+    policy = PolicyLoss(AlgorithmConfig(loss_agg_mode=mode, **REGULARISED), norm=9)
+    value = ValueLoss(0.2)
+    where = [
+        torch.cat([torch.arange(int(exp.cu_seqlens[b]), int(exp.cu_seqlens[b + 1])) for b in part]) for part in parts
+    ]
+
+    def total(pieces):
+        terms = [(policy(new[i], entropy[i], e, policy.denominators(counts),
+                         0.1)[0], value(new[i], e, policy.denominators(counts))[0]) for e, i in pieces]
+        sums = [torch.stack(t).sum() for t in zip(*terms)]
+        return [*sums, *(torch.autograd.grad(s, new)[0] for s in sums)]
+
+    for cut, whole in zip(total(zip(exp.split(parts), where)), total([(exp, torch.arange(len(new)))])):
+        torch.testing.assert_close(cut, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("all_masked", [False, True])
+def test_garbage_outside_the_mask_is_silent(garbage, all_masked):
+    exp, new, entropy = make()
+    mask = exp.loss_mask & (not all_masked)
+    fields = {name: torch.where(mask, getattr(exp, name), garbage) for name in TOKEN_FIELDS}
+    clean, dirty = replace(exp, loss_mask=mask), replace(exp, loss_mask=mask, **fields)
+    policy, denominators = PolicyLoss(AlgorithmConfig(**REGULARISED), 1), Denominators.of(count(mask, exp.cu_seqlens))
+    results = []
+    for e, fill in ((clean, 0.0), (dirty, garbage)):
+        x, h = [torch.where(mask, t.detach(), fill).requires_grad_() for t in (new, entropy)]
+        losses = [
+            policy(x, h, e, denominators, 0.1),
+            ValueLoss(0.2)(x, e, denominators),
+            GPTLMLoss()(x, e, denominators)
+        ]
+        for loss, metrics in losses:
+            grad, = torch.autograd.grad(loss, x)
+            assert not grad[~mask].any() and grad.isfinite().all() and bool(grad.any()) != all_masked
+            assert all(m.isfinite().all() for m in metrics.values())
+            results.append((loss, grad))
+    for (a, b), (c, d) in zip(results[:3], results[3:]):
+        assert torch.equal(a, c) and torch.equal(b, d) and (not all_masked or a == 0)
+
+
+def test_nan_inside_the_mask_is_not_hidden():
+    exp, new, entropy = make()
+    broken = torch.where(torch.arange(len(new)) == int(exp.loss_mask.nonzero()[0]), torch.nan, new)
+    assert run(PolicyLoss(AlgorithmConfig(), 1), exp, broken, None)[0].isnan()
+
+
+def test_without_old_logprobs_the_ratio_is_exactly_one():
+    exp, new, _ = make()
+    policy = PolicyLoss(AlgorithmConfig(), 1)
+    first, metrics = run(policy, replace(exp, old_logprobs=None), new, None)
+    same, _ = run(policy, replace(exp, old_logprobs=new.detach()), new, None)
+    assert (metrics["ratio"] == 1).all() and not metrics["kl_old"].any() and torch.equal(first, same)
+    assert "entropy" not in metrics and "kl_ref" in metrics
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(first, new), torch.autograd.grad(same, new)))
+
+
+def test_each_option_changes_the_loss():
+    exp, new, entropy = make()
+    base = AlgorithmConfig()
+
+    def value(**change):
+        return run(PolicyLoss(replace(base, **change), norm=9), exp, new, entropy)[0].item()
+
+    changes = [{
+        "eps_clip": 0.5
+    }, {
+        "eps_clip_high": 0.6
+    }, {
+        "dual_clip": 1.1
+    }, {
+        "use_kl_loss": True
+    }, {
+        "entropy_coef": 0.1
+    }, {
+        "use_kl_loss": True,
+        "kl_estimator": "k2"
+    }, *({
+        "loss_agg_mode": mode
+    } for mode in MODES[1:])]
+    assert len({value(), *(value(**change) for change in changes)}) == len(changes) + 1
+    norms = [run(PolicyLoss(replace(base, loss_agg_mode=MODES[3]), norm=n), exp, new, None)[0].item() for n in (5, 10)]
+    assert norms[0] == pytest.approx(2 * norms[1])
+
+
+def test_a_term_without_its_input_is_an_error():
+    exp, new, _ = make()
+    with pytest.raises(ValueError, match="entropy_coef 0.1"):
+        run(PolicyLoss(AlgorithmConfig(entropy_coef=0.1), 1), exp, new, None)
+    kl = PolicyLoss(AlgorithmConfig(use_kl_loss=True), 1)
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        run(kl, replace(exp, ref_logprobs=None), new, None)
+    assert run(kl, replace(exp, ref_logprobs=None), new, None,
+               kl_coef=0.0)[0].isfinite(), "no coefficient, no reference"
+
+
+@pytest.mark.parametrize("clip,expected,share", [(0.5, 1.625, .5), (0.0, .3125, 0.0)])
+def test_value_clip_reference_number(clip, expected, share):
+    exp = Experience(torch.zeros(2).long(),
+                     torch.tensor([0, 2], dtype=torch.int32),
+                     torch.ones(2).bool(),
+                     values=torch.zeros(2),
+                     returns=torch.tensor([.5, 3]))
+    loss, metrics = ValueLoss(clip)(torch.tensor([1., 2.]), exp, Denominators(2, 1))
+    assert float(loss) == pytest.approx(expected) and float(metrics["clip_frac"].mean()) == share
+
+
+def test_language_model_loss_is_the_mean_over_kept_tokens():
+    exp, new, _ = make()
+    loss, _ = GPTLMLoss()(new, exp, Denominators.of(count(exp.loss_mask, exp.cu_seqlens)))
+    torch.testing.assert_close(loss, -new[exp.loss_mask].mean())
