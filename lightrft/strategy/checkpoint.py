@@ -1,0 +1,211 @@
+"""Resumable checkpoints: sharded, atomic, written in the background, loadable with any number of ranks.
+
+    step_000010/
+        tensors/      torch.distributed.checkpoint: models and optimizers under the parameters' names
+        global.pt     what the trainer keeps once
+        rank_00000.pt ... what every rank keeps (random states, positions)
+        COMPLETE.json step, world size, metrics, size (and for small files CRC) of every file; written last
+
+A checkpoint is written as ``.step_000010.tmp`` and renamed when it is complete; older ones go only after that. All
+ranks must see the same folder.
+"""
+import io
+import logging
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from lightrft.strategy import checkpoint_files as files
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+FAILURES = (OSError, RuntimeError, CheckpointException)  # what a full disk, or a rank that met one, raises
+
+
+class CheckpointManager:
+    """Saves, finds, loads and rotates the checkpoints of one run. Creating it is a collective.
+
+    Args:
+        strategy: gives ranks, state and collectives.
+        folder: where the checkpoints lie; created by the first save.
+        keep: how many of the newest are kept (at least 1).
+        keep_gib: GiB all of them may take; the newest and the best stay in any case.
+        best_metric: the checkpoint with the highest value of this metric is never rotated away.
+        asynchronous: write in the background; the state is copied to host memory first.
+    """
+
+    def __init__(self, strategy: StrategyBase, folder: Path, keep: int = 3, keep_gib: float = 1e8,
+                 best_metric: str | None = None, asynchronous: bool = True) -> None:
+        self.strategy, self.folder = strategy, Path(folder)
+        self.keep, self.keep_gib, self.best_metric = max(1, keep), keep_gib, best_metric
+        self.asynchronous = asynchronous
+        self.group = dist.new_group(backend="gloo") if strategy.distributed else None  # apart from the training's
+        if self.group is None:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
+        self.failures = 0
+        self._thread: threading.Thread | None = None
+        self._succeeded = True
+        self._warned = False  # that no checkpoint has the best metric
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+    def save(self, step: int, prepared: dict[str, Prepared], global_state: dict[str, Any], rank_state: dict[str, Any],
+             metrics: dict[str, float]) -> bool:
+        """Save all there is at ``step``; a collective. Waits for the save before.
+
+        Returns:
+            False when this save failed (a full disk: warned, counted in ``failures``, earlier checkpoints intact). An
+            asynchronous save returns True at once; :meth:`wait` knows.
+        """
+        self.wait()
+        tensors = BlockingAsyncStager().stage(self._tensors(prepared)) if self.asynchronous else self._tensors(prepared)
+        blobs = {f"rank_{self.strategy.rank:05d}.pt": _to_bytes(rank_state)}
+        if self.strategy.is_main:
+            blobs["global.pt"] = _to_bytes(global_state)
+        self._thread = threading.Thread(target=self._write, args=(step, tensors, blobs, dict(metrics)), daemon=True,
+                                        name="checkpoint")
+        self._thread.start()
+        return True if self.asynchronous else self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save under way; whether the last save succeeded (True if there was none)."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._succeeded
+
+    def _tensors(self, prepared: dict[str, Prepared]) -> dict[str, Any]:
+        return {
+            f"{name}/{key}": value for name, one in prepared.items()
+            for key, value in self.strategy.state_dict(one).items()
+        }
+
+    def _write(self, step: int, tensors: dict[str, Any], blobs: dict[str, bytes], metrics: dict[str, float]) -> None:
+        """The phases; after each, all ranks agree on whether to go on (a rank must not fail alone inside a
+        collective)."""
+        self._succeeded = False
+        temporary = self.folder / files.temporary_name(step)
+        self._succeeded = (
+            self._phase(lambda: files.fresh(temporary) if self.strategy.is_main else None)
+            and self._phase(lambda: self._write_blobs(temporary, blobs))
+            and self._phase(lambda: self._write_tensors(temporary / "tensors", tensors))
+            and self._phase(lambda: self._finish(step, temporary, metrics) if self.strategy.is_main else None))
+        if not self._succeeded:
+            self.failures += 1
+            if self.strategy.is_main:
+                files.remove(temporary)
+
+    def _phase(self, work: Any) -> bool:
+        """Run ``work``; True if it went well on all ranks, else each rank warns of its own failure."""
+        error = ""
+        try:
+            work()
+        except FAILURES as failure:
+            error = str(failure).strip().splitlines()[-1] if str(failure).strip() else type(failure).__name__
+            logger.warning("rank %d could not save a checkpoint in %s (%s), earlier ones are kept: %s",
+                           self.strategy.rank, self.folder, files.room(self.folder), error)
+        try:
+            return not any(self._gather(error))
+        except RuntimeError as gone:
+            logger.debug("a rank has gone while a checkpoint was written: %s", gone)
+            return False
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.strategy.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @staticmethod
+    def _write_blobs(folder: Path, blobs: dict[str, bytes]) -> None:
+        for name, blob in blobs.items():
+            files.write(folder / name, blob)
+
+    def _write_tensors(self, folder: Path, tensors: dict[str, Any]) -> None:
+        dcp.save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), process_group=self.group,
+                 no_dist=self.group is None)
+
+    def _finish(self, step: int, temporary: Path, metrics: dict[str, float]) -> None:
+        files.complete(temporary, self.folder / files.step_name(step),
+                       {"step": step, "world_size": self.strategy.world_size, "metrics": metrics})
+        told = files.rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
+        if not told and not self._warned:
+            self._warned = True
+            logger.warning(
+                "--best_metric %s: no checkpoint has this number, so the best cannot be kept; the newest has %s",
+                self.best_metric, ", ".join(sorted(metrics)) or "none")
+
+    def set_aside(self) -> None:
+        """Before a new run: move the folder of an earlier one to ``FOLDER.1``, ``FOLDER.2``, ...; a collective.
+
+        Otherwise old checkpoints of higher steps would rotate the new ones away, and be loaded in their place.
+        """
+        if self.strategy.is_main:
+            files.set_aside(self.folder)
+        self.strategy.barrier()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, the same on all ranks; a collective. Incomplete ones are skipped with a
+        warning."""
+        self.wait()
+        found = files.newest(self.folder) if self.strategy.is_main else None
+        return self.strategy.all_gather_object(found)[0]
+
+    def load(self, path: Path, prepared: dict[str, Prepared]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Fill the models, optimizers and schedules from ``path``; a collective.
+
+        Returns:
+            the global state, and the state of every rank that saved, in rank order.
+
+        Raises:
+            UserError: the checkpoint is of another model; names the first tensor that is missing or has another shape.
+                Nothing has been loaded then.
+        """
+        path = Path(path)
+        reader = FileSystemReader(path / "tensors")
+        tensors = self._tensors(prepared)
+        _check_fit(path, tensors, reader.read_metadata().state_dict_metadata, list(prepared))
+        dcp.load(tensors, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        for name, one in prepared.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            self.strategy.load_state_dict(one, own)
+        ranks = range(files.marker(path)["world_size"])
+        return _from_file(path / "global.pt"), [_from_file(path / f"rank_{rank:05d}.pt") for rank in ranks]
+
+
+def _check_fit(path: Path, wanted: dict[str, Any], saved: dict[str, Any], names: list[str]) -> None:
+    """Raise UserError at the first tensor that only one side has, or that differs in shape."""
+    trained = {name for name in names if f"{name}/schedule/step" in wanted}
+    for key, value in wanted.items():
+        if key not in saved:
+            raise UserError(f"{path} is a checkpoint of another model: it has no tensor {key}")
+        size = saved[key].size if isinstance(saved[key], TensorStorageMetadata) else None
+        if size != value.shape:
+            raise UserError(f"{path} is a checkpoint of another model: {key} has shape {list(size or [])} there and "
+                            f"{list(value.shape)} here")
+    for key in saved:
+        name, kind, _ = key.split("/", 2)
+        if key not in wanted and (name in trained or name in names and kind == "model"):
+            raise UserError(f"{path} is a checkpoint of another model: this one has no tensor {key}")
+
+
+def _to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _from_file(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)

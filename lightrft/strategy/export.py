@@ -1,0 +1,130 @@
+"""HF folders: full weights streamed into safetensors files, so that no rank ever holds the whole model."""
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightrft.strategy.common import CommonStrategy
+
+FILE_BYTES = 5 << 30
+
+
+@runtime_checkable
+class Pretrained(Protocol):
+    """An HF model, or a PEFT model around one."""
+    config: Any
+
+    def save_pretrained(self, path: Any, **kwargs: Any) -> Any:
+        """Write config and weights."""
+
+
+@runtime_checkable
+class WithAdapters(Pretrained, Protocol):
+    """A PEFT model."""
+    peft_config: dict[str, Any]
+
+    def get_base_model(self) -> Pretrained:
+        """The HF model the adapters sit in."""
+
+
+class SafetensorsWriter:
+    """Writes a stream of tensors as HF reads it back: one file, or several and an index."""
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+        self.folder, self.file_bytes = folder, file_bytes
+        self.pending: dict[str, Tensor] = {}
+        self.parts: list[list[str]] = []
+        self.size = self.total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a CPU tensor; writes a file when the next would grow past ``file_bytes``."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if self.pending and self.size + nbytes > self.file_bytes:
+            self._flush()
+        self.pending[name] = tensor
+        self.size += nbytes
+        self.total += nbytes
+
+    def _part(self, index: int) -> Path:
+        return self.folder / f"model-part-{index:05d}.safetensors.tmp"
+
+    def _flush(self) -> None:
+        part = str(self._part(len(self.parts)))
+        try:
+            save_file(self.pending, part, metadata={"format": "pt"})
+        except SafetensorError as error:
+            number = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
+            raise OSError(number, str(error), part) from error
+        self.parts.append(list(self.pending))
+        self.pending, self.size = {}, 0
+
+    def close(self) -> None:
+        """Write the last file, give all their final names and write the index. Files of an earlier export are
+        removed."""
+        self._flush()
+        for old in [*self.folder.glob("model*.safetensors"), *self.folder.glob("model.safetensors.index.json")]:
+            old.unlink()
+        count, weight_map = len(self.parts), {}
+        for index, names in enumerate(self.parts):
+            final = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._part(index).rename(self.folder / final)
+            weight_map.update({name: final for name in names})
+        if count > 1:
+            index_json = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2),
+                                                                      encoding="utf-8")
+
+
+def wrapped_hf(model: nn.Module) -> Pretrained:
+    """The HF (or PEFT) model inside ``model``: itself, or its ``model`` attribute."""
+    for candidate in (model, *(child for name, child in model.named_children() if name == "model")):
+        if isinstance(candidate, Pretrained):
+            return candidate
+    raise ValueError(f"{type(model).__name__} wraps no Hugging Face model (an attribute `model` with save_pretrained)")
+
+
+def save_model(strategy: "CommonStrategy", model: nn.Module, path: Path, dtype: torch.dtype | None) -> None:
+    """Write the HF folder ``path`` on rank 0; a collective. With LoRA, ``path`` holds merged weights and
+    ``path/adapter`` the adapters."""
+    hf = wrapped_hf(model)
+    writer = SafetensorsWriter(path) if strategy.is_main else None
+    if writer:
+        path.mkdir(parents=True, exist_ok=True)
+    for name, tensor in strategy.full_params(model):
+        if writer:
+            kept = tensor.to("cpu", dtype or tensor.dtype)
+            writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
+    if writer:
+        writer.close()
+        _save_config(hf.get_base_model() if isinstance(hf, WithAdapters) else hf, path, dtype)
+    if isinstance(hf, WithAdapters):
+        _save_adapter(strategy, model, hf, path / "adapter")
+    strategy.barrier()
+
+
+def _save_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
+    before = hf.config.dtype
+    hf.config.dtype = dtype or before or torch.float32
+    hf.config.architectures = [type(hf).__name__.removeprefix("FSDP")]
+    hf.config.save_pretrained(path)
+    hf.config.dtype = before
+    if hf.generation_config is not None:
+        hf.generation_config.save_pretrained(path)
+
+
+def _save_adapter(strategy: "CommonStrategy", model: nn.Module, hf: WithAdapters, path: Path) -> None:
+    prefix = next((f"{name}." for name, child in model.named_children() if child is hf), "")
+    adapter = {name.removeprefix(prefix): tensor.cpu().clone() for name, tensor in _lora(strategy, model)}
+    if strategy.is_main:
+        hf.save_pretrained(path, state_dict=adapter, save_embedding_layers=False)
+
+
+def _lora(strategy: "CommonStrategy", model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in strategy.gathered(model, 64 << 20) if "lora_" in name)

@@ -1,0 +1,64 @@
+"""One process, no process group: the semantics every other strategy is tested against."""
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.strategy.common import CommonStrategy
+from lightrft.strategy.optimizer import create_optimizer, create_scheduler
+from lightrft.strategy.strategy_base import OptimSpec, Prepared
+
+REDUCE_OPS = ("sum", "max", "min")
+
+
+class FakeStrategy(CommonStrategy):
+    """The whole model on one device. With ``bf16`` the forward pass runs under autocast; weights stay float32."""
+
+    def setup(self) -> None:
+        """Choose the device."""
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def teardown(self) -> None:
+        """There is no group to leave; the device is given its memory back."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
+        """See :class:`StrategyBase`; ``shard_size`` has no meaning on one rank."""
+        model.to(self.device)
+        if self.bf16:
+            model.forward = self._autocast(model.forward)
+        if optim is None:
+            return Prepared(model.requires_grad_(False))
+        optimizer = create_optimizer(model.named_parameters(), optim)
+        return Prepared(model, optimizer, create_scheduler(optimizer, optim))
+
+    def _autocast(self, forward: Any) -> Any:
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
+        """A copy; sums of bool are int64."""
+        if op not in REDUCE_OPS:
+            raise ValueError(f"unknown reduction {op!r}; known: {', '.join(REDUCE_OPS)}")
+        return value.long() if op == "sum" and value.dtype == torch.bool else value.clone()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """``[value]``."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Nobody to wait for; work queued on the device is finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gathered(self, model: nn.Module, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The live parameters, detached; nothing is copied."""
+        return ((name, param.detach()) for name, param in model.named_parameters())

@@ -1,0 +1,120 @@
+"""AdamW on the tensors a rank really holds, its schedule, the gradient norm and the optimizer's state under parameter
+names."""
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.utils.errors import UserError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` that lies on this rank, sharing its storage, without autograd history."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(shard: Tensor, owner: Tensor) -> Tensor:
+    """``shard``, laid out over the ranks as ``owner`` is; shares its storage, on whichever device it lies."""
+    return DTensor(shard, owner._spec, requires_grad=False) if isinstance(owner, DTensor) else shard
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that sees plain tensors only: of a DTensor parameter, this rank's shard.
+
+    AdamW is element-wise, so the update equals that on the full tensors, and it does not pay DTensor dispatch for each
+    operation of each parameter. ``owners`` maps names to the model's parameters, ``shards`` to what is updated.
+    """
+
+    def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, fused: bool) -> None:
+        self.owners = {name: param for name, param in named_params if param.requires_grad}
+        if not self.owners:
+            raise UserError("the model has no trainable parameter; check --freeze_prefix and --target_modules")
+        self.shards = {name: self._shard(param) for name, param in self.owners.items()}
+        self.backwards = 0  # micro-batches since the last step
+        decayed = [self.shards[name] for name, param in self.owners.items() if param.ndim >= 2]
+        others = [self.shards[name] for name, param in self.owners.items() if param.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=fused)
+
+    @staticmethod
+    def _shard(param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(local(param)) if isinstance(param, DTensor) else param
+
+    def bind(self) -> None:
+        """Point the shards and their gradients at the storage their owners have now."""
+        for name, owner in self.owners.items():
+            shard = self.shards[name]
+            if shard is not owner:
+                shard.data = local(owner)
+                shard.grad = None if owner.grad is None else local(owner.grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of shards and owners."""
+        super().zero_grad(set_to_none)
+        for owner in self.owners.values():
+            owner.grad = None
+        self.backwards = 0
+
+    def grads(self) -> list[Tensor]:
+        """This rank's part of every gradient there is."""
+        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(parameter name, "exp_avg" | "exp_avg_sq" | "step", tensor); what was never stepped starts as zeros, which
+        AdamW cannot tell from no state at all."""
+        for name, shard in self.shards.items():
+            state = self.state[shard]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32,
+                                            device=shard.device if self.defaults["fused"] else "cpu")
+                state.update({key: torch.zeros_like(shard) for key in MOMENTS})
+            for key in ("step", *MOMENTS):
+                yield name, key, state[key]
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The state as ``{"<name>/<key>": tensor}``, sharded like the parameters; writing into it changes the state."""
+        return {
+            f"{name}/{key}": like(value, self.owners[name]) if key in MOMENTS else value
+            for name, key, value in self.moments()
+        }
+
+
+def create_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec) -> LocalAdamW:
+    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) are not decayed.
+
+    The fused kernel does the whole update in one pass, on CUDA and on CPU.
+    """
+    return LocalAdamW(named_params, spec, fused=True)
+
+
+def create_scheduler(optimizer: torch.optim.Optimizer, spec: OptimSpec) -> LambdaLR:
+    """``spec.lr * spec.schedule(step)`` for optimizer step 0, 1, ..."""
+    return LambdaLR(optimizer, spec.schedule)
+
+
+def set_schedule_step(scheduler: LambdaLR, step: int) -> None:
+    """Put the schedule where ``step`` optimizer steps leave it; the rates are computed anew, so they are exact."""
+    scheduler.last_epoch, scheduler._step_count = step, step + 1
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def squared_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of ``grads``, a float64 scalar on ``device``; 0 for none."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum().to(device)
+
+
+def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale ``grads`` in place so that a global norm of ``norm`` becomes at most ``max_norm``; 0 is off."""
+    if grads and 0 < max_norm < norm:
+        torch._foreach_mul_(grads, max_norm / (norm + 1e-6))

@@ -1,0 +1,30 @@
+"""Choice of the strategy; each backend is imported only when it is chosen."""
+import os
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.utils.errors import UserError
+
+
+def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
+    """The strategy ``cfg.strategy`` names, not yet set up.
+
+    Args:
+        cfg: the options; "auto" is fsdp when torchrun started more than one rank, else single.
+        bf16: compute in bfloat16; master weights, gradients' sums and optimizer state stay float32.
+
+    Raises:
+        ValueError: an unknown name, or "single" under torchrun with more than one rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    name = cfg.strategy if cfg.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
+    if name == "single":
+        if world_size > 1:
+            raise UserError(f"--strategy single with {world_size} ranks would train {world_size} separate models; "
+                            "use --strategy fsdp, or start one process")
+        from lightrft.strategy.fake_strategy import FakeStrategy
+        return FakeStrategy(cfg, bf16)
+    if name == "fsdp":
+        from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
+        return FSDPV2Strategy(cfg, bf16)
+    raise UserError(f"unknown strategy {name!r}; known: auto, single, fsdp")

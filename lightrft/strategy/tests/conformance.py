@@ -1,0 +1,398 @@
+"""The checks every strategy passes, on any number of ranks; started by test_conformance.py, in its process or by
+torchrun."""
+import json
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2ForCausalLM
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
+from lightrft.strategy.fsdp.wrap import WrapPolicy, units
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, Reference, TinyLM, loss_of, micro_batch, share
+
+CHECKS: dict[str, Callable[["Case"], None]] = {}
+BF16_CHECKS: dict[str, Callable[["Case"], None]] = {}
+
+
+def check(function: Callable[["Case"], None]) -> Callable[["Case"], None]:
+    """Register a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@dataclass
+class Case:
+    """A strategy that is set up, and a folder all ranks see."""
+    strategy: StrategyBase
+    folder: Path
+
+    def prepare(self, **options) -> Prepared:
+        with self.strategy.init_model_context():
+            model = TinyLM(**options)
+        return self.strategy.prepare(model, SPEC)
+
+    def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
+        strategy = self.strategy
+        batches = share(step, strategy.rank, strategy.world_size, strategy.device, count)
+        for number, batch in enumerate(batches):
+            loss = loss_of(prepared.model, batch, scale)
+            strategy.backward(loss, prepared, last=number == len(batches) - 1)
+
+    def train(self, prepared: Prepared, steps: range, max_norm: float = 1.0) -> list[float]:
+        norms = []
+        for step in steps:
+            self.backward(prepared, step)
+            norms.append(self.strategy.optimizer_step(prepared, max_norm))
+        return norms
+
+    def weights(self, prepared: Prepared) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.strategy.full_params(prepared.model)}
+
+    def state(self, prepared: Prepared) -> dict[str, Tensor]:
+        return {name: full(value).clone() for name, value in self.strategy.state_dict(prepared).items()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert list(first) == list(second), f"names differ: {set(first) ^ set(second)}"
+    for name, value in first.items():
+        difference = (value.cpu().double() - second[name].cpu().double()).abs()
+        assert difference.numel() == 0 or difference.max() <= atol, f"{name} differs by {difference.max()}"
+
+
+def reference_weights(reference: Reference) -> dict[str, Tensor]:
+    return dict(reference.model.export_params((n, p.detach()) for n, p in reference.model.named_parameters()))
+
+
+@check
+def collectives(case: Case) -> None:
+    strategy, ranks = case.strategy, range(case.strategy.world_size)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16):
+        value = torch.tensor([strategy.rank + 1, 3], dtype=dtype, device=strategy.device)
+        assert strategy.all_reduce(value).tolist() == [sum(r + 1 for r in ranks), 3 * len(ranks)], dtype
+        assert strategy.all_reduce(value, "max").tolist() == [len(ranks), 3], dtype
+        assert strategy.all_reduce(value, "min").dtype == dtype
+        assert value.tolist() == [strategy.rank + 1, 3], "all_reduce changed its input"
+    flags = torch.tensor([strategy.rank == 0, False])
+    assert strategy.all_reduce(flags, "max").tolist() == [True, False]
+    assert strategy.all_reduce(flags).dtype == torch.int64
+    assert strategy.any_rank(strategy.rank == len(ranks) - 1) is True
+    assert strategy.any_rank(False) is False
+    assert strategy.sync_count(strategy.rank + 5) == len(ranks) + 4
+    assert strategy.all_gather_object({"rank": strategy.rank}) == [{"rank": r} for r in ranks]
+    with pytest.raises(ValueError, match="unknown reduction 'mean'"):
+        strategy.all_reduce(flags, "mean")
+    strategy.barrier()
+
+
+@check
+def gradients(case: Case) -> None:
+    """Sums over micro-batches and ranks; three micro-batches on two ranks need a padded one."""
+    for count in (MICRO_BATCHES, 3):
+        prepared, reference = case.prepare(), Reference(case.strategy.device)
+        case.backward(prepared, 0, count)
+        reference.backward(0, count)
+        expected = dict(reference.model.named_parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in expected.values()])
+        for name, param in prepared.model.named_parameters():
+            error = (full(param.grad) - expected[name].grad).norm() / norm
+            assert error < 1e-6, f"gradient of {name} is off by {error}"
+        assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm.item(), rel=1e-6)
+
+
+@check
+def ten_steps(case: Case) -> None:
+    """Norms, clipping (on, and off at 0), weights and rates after ten steps."""
+    for max_norm in (0.5, 0.0):
+        prepared, reference = case.prepare(tied=False), Reference(case.strategy.device, tied=False)
+        norms = case.train(prepared, range(10), max_norm)
+        expected = []
+        for step in range(10):
+            reference.backward(step)
+            expected.append(reference.step(max_norm))
+        assert min(norms) > 0.5, "the test does not clip"
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert_same(case.weights(prepared), reference_weights(reference), atol=2e-5)
+        assert prepared.scheduler.get_last_lr() == reference.scheduler.get_last_lr()
+
+
+@check
+def bad_step_changes_nothing(case: Case) -> None:
+    """One rank's loss is NaN or infinite in one micro-batch: every rank skips, and the next step is as if nothing
+    was."""
+    prepared, twin, last = case.prepare(), case.prepare(), case.strategy.world_size - 1
+    case.train(prepared, range(2))
+    case.train(twin, range(2))
+    before, rate = case.state(prepared), prepared.scheduler.get_last_lr()
+    for bad in (float("nan"), float("inf")):
+        case.backward(prepared, 2, scale=bad if case.strategy.rank == last else 1.0)
+        norm = case.strategy.optimizer_step(prepared, 1.0)
+        assert not torch.isfinite(torch.tensor(norm)), norm
+        assert_same(case.state(prepared), before)
+        assert prepared.scheduler.get_last_lr() == rate
+    case.train(prepared, range(2, 4))
+    case.train(twin, range(2, 4))
+    assert_same(case.state(prepared), case.state(twin))
+
+
+@check
+def abandoned_step_leaves_nothing(case: Case) -> None:
+    """Gradients of a first micro-batch are dropped, after a forward pass without a backward pass."""
+    prepared, twin = case.prepare(), case.prepare()
+    batch = micro_batch(7, 0, case.strategy.device)
+    case.strategy.backward(loss_of(prepared.model, batch), prepared, last=False)
+    loss_of(prepared.model, batch)
+    case.strategy.discard_gradients(prepared)
+    assert all(param.grad is None for param in prepared.model.parameters())
+    assert case.train(prepared, range(2)) == case.train(twin, range(2))
+    assert_same(case.weights(prepared), case.weights(twin))
+
+
+@check
+def forward_sees_new_weights(case: Case) -> None:
+    """A no-grad pass between backward and step must not leave stale full weights behind."""
+    prepared, reference = case.prepare(), Reference(case.strategy.device)
+    batch = micro_batch(3, 0, case.strategy.device)
+    case.backward(prepared, 0)
+    with torch.no_grad():
+        before = loss_of(prepared.model, batch)
+    case.strategy.optimizer_step(prepared)
+    reference.backward(0)
+    reference.step(0.0)
+    with torch.no_grad():
+        after = loss_of(prepared.model, batch)
+        expected = loss_of(reference.model, batch)
+    assert abs(after - expected) < 1e-5 < abs(after - before), (before, after, expected)
+
+
+@check
+def uneven_counts_are_refused(case: Case) -> None:
+    strategy, prepared = case.strategy, case.prepare()
+    if strategy.world_size > 1 and strategy._placements[prepared.model].keep_full:
+        for number in range(2 - strategy.rank):
+            loss = loss_of(prepared.model, micro_batch(0, number, strategy.device))
+            strategy.backward(loss, prepared, last=number == 1 - strategy.rank)
+        with pytest.raises(RuntimeError, match="different number.*sync_count"):
+            strategy.optimizer_step(prepared)
+        strategy.discard_gradients(prepared)
+    with pytest.raises(ValueError, match="does not depend on the model"):
+        strategy.backward(torch.zeros(()), prepared)
+    untrained = strategy.prepare(TinyLM())
+    assert untrained.optimizer is None and not any(p.requires_grad for p in untrained.model.parameters())
+    with pytest.raises(ValueError, match="without an OptimSpec"):
+        strategy.optimizer_step(untrained)
+
+
+@check
+def full_params(case: Case) -> None:
+    """HF names and values, tied ones once, in any bucket size."""
+    for tied in (True, False):
+        prepared, reference = case.prepare(tied=tied), Reference(case.strategy.device, tied)
+        expected = reference_weights(reference)
+        assert ("lm_head.weight" in expected) is not tied
+        for bucket_bytes in (1, 20_000, 1 << 30):
+            found = {name: value.clone() for name, value in case.strategy.full_params(prepared.model, bucket_bytes)}
+            assert_same(found, expected)
+
+
+@check
+def offload_and_reload(case: Case) -> None:
+    """Moments lie in host memory while offloaded; a step brings them back by itself; nothing changes."""
+    prepared, twin, strategy = case.prepare(), case.prepare(), case.strategy
+    case.train(prepared, range(2))
+    case.train(twin, range(2))
+    for optimizer_only in (True, False):
+        strategy.offload(prepared, optimizer_only)
+        states = prepared.optimizer.state.values()
+        assert states and all(state["exp_avg"].device.type == "cpu" for state in states)
+        if not optimizer_only:
+            assert all(param.device.type == "cpu" for param in prepared.model.parameters())
+        strategy.reload(prepared)
+        on = "cpu" if strategy.cfg.fsdp_cpu_offload else strategy.device.type
+        assert all(param.device.type == on for param in prepared.model.parameters())
+        assert all(state["exp_avg_sq"].device.type == on for state in states)
+    strategy.offload(prepared, optimizer_only=True)
+    assert case.train(prepared, range(2, 4)) == case.train(twin, range(2, 4))
+    assert_same(case.state(prepared), case.state(twin))
+
+
+@check
+def save_model(case: Case) -> None:
+    prepared = case.prepare()
+    case.train(prepared, range(1))
+    expected = case.weights(prepared)
+    for dtype, path in ((None, case.folder / "hf32"), (torch.bfloat16, case.folder / "hf16")):
+        case.strategy.save_model(prepared, path, dtype)
+        loaded = Qwen2ForCausalLM.from_pretrained(path)
+        assert loaded.dtype == (dtype or torch.float32)
+        same = {name: value.to(dtype or torch.float32) for name, value in expected.items()}
+        assert_same(dict(loaded.named_parameters()), same)
+
+
+@check
+def resume_is_bitwise(case: Case) -> None:
+    """Save, go on, load into a fresh model, go on: every tensor and the rate are the same; states of all ranks
+    return."""
+    prepared, strategy = case.prepare(), case.strategy
+    case.train(prepared, range(3))
+    manager = CheckpointManager(strategy, case.folder / "resume", asynchronous=True)
+    assert manager.latest() is None
+    assert manager.save(3, {"actor": prepared}, {"sampler": [1, 2]}, {"rank": strategy.rank}, {"acc": 0.5})
+    case.train(prepared, range(3, 6))  # while the write goes on
+    assert manager.wait() and manager.failures == 0
+    fresh = case.prepare(seed=5)
+    path = manager.latest()
+    assert path is not None and path.name == "step_000003"
+    global_state, rank_states = manager.load(path, {"actor": fresh})
+    assert global_state == {"sampler": [1, 2]} and rank_states == [{"rank": r} for r in range(strategy.world_size)]
+    assert fresh.scheduler.last_epoch == 3
+    case.train(fresh, range(3, 6))
+    assert_same(case.state(fresh), case.state(prepared))
+    assert fresh.scheduler.get_last_lr() == prepared.scheduler.get_last_lr()
+
+
+@check
+def other_world_size(case: Case) -> None:
+    """A checkpoint that one process wrote goes on here exactly where it stood; ours is left for one process to read."""
+    strategy, prepared = case.strategy, case.prepare(seed=5)
+    manager = CheckpointManager(strategy, case.folder.parent / "one_process", asynchronous=False)
+    _, rank_states = manager.load(manager.latest(), {"actor": prepared})
+    assert rank_states == [{"rank": 0}]
+    saved = torch.load(case.folder.parent / "one_process.pt")
+    assert_same(case.state(prepared), saved["at_3"])
+    case.train(prepared, range(3, 6))
+    assert_same(case.state(prepared), saved["at_6"], atol=2e-5)
+    ours = CheckpointManager(strategy, case.folder / "ours", asynchronous=False)
+    assert ours.save(6, {"actor": prepared}, {}, {"rank": strategy.rank}, {})
+    state = case.state(prepared)
+    if strategy.is_main:
+        torch.save(state, case.folder / "ours.pt")
+
+
+@check
+def another_model_is_refused(case: Case) -> None:
+    """The first missing or differing tensor is named, and nothing is loaded."""
+    strategy, prepared = case.strategy, case.prepare()
+    manager = CheckpointManager(strategy, case.folder / "other", asynchronous=False)
+    assert manager.save(1, {"actor": prepared}, {}, {}, {})
+    for options, text in ((dict(layers=3), r"it has no tensor actor/model/model\.model\.layers\.2"),
+                          (dict(layers=1), r"this one has no tensor actor/model/model\.model\.layers\.1"),
+                          (dict(hidden=16), r"embed_tokens\.weight has shape \[65, 32\] there and \[65, 16\] here")):
+        other = case.prepare(**options)
+        before = case.state(other)
+        with pytest.raises(ValueError, match=text):
+            manager.load(manager.latest(), {"actor": other})
+        assert_same(case.state(other), before)
+
+
+@check
+def full_disk_keeps_the_previous(case: Case) -> None:
+    """The last rank cannot write past 8 kB, its own state or its shards: no rank dies, the older checkpoint stays and
+    the temporary one goes."""
+    strategy, prepared = case.strategy, case.prepare()
+    folder = case.folder / "full"
+    for asynchronous in (False, True):
+        manager = CheckpointManager(strategy, folder, asynchronous=asynchronous)
+        manager.save(1, {"actor": prepared}, {}, {}, {})
+        assert manager.wait()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if strategy.rank == strategy.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        try:
+            returned = manager.save(2, {"actor": prepared}, {}, {"own": torch.zeros(10 if asynchronous else 10_000)},
+                                    {})
+            assert returned is asynchronous and not manager.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        strategy.barrier()
+        assert manager.failures == 1
+        assert sorted(path.name for path in folder.iterdir()) == ["step_000001"]
+        assert manager.latest() == folder / "step_000001"
+        assert manager.save(1, {"actor": prepared}, {}, {}, {}), "a save after a failed one"
+
+
+def bf16_computes_low_and_keeps_float32(case: Case) -> None:
+    """Not part of CHECKS: needs a strategy with bf16."""
+    prepared, reference = case.prepare(), Reference(case.strategy.device)
+    norms = case.train(prepared, range(3), 0.0)
+    expected = []
+    for step in range(3):
+        reference.backward(step)
+        expected.append(reference.step(0.0))
+    assert norms != pytest.approx(expected, rel=1e-5)
+    assert norms == pytest.approx(expected, rel=5e-2)
+    assert all(value.dtype == torch.float32 for value in case.weights(prepared).values())
+    assert all(state["exp_avg"].dtype == torch.float32 for state in prepared.optimizer.state.values())
+
+
+def wrapping(case: Case) -> None:
+    """Not part of CHECKS: the units of a model by size, and by the HF class when it does not name its layers."""
+    policies = {"one": (WrapPolicy(), 1), "layers": (WrapPolicy(one_unit=0), 3)}
+    for policy, count in policies.values():
+        strategy = FSDPV2Strategy(StrategyConfig(), wrap=policy)
+        strategy.setup()
+        assert len(units(strategy.prepare(TinyLM()).model)) == count
+        assert len(units(strategy.prepare(TinyLM().model).model)) == count
+        strategy.teardown()
+
+
+def variants(world_size: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | None]]:
+    """Name -> options of the strategies compared on ``world_size`` ranks."""
+    fsdp = {"strategy": "fsdp"}
+    freeing = WrapPolicy(one_unit=0, keep_full=0)
+    named = {"fsdp": (StrategyConfig(**fsdp), None)}
+    if world_size == 1:
+        return {"single": (StrategyConfig(strategy="single"), None), **named}
+    return {
+        **named, "layers": (StrategyConfig(**fsdp), WrapPolicy(one_unit=0)), "freeing":
+        (StrategyConfig(**fsdp), freeing), "hsdp": (StrategyConfig(**fsdp, fsdp_shard_size=1), WrapPolicy(one_unit=0)),
+        "cpu_offload": (StrategyConfig(**fsdp, fsdp_cpu_offload=True), freeing)
+    }
+
+
+def run(name: str, cfg: StrategyConfig, wrap: WrapPolicy | None, folder: Path) -> None:
+    """All checks for one strategy."""
+    strategy = get_strategy(cfg)
+    if wrap is not None:
+        strategy.wrap = wrap
+    strategy.setup()
+    try:
+        own = folder / f"{name}_on_{strategy.world_size}"
+        own.mkdir(parents=True, exist_ok=True)
+        case = Case(strategy, own)
+        for title, function in CHECKS.items():
+            try:
+                function(case)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
+        low = Case(get_strategy(cfg, bf16=True), own)
+        low.strategy.setup()
+        bf16_computes_low_and_keeps_float32(low)
+        if name == "fsdp":
+            wrapping(case)
+    finally:
+        strategy.teardown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    holder = get_strategy(StrategyConfig())
+    holder.setup()  # all variants share this group
+    for variant, options in variants(2).items():
+        run(variant, *options, Path(sys.argv[1]))
+    holder.teardown()
+    print(json.dumps({"passed": list(variants(2))}))

@@ -1,0 +1,61 @@
+"""Every strategy against plain PyTorch, on one and on two ranks."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.tests import conformance
+from lightrft.strategy.tests.conformance import Case, assert_same
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a checkpoint of one process after three steps, and its state after three and after six."""
+    path = tmp_path_factory.mktemp("conformance")
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    strategy.setup()
+    case = Case(strategy, path)
+    prepared = case.prepare()
+    case.train(prepared, range(3))
+    assert CheckpointManager(strategy, path / "one_process",
+                             asynchronous=False).save(3, {"actor": prepared}, {}, {"rank": 0}, {})
+    saved = {"at_3": case.state(prepared)}
+    case.train(prepared, range(3, 6))
+    torch.save({**saved, "at_6": case.state(prepared)}, path / "one_process.pt")
+    return path
+
+
+@pytest.mark.parametrize("name", list(conformance.variants(1)))
+def test_one_rank(name: str, folder: Path) -> None:
+    conformance.run(name, *conformance.variants(1)[name], folder)
+
+
+def test_two_ranks(folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
+        "lightrft.strategy.tests.conformance",
+        str(folder)
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    read_by_one_process(folder)
+
+
+def read_by_one_process(folder: Path) -> None:
+    """What two ranks saved is bitwise what one process loads."""
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    strategy.setup()
+    case = Case(strategy, folder)
+    for name in conformance.variants(2):
+        prepared = case.prepare(seed=5)
+        manager = CheckpointManager(strategy, folder / f"{name}_on_2" / "ours", asynchronous=False)
+        _, rank_states = manager.load(manager.latest(), {"actor": prepared})
+        assert rank_states == [{"rank": 0}, {"rank": 1}]
+        assert_same(case.state(prepared), torch.load(folder / f"{name}_on_2" / "ours.pt"))

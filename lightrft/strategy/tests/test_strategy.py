@@ -1,0 +1,126 @@
+"""Choice of the strategy, its group and mesh, what is decayed, wrapped and exported."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import Qwen2ForCausalLM
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy import config as strategy_config
+from lightrft.strategy.export import SafetensorsWriter
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
+from lightrft.strategy.fsdp.process_group import local_world_size
+from lightrft.strategy.fsdp.wrap import decoder_layers
+from lightrft.strategy.mesh import shard_mesh
+from lightrft.strategy.optimizer import create_optimizer
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM
+from lightrft.utils.env import set_threads
+
+
+@pytest.mark.parametrize("name, world_size, expected", [("auto", None, FakeStrategy), ("auto", "1", FakeStrategy),
+                                                        ("auto", "2", FSDPV2Strategy), ("fsdp", None, FSDPV2Strategy),
+                                                        ("single", None, FakeStrategy)])
+def test_choice(name, world_size, expected, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    strategy = get_strategy(StrategyConfig(strategy=name), bf16=True)
+    assert type(strategy) is expected and strategy.bf16
+
+
+def test_choice_errors(monkeypatch) -> None:
+    assert strategy_config.StrategyConfig is StrategyConfig
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="single with 4 ranks.*use --strategy fsdp"):
+        get_strategy(StrategyConfig(strategy="single"))
+    with pytest.raises(ValueError, match="unknown strategy 'zero'"):
+        get_strategy(StrategyConfig(strategy="zero"))
+    with pytest.raises(ValueError, match="lacks RANK.*torchrun"):
+        get_strategy(StrategyConfig(strategy="fsdp")).setup()
+
+
+def test_shard_size_must_divide() -> None:
+    with pytest.raises(ValueError, match="shard size 3 does not divide the 8 ranks; the nearest that does is 2"):
+        shard_mesh("cpu", 8, 3)
+
+
+def test_mesh_shapes() -> None:
+    """Eight ranks on a fake group: neighbours share one copy."""
+    code = ("import torch.distributed as d; from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+            "d.init_process_group('fake', store=FakeStore(), rank=5, world_size=8)\n"
+            "from lightrft.strategy.mesh import shard_mesh\n"
+            "m = shard_mesh('cpu', 8, 4); assert m.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]], m\n"
+            "assert m.mesh_dim_names == ('replicate', 'shard')\n"
+            "assert shard_mesh('cpu', 8).mesh.tolist() == list(range(8))\n")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_threads_share_the_cores(monkeypatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * (os.cpu_count() or 1)))
+    try:
+        for ours, expected in (("3", 2), (None, 1)):  # set: left alone; not set: at least one
+            monkeypatch.setenv("OMP_NUM_THREADS", "3") if ours else monkeypatch.delenv("OMP_NUM_THREADS")
+            torch.set_num_threads(2)
+            set_threads(local_world_size())
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_init_context_is_float32_on_cpu_and_restores() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with FakeStrategy(StrategyConfig()).init_model_context():
+            assert torch.empty(1).dtype == torch.float32 and torch.empty(1).device.type == "cpu"
+        assert torch.empty(1).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_decayed() -> None:
+    model = TinyLM()
+    model.model.model.embed_tokens.weight.requires_grad_(False)
+    optimizer = create_optimizer(model.named_parameters(), SPEC)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in others["params"])
+    assert "model.model.embed_tokens.weight" not in optimizer.owners and len(optimizer.owners) == 25
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        create_optimizer(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
+
+
+def test_decoder_layers_by_attribute_or_hf_class() -> None:
+    model = TinyLM()
+    assert decoder_layers(model) == decoder_layers(model.model) == list(model.model.model.layers)
+    assert decoder_layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_safetensors_in_several_files(tmp_path: Path) -> None:
+    model = TinyLM().model
+    for file_bytes, count in ((20_000, None), (1 << 30, 1)):
+        writer = SafetensorsWriter(tmp_path, file_bytes)
+        for name, tensor in model.named_parameters():
+            writer.add(name, tensor.detach())
+        writer.close()
+        files = sorted(tmp_path.glob("*.safetensors"))
+        assert len(files) == count if count else len(files) > 3
+        assert (tmp_path / "model.safetensors.index.json").exists() is (count is None)
+        assert sum(len(safe_open(file, "pt").keys()) for file in files) == 26
+        model.config.save_pretrained(tmp_path)
+        loaded = Qwen2ForCausalLM.from_pretrained(tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_export_needs_an_hf_model(tmp_path: Path) -> None:
+    strategy = FakeStrategy(StrategyConfig())
+    with pytest.raises(ValueError, match="Linear wraps no Hugging Face model"):
+        strategy.save_model(strategy.prepare(torch.nn.Linear(2, 2)), tmp_path)
