@@ -1,0 +1,97 @@
+"""Global batches of rows, the same on every rank, whose position is one number."""
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from lightrft.datasets.blend import Blend
+from lightrft.datasets.loading import DataError
+from lightrft.utils.logging import get_logger
+
+Item = TypeVar("Item")
+
+
+class MixedDataset(Sequence[Item]):
+    """Rows of several data sets, one after another.
+
+    Attributes:
+        sizes: rows of each data set.
+        probs: mixing probability of each, or empty.
+    """
+    sizes: list[int]
+    probs: list[float]
+
+
+class PromptLoader(Generic[Item]):
+    """Endless iterator over batches of any sequence of rows (prompts, SFT examples).
+
+    Rows are drawn episode by episode in one endless stream and cut into batches, so the rows left at the end of an
+    episode open the first batch of the next one: none is lost, and every batch is full. A batch counts as
+    consumed once it is handed out. Nothing depends on rank or world size.
+
+    Args:
+        dataset: the rows; a :class:`MixedDataset` brings its mixing probabilities.
+        batch_size: rows per batch, over all ranks.
+        shuffle: a new order each episode.
+        seed: of the order.
+
+    Raises:
+        DataError: fewer rows than one batch.
+    """
+
+    def __init__(self, dataset: Sequence[Item], batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+        if not 0 < batch_size <= len(dataset):
+            raise DataError(f"a batch of {batch_size} rows cannot be filled: the data has {len(dataset)}. The nearest "
+                            f"batch size that works is {len(dataset) if batch_size > 0 else 1}")
+        sizes, probs = [len(dataset)], []
+        if isinstance(dataset, MixedDataset):
+            sizes, probs = dataset.sizes, dataset.probs
+        self.dataset, self.batch_size = dataset, batch_size
+        self.blend = Blend(sizes, probs, shuffle, seed)
+        self.position = 0  # rows handed out
+        self._cached: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        """Full batches per episode."""
+        return self.blend.rows // self.batch_size
+
+    @property
+    def episode(self) -> int:
+        """Episodes whose rows were all handed out."""
+        return self.position // self.blend.rows
+
+    def steps(self, episodes: int) -> int:
+        """Full batches in ``episodes`` episodes."""
+        return episodes * self.blend.rows // self.batch_size
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        return self
+
+    def __next__(self) -> list[Item]:
+        start, self.position = self.position, self.position + self.batch_size
+        return [self.dataset[self._row(place)] for place in range(start, self.position)]
+
+    def _row(self, place: int) -> int:
+        episode, offset = divmod(place, self.blend.rows)
+        if self._cached[0] != episode:
+            self._cached = (episode, self.blend.episode(episode).tolist())
+        return self._cached[1][offset]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it depends on."""
+        blend = self.blend
+        return {"position": self.position, "sizes": blend.sizes, "probs": blend.probs, "shuffle": blend.shuffle,
+                "seed": blend.seed}  # yapf: disable
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, in its order; the batch size may have changed.
+
+        Raises:
+            DataError: the data has other rows than then.
+        """
+        if state["sizes"] != self.blend.sizes:
+            raise DataError(f"the checkpoint was made with data sets of {state['sizes']} rows, now they have "
+                            f"{self.blend.sizes}. Use the same data, --max_samples and --prompt_max_len, or start anew")
+        wanted = Blend(state["sizes"], state["probs"], state["shuffle"], state["seed"])
+        if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
+            get_logger().warning("the data order goes on as in the checkpoint: seed %s, shuffle %s, probabilities %s",
+                                 wanted.seed, wanted.shuffle, wanted.probs)
+        self.blend, self.position, self._cached = wanted, state["position"], (-1, [])

@@ -1,0 +1,267 @@
+"""Files, folders and hub ids -> rows (dicts). What cannot be read is an error naming file, row and remedy."""
+import csv
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lightrft.utils.errors import UserError
+
+Row = dict[str, Any]
+
+
+class DataError(UserError):
+    """Data that cannot be used; the message says where it is, what is wrong and what helps."""
+
+
+@dataclass
+class Rows:
+    """The rows of one spec, and the files they came from as ``(name, rows)`` in order."""
+    rows: list[Row]
+    files: list[tuple[str, int]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """File and row number (counted from 1) of ``rows[index]``."""
+        for name, count in self.files:
+            if index < count:
+                return name, index + 1
+            index -= count
+        raise IndexError(f"row {index} is past the end of the data")
+
+    def where(self, index: int) -> str:
+        """The same, as text for messages."""
+        name, row = self.origin(index)
+        return f"{name}, row {row}"
+
+
+def load_rows(spec: str, split: str = "train") -> Rows:
+    """Read one ``--prompt_data`` entry.
+
+    Args:
+        spec: a parquet, json, jsonl, csv or arrow file, a folder that ``save_to_disk`` wrote, a folder of such files
+            named after their split, or a hub id; ``path@data_dir`` picks a folder inside.
+        split: which split to take; a single file is taken whole.
+
+    Raises:
+        DataError: missing, empty or unreadable data, rows of different types, duplicate ids.
+    """
+    path, data_dir = _split_spec(spec)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        rows = _read_folder(local / data_dir, split)
+    elif local.is_file():
+        rows = _read_files([local])
+    else:
+        rows = _read_hub(path, data_dir, split)
+    if not rows:
+        raise DataError(f"{spec}: holds no rows. Write the data again or name another file")
+    _check_types(rows)
+    _check_ids(rows)
+    return rows
+
+
+def _split_spec(spec: str) -> tuple[str, str]:
+    path, _, data_dir = spec.rpartition("@")
+    return (path, data_dir) if path and not Path(spec).expanduser().exists() else (spec, "")
+
+
+def _read_folder(folder: Path, split: str) -> Rows:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _read_saved(folder, split)
+    return _read_files(_files_of_split(folder, split))
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """Files called ``<split>.*``, ``<split>-00000-of-00002.*`` or ``<split>_*``, or all files in ``<split>/``."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _READERS)
+    wanted = [
+        file for file in files
+        if re.match(rf"{re.escape(split)}([-_.]|$)", file.stem) or split in file.relative_to(folder).parts[:-1]
+    ]
+    if not wanted:
+        found = ", ".join(str(file.relative_to(folder)) for file in files[:8]) or "no data file at all"
+        raise DataError(f"{folder}: no file of split {split!r} (found: {found}). Name a file of the folder, or another "
+                        f"split with --prompt_split / --eval_split")
+    return wanted
+
+
+def _read_files(files: list[Path]) -> Rows:
+    parts = []
+    for file in files:
+        if file.suffix.lower() not in _READERS:
+            raise DataError(f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(_READERS))}")
+        if file.stat().st_size == 0:
+            raise DataError(f"{file}: the file is empty. Write the data again")
+        parts.append(_READERS[file.suffix.lower()](file))
+    return Rows([row for part in parts for row in part], [(str(file), len(part)) for file, part in zip(files, parts)])
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    try:
+        return pq.ParquetFile(file).read().to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a complete parquet file ({error}). It may be cut off: copy or write it "
+                        "again") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: a text column is not UTF-8 ({error}). Write the file again in UTF-8") from error
+
+
+def _read_arrow(file: Path) -> list[Row]:
+    for opener in (pa.ipc.open_file, pa.ipc.open_stream):
+        try:
+            return opener(pa.memory_map(str(file))).read_all().to_pylist()
+        except pa.ArrowInvalid as error:
+            reason = error
+    raise DataError(f"{file}: not a complete arrow file ({reason}). It may be cut off: copy or write it again")
+
+
+def _read_text(file: Path) -> str:
+    data = file.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}, line {line}: not UTF-8 (byte {data[error.start]:#04x}). Convert the file, for "
+                        "example with: iconv -f latin1 -t utf-8") from error
+
+
+def _read_jsonl(file: Path) -> list[Row]:
+    rows = []
+    lines = _read_text(file).split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            cut = " The file seems cut off: copy or write it again." if number == len(lines) else ""
+            what = f"not valid JSON ({error.msg} at column {error.colno})"
+            raise DataError(f"{file}, line {number}: {what}.{cut}") from error
+        rows.append(_as_row(row, f"{file}, line {number}"))
+    return rows
+
+
+def _read_json(file: Path) -> list[Row]:
+    text = _read_text(file)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return _read_jsonl(file)
+        raise DataError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}). The file may be cut off: copy or "
+                        "write it again") from error
+    if isinstance(content, dict) and len(content) == 1:
+        content = next(iter(content.values()))
+    if not isinstance(content, list):
+        content = [content]
+    return [_as_row(row, f"{file}, row {number}") for number, row in enumerate(content, start=1)]
+
+
+def _as_row(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be an object of named columns, not {type(row).__name__}")
+    return row
+
+
+def _read_csv(file: Path) -> list[Row]:
+    reader = csv.DictReader(io.StringIO(_read_text(file), newline=""), restkey="", strict=True)
+    rows: list[Row] = []
+    try:
+        for row in reader:
+            if "" in row or None in row.values():
+                raise DataError(f"{file}, line {reader.line_num}: {'more' if '' in row else 'fewer'} fields than the "
+                                f"header, which has {len(reader.fieldnames or [])}. Quote fields that hold commas")
+            rows.append(row)
+    except csv.Error as error:
+        raise DataError(f"{file}, line {reader.line_num}: not valid CSV ({error})") from error
+    return rows
+
+
+_READERS = {
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+}
+
+
+def _read_saved(folder: Path, split: str) -> Rows:
+    import datasets
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{folder}: not a complete saved data set ({error}). Copy or save it again") from error
+    if isinstance(saved, datasets.DatasetDict):
+        saved = _pick_split(saved, str(folder), split)
+    return Rows(saved.to_list(), [(str(folder), len(saved))])
+
+
+def _pick_split(splits: Any, name: str, split: str) -> Any:
+    if split not in splits:
+        raise DataError(f"{name}: no split {split!r}; it has {', '.join(splits)}. Choose one with --prompt_split or "
+                        "--eval_split")
+    return splits[split]
+
+
+def _read_hub(name: str, data_dir: str, split: str) -> Rows:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in _READERS:
+        raise DataError(f"{name}: no such file or folder. Check the path (relative ones start at {Path.cwd()})")
+    import datasets
+    try:
+        splits = datasets.load_dataset(name, data_dir=data_dir or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{name}: no such file or folder, and it cannot be had from the hub "
+                        f"either ({error})") from error
+    rows = _pick_split(splits, name, split).to_list()
+    return Rows(rows, [(name, len(rows))])
+
+
+_KINDS = {bool: "bool", str: "text", dict: "object", list: "list", int: "number", float: "number"}
+
+
+def _check_types(rows: Rows) -> None:
+    """Every column holds one kind of value in all rows (nulls and absent columns aside)."""
+    first: dict[str, tuple[str, int]] = {}
+    for index, row in enumerate(rows.rows):
+        for column, value in row.items():
+            if value is None:
+                continue
+            kind = _KINDS.get(type(value), type(value).__name__)
+            expected, at = first.setdefault(column, (kind, index))
+            if kind != expected:
+                raise DataError(f"{rows.where(index)}: mixed schema: column {column!r} holds {kind} here, {expected} "
+                                f"in {rows.where(at)}. Write all rows in one schema")
+
+
+def _row_id(row: Row) -> Any:
+    """What must be unique within a file: an ``id`` or ``uid`` column, else verl's source, split and index."""
+    for column in ("id", "uid"):
+        if row.get(column) is not None:
+            return column, str(row[column])
+    extra = row.get("extra_info")
+    if isinstance(extra, dict) and extra.get("index") is not None:
+        return "extra_info.index", (row.get("data_source"), extra.get("split"), str(extra["index"]))
+    return None
+
+
+def _check_ids(rows: Rows) -> None:
+    seen: dict[Any, int] = {}
+    for index, row in enumerate(rows.rows):
+        key = _row_id(row)
+        if key is None:
+            continue
+        earlier = seen.setdefault((rows.origin(index)[0], key), index)
+        if earlier != index:
+            raise DataError(f"{rows.where(index)}: duplicate id: {key[0]} {key[1]!r} is also in {rows.where(earlier)}. "
+                            "Remove one of the rows, or rename the column if it is no id")

@@ -1,0 +1,130 @@
+"""Rows of any known schema -> tokenized :class:`~lightrft.types.Prompt`."""
+from typing import overload
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.blend import apportion, check_probs
+from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.loading import DataError, Rows, load_rows
+from lightrft.datasets.records import Record, missing, to_records
+from lightrft.datasets.rendering import Renderer, encode_all
+from lightrft.types import Prompt
+from lightrft.utils.logging import get_logger
+
+
+def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
+    """The rows of each ``--prompt_data`` ("train") or ``--eval_data`` ("eval") entry, cut to the wanted number.
+
+    The limit is shared between the entries in proportion to their sizes. Returns the rows and the mixing probabilities.
+
+    Raises:
+        DataError: no entry, or data that cannot be read.
+    """
+    training = split == "train"
+    specs = cfg.prompt_data if training else cfg.eval_data
+    probs = cfg.prompt_data_probs if training else []
+    if not specs:
+        raise DataError(f"no data: name some with --{'prompt_data' if training else 'eval_data'}")
+    check_probs(probs, specs)
+    parts = [load_rows(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
+    limit = cfg.max_samples if training else cfg.max_eval_samples
+    sizes = [len(part) for part in parts]
+    keep = apportion(limit, sizes) if 0 < limit < sum(sizes) else sizes
+    return [Rows(part.rows[:count], part.files) for part, count in zip(parts, keep)], list(probs)
+
+
+def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: str) -> list[int]:
+    """Indices of the rows of at most ``max_len`` tokens; the others are counted in the log.
+
+    Raises:
+        DataError: an empty row; under the policy "error", a row that is too long.
+    """
+    if 0 in lengths:
+        raise DataError(f"{rows.where(lengths.index(0))}: the row has no prompt: it renders to no token. Remove it")
+    kept = [i for i, length in enumerate(lengths) if length <= max_len]
+    if len(kept) == len(lengths):
+        return kept
+    first = next(i for i, length in enumerate(lengths) if length > max_len)
+    found = (f"{len(lengths) - len(kept)} of {len(lengths)} rows are longer than {option} {max_len} (the first: "
+             f"{rows.where(first)}, {lengths[first]} tokens; the longest has {max(lengths)})")
+    if policy == "error":
+        raise DataError(f"{found}. Raise {option}, or drop them with --overlong_prompt filter")
+    get_logger().warning("%s: left out", found)
+    return kept
+
+
+class PromptsDataset(MixedDataset[Prompt]):
+    """The prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made when asked for.
+
+    A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files.
+
+    Args:
+        cfg: which data, and how a row becomes a prompt.
+        tokenizer: of the policy.
+        prompt_max_len: longest prompt, in tokens; what happens to longer ones is ``cfg.overlong_prompt``.
+        split: "train" or "eval": which of the options apply.
+
+    Attributes:
+        dropped: prompts left out because they are too long.
+
+    Raises:
+        DataError: data, rows or templates that cannot be used; all prompts too long.
+    """
+
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int,
+                 split: str = "train") -> None:
+        parts, self.probs = load_specs(cfg, split)
+        self._renderer = Renderer(cfg, tokenizer)
+        self._records: list[Record] = []
+        self._uids: list[str] = []
+        self._texts: list[str] = []
+        self._ids: list[np.ndarray] = []
+        self.sizes, self.dropped = [], 0
+        for entry, rows in enumerate(parts):
+            self._add(entry, rows, cfg, prompt_max_len)
+        if split == "train":
+            self._tell_bare_text(cfg)
+        if not self._ids:
+            raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
+
+    def _add(self, entry: int, rows: Rows, cfg: DataConfig, max_len: int) -> None:
+        """Tokenize the rows of one entry and keep those that fit."""
+        records = to_records(rows, cfg)
+        encoded = encode_all(self._renderer, [record.prompt for record in records], cfg.data_workers)
+        kept = fitting(rows, [len(ids) for _, ids in encoded], max_len, cfg.overlong_prompt, "--prompt_max_len")
+        self._records += [records[i] for i in kept]
+        self._uids += [f"{entry}:{i if records[i].row_id is None else records[i].row_id}" for i in kept]
+        self._texts += [encoded[i][0] for i in kept]
+        self._ids += [np.asarray(encoded[i][1], dtype=np.int32) for i in kept]
+        self.sizes.append(len(kept))
+        self.dropped += len(rows) - len(kept)
+        if records and missing(records[0].reference):
+            get_logger().info("%s: no row has a reference answer; rewards that need one cannot score", rows.where(0))
+
+    def _tell_bare_text(self, cfg: DataConfig) -> None:
+        """Say once that a chat template is there and is not used."""
+        bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
+        if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
+            get_logger().info("the tokenizer has a chat template, but text prompts are used as they are; "
+                              "--apply_chat_template renders them")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt:
+        ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]:
+        ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        record = self._records[index]
+        return Prompt(uid=self._uids[index], token_ids=self._ids[index].tolist(), text=self._texts[index],
+                      messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,
+                      label=record.label, reference=record.reference, columns=record.columns)  # yapf: disable

@@ -1,0 +1,153 @@
+"""Row schemas, recognised by their shape, -> one :class:`Record`.
+
+Known: verl and LightRFT ``{data_source, prompt, reward_model, extra_info}``, TRL's prompt-only rows, ms-swift's
+``{messages, solution}`` and ``{input, output, label}``.
+"""
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.loading import DataError, Row, Rows
+
+Message = dict[str, Any]
+
+PROMPT_COLUMNS = ("prompt", "messages", "input")
+ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass
+class Record:
+    """One row in our own words. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards."""
+    prompt: str | list[Message]
+    reference: Any
+    label: str
+    data_source: str
+    row_id: str | None
+    columns: dict[str, Any]
+
+
+def missing(value: Any) -> bool:
+    """Whether a value says nothing: null, blank text, an empty list or object."""
+    return value is None or (isinstance(value, str) and not value.strip()) or value == [] or value == {}
+
+
+def first_value(*candidates: tuple[Any, str]) -> Any:
+    """The first value that is there among ``(mapping or None, key)`` pairs, else None."""
+    for mapping, key in candidates:
+        if isinstance(mapping, dict) and not missing(mapping.get(key)):
+            return mapping[key]
+    return None
+
+
+def prompt_column(row: Row, input_key: str) -> str | None:
+    """The column that holds the prompt: ``input_key`` when the row has it, else the first known name."""
+    for column in dict.fromkeys((input_key, *PROMPT_COLUMNS)):
+        if not missing(row.get(column)):
+            return column
+    return None
+
+
+def find_reference(row: Row, key: str) -> Any:
+    """The reference answer: ``key`` > reward_model.ground_truth > extra_info > the usual columns; None if absent."""
+    extra = row.get("extra_info")
+    names = dict.fromkeys((key, *ANSWER_COLUMNS))
+    return first_value((row, key), (row.get("reward_model"), "ground_truth"), *((extra, name) for name in names),
+                       *((row, name) for name in names))
+
+
+def find_label(row: Row, key: str) -> str:
+    """The name of the reward recipe: column ``key``, else ``extra_info[key]``, else empty."""
+    value = first_value((row, key), (row.get("extra_info"), key))
+    return "" if value is None else str(value)
+
+
+def to_message(turn: Any, where: str) -> Message:
+    """One chat turn; ShareGPT's from / value is understood."""
+    if isinstance(turn, dict) and "from" in turn and "value" in turn:
+        turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+    if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
+        raise DataError(f"{where}: a chat message must have role and content, not {str(turn)[:80]!r}")
+    return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
+def to_messages(value: Any, where: str) -> list[Message]:
+    """A list of chat turns (or a single one) in role / content form."""
+    return [to_message(turn, where) for turn in (value if isinstance(value, list) else [value])]
+
+
+def normalise_prompt(value: Any, where: str) -> str | list[Message]:
+    """Text stays text; messages lose the answers at their end (a prompt ends with what the model replies to)."""
+    if isinstance(value, str):
+        return value
+    messages = to_messages(value, where)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or all(missing(message["content"]) for message in messages):
+        raise DataError(f"{where}: the row has no prompt, only empty or assistant messages. Remove it")
+    return messages
+
+
+def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
+    """Recognise one row. ``where`` names it in messages.
+
+    Raises:
+        DataError: no prompt, or messages that are none.
+    """
+    column = prompt_column(row, cfg.input_key)
+    if column is None:
+        names = ", ".join(dict.fromkeys((cfg.input_key, *PROMPT_COLUMNS)))
+        raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
+                        "with --input_key, or remove the row")
+    row_id = first_value((row, "id"), (row, "uid"))
+    return Record(prompt=normalise_prompt(row[column], where), reference=find_reference(row, cfg.reference_key),
+                  label=find_label(row, cfg.label_key), data_source=str(row.get("data_source") or ""),
+                  row_id=None if row_id is None else str(row_id),
+                  columns={key: value for key, value in row.items() if key != column})  # yapf: disable
+
+
+def check_named_columns(rows: Rows, cfg: DataConfig) -> None:
+    """Refuse an ``--input_key`` or ``--reference_key`` that was chosen (is not the default) and that no row has.
+
+    Raises:
+        DataError: naming the option, the file and the columns that it has.
+    """
+    default = DataConfig()
+    for option, key, usual, nested in (("input_key", cfg.input_key, default.input_key, ()),
+                                       ("reference_key", cfg.reference_key, default.reference_key,
+                                        ("extra_info", "reward_model"))):  # yapf: disable
+        if key == usual or not rows.rows or any(key in _keys(row, nested) for row in rows.rows):
+            continue
+        known = dict.fromkeys(name for row in rows.rows for name in _keys(row, nested))
+        raise DataError(f"--{option} {key!r}: no row of {rows.origin(0)[0]} has it. Its columns: {', '.join(known)}")
+
+
+def _keys(row: Row, nested: tuple[str, ...]) -> list[str]:
+    """Names that hold something in the row, then those in its ``nested`` objects."""
+    parts = [row, *(row[name] for name in nested if isinstance(row.get(name), dict))]
+    return [key for part in parts for key, value in part.items() if not missing(value)]
+
+
+def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
+    """Recognise all rows of one spec; they must share one shape, and all or none of them carry an answer.
+
+    Raises:
+        DataError: see :func:`to_record` and :func:`check_named_columns`; also text prompts mixed with chats, and
+            single rows without an answer.
+    """
+    check_named_columns(rows, cfg)
+    records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
+    for i, record in enumerate(records):
+        _check_same_shape(rows, records, i, record)
+    return records
+
+
+def _check_same_shape(rows: Rows, records: list[Record], i: int, record: Record) -> None:
+    if isinstance(record.prompt, str) != isinstance(records[0].prompt, str):
+        raise DataError(f"{rows.where(i)}: mixed schema: text and chat prompts in one data set (the first row is "
+                        f"{'text' if isinstance(records[0].prompt, str) else 'chat'}). Write all rows in one schema")
+    if missing(record.reference) != missing(records[0].reference):
+        bare = i if missing(record.reference) else 0
+        raise DataError(f"{rows.where(bare)}: the row has no answer, others have one (looked in reward_model."
+                        f"ground_truth, extra_info and {', '.join(ANSWER_COLUMNS)}). Complete or remove it, "
+                        "or name its column with --reference_key")

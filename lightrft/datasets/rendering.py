@@ -1,0 +1,113 @@
+"""Prompts -> text -> token ids, in batches, exactly as the model will see them."""
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.loading import DataError
+from lightrft.datasets.records import Message
+
+CHUNK = 2048  # rows a worker process tokenizes at a time
+
+
+class Renderer:
+    """Applies the options that shape a prompt, and the tokenizer's chat template. The tokenizer is called with
+    ``verbose=False``: overlong rows are told by the data sets.
+
+    Message lists always go through the template; text does so with ``--apply_chat_template``, else it stays as it is.
+
+    Raises:
+        DataError: an ``--input_template`` without exactly one ``{}``.
+    """
+
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        if cfg.input_template is not None and cfg.input_template.count("{}") != 1:
+            raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
+        self.cfg, self.tokenizer = cfg, tokenizer
+
+    def messages(self, prompt: str | list[Message]) -> list[Message] | None:
+        """The chat that will be rendered, or None for a text that is taken as it is."""
+        if isinstance(prompt, str) and not self.cfg.apply_chat_template:
+            return None
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self._with_system(self._wrap_last_user(chat))
+
+    def _wrap(self, text: str) -> str:
+        return self.cfg.input_template.replace("{}", text) if self.cfg.input_template else text
+
+    def _wrap_last_user(self, chat: list[Message]) -> list[Message]:
+        last = max((i for i, turn in enumerate(chat) if turn["role"] == "user"), default=-1)
+        if last < 0 or not isinstance(chat[last]["content"], str):
+            return chat
+        return [*chat[:last], {**chat[last], "content": self._wrap(chat[last]["content"])}, *chat[last + 1:]]
+
+    def _with_system(self, chat: list[Message]) -> list[Message]:
+        """``--system_prompt`` goes first; a system message of the row's own gives way to it."""
+        if self.cfg.system_prompt is None:
+            return chat
+        rest = chat[1:] if chat and chat[0]["role"] == "system" else chat
+        return [{"role": "system", "content": self.cfg.system_prompt}, *rest]
+
+    def text(self, prompt: str) -> str:
+        """A text prompt without a chat template: wrapped, after the system prompt and an empty line."""
+        system = f"{self.cfg.system_prompt}\n\n" if self.cfg.system_prompt is not None else ""
+        return system + self._wrap(prompt)
+
+    def chat_text(self, chats: list[list[Message]], generation_prompt: bool) -> list[str]:
+        """Render chats. Raises :class:`DataError` when there is no template or it refuses the messages."""
+        if not chats:
+            return []
+        return self.apply(chats, tokenize=False, add_generation_prompt=generation_prompt)
+
+    def apply(self, chats: list[list[Message]], **options: Any) -> Any:
+        """``tokenizer.apply_chat_template`` with our errors."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, and the data holds "
+                "chat messages. Give one with --chat_template (a Jinja file or a built-in name, e.g. chatml)")
+        try:
+            return self.tokenizer.apply_chat_template(chats, **options)
+        except (TemplateError, TypeError) as error:
+            raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} cannot render the messages: "
+                            f"{error}. Change the rows, or give another template with --chat_template") from error
+
+    def encode_text(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of plain prompts: the tokenizer's own first token is added once, its last (eos) never."""
+        if not texts:
+            return []
+        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+        stripped = [text.removeprefix(bos) if bos else text for text in texts]
+        ids = self.tokenizer(stripped, add_special_tokens=True, return_attention_mask=False, verbose=False).input_ids
+        bare = self.tokenizer(stripped[:1], add_special_tokens=False, verbose=False).input_ids
+        appends_eos = ids[0][-1:] == [eos] and bare[0][-1:] != [eos]
+        return [row[:-1] for row in ids] if appends_eos else ids
+
+    def encode_chats(self, chats: list[list[Message]]) -> tuple[list[str], list[list[int]]]:
+        """Text and tokens of chats up to the place where the answer starts; the template writes all special tokens."""
+        texts = self.chat_text(chats, generation_prompt=True)
+        if not texts:
+            return [], []
+        out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return texts, out.input_ids
+
+    def encode(self, prompts: list[str | list[Message]]) -> list[tuple[str, list[int]]]:
+        """Text and token ids of prompts of any kind, in order."""
+        chats = [self.messages(prompt) for prompt in prompts]
+        plain = [self.text(prompt) for prompt in prompts if self.messages(prompt) is None]  # type: ignore[arg-type]
+        rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None])))
+        written = iter(zip(plain, self.encode_text(plain)))
+        return [next(written) if chat is None else next(rendered) for chat in chats]
+
+
+def encode_all(renderer: Renderer, prompts: list[str | list[Message]], workers: int) -> list[tuple[str, list[int]]]:
+    """``renderer.encode`` of many prompts, by ``workers`` processes when there is more than one chunk of them."""
+    chunks = [prompts[i:i + CHUNK] for i in range(0, len(prompts), CHUNK)]
+    if workers <= 0 or len(chunks) < 2:
+        parts = [renderer.encode(chunk) for chunk in chunks]
+    else:
+        with ProcessPoolExecutor(min(workers, len(chunks)), multiprocessing.get_context("spawn")) as pool:
+            parts = list(pool.map(renderer.encode, chunks))
+    return [item for part in parts for item in part]

@@ -1,0 +1,203 @@
+"""Demonstrations -> token ids and the mask of what to learn: the assistant's words and its end-of-turn token."""
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.loading import DataError, Row, Rows
+from lightrft.datasets.prompts_dataset import fitting, load_specs
+from lightrft.datasets.records import Message, missing, prompt_column, to_messages
+from lightrft.datasets.rendering import CHUNK, Renderer
+
+ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
+Span = tuple[int, int]
+Encoded = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One demonstration; ``loss_mask[t]`` is True when token t is to be learnt."""
+    uid: str
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+
+@dataclass
+class Conversation:
+    """Messages and the index of the first turn that may be learnt; ``text`` is a pair without chat."""
+    messages: list[Message] | None
+    first: int = 0
+    pair: tuple[str, str] = ("", "")
+
+
+def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
+    """Recognise ``{messages}``, or a prompt with its completion (text or messages).
+
+    Raises:
+        DataError: no prompt, or no answer to learn.
+    """
+    column = prompt_column(row, renderer.cfg.input_key)
+    if column is None:
+        raise DataError(f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, or "
+                        f"prompt or input with one of {', '.join(ANSWER_COLUMNS)}: rename its columns, or remove it")
+    answer = next((row[name] for name in ANSWER_COLUMNS if not missing(row.get(name))), None)
+    value = row[column]
+    if answer is None or (column == "messages" and not isinstance(value, str)):
+        messages = [] if isinstance(value, str) else to_messages(value, where)
+        if not any(turn["role"] == "assistant" for turn in messages):
+            raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
+                            f"{', '.join(ANSWER_COLUMNS)}). Complete or remove it")
+        return Conversation(renderer.messages(messages))
+    prompt = value if isinstance(value, str) else to_messages(value, where)
+    chat = renderer.messages(prompt)
+    if chat is None and isinstance(answer, str):
+        return Conversation(None, pair=(renderer.text(str(prompt)), answer))
+    if chat is None:
+        raise DataError(f"{where}: mixed schema: a text prompt with a chat answer. Use --apply_chat_template")
+    said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else to_messages(answer, where)
+    return Conversation(chat + said, first=len(chat))
+
+
+class ChatMasker:
+    """Finds the assistant's tokens in rendered chats.
+
+    Templates with a ``{% generation %}`` block say it themselves. For others, a turn is what the text of the chat up to
+    and with it adds to the text of the chat before it (with the generation prompt); whitespace that the template
+    writes after the end-of-turn token is not learnt.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer, self.tokenizer = renderer, renderer.tokenizer
+        template = str(self.tokenizer.chat_template)
+        self.marked = "{% generation" in template or "{%- generation" in template
+        if not self.tokenizer.is_fast:
+            raise DataError(f"the tokenizer {self.tokenizer.name_or_path!r} is a slow one without character offsets, "
+                            "which chat data needs. Use its fast version")
+
+    def encode(self, chats: list[Conversation]) -> list[Encoded]:
+        """Token ids and loss mask of each chat."""
+        if not chats:
+            return []
+        if self.marked and not any(chat.first for chat in chats):
+            out = self.renderer.apply([chat.messages or [] for chat in chats], tokenize=True, return_dict=True,
+                                      return_assistant_tokens_mask=True)
+            return [(ids, [bool(keep) for keep in mask]) for ids, mask in zip(out["input_ids"], out["assistant_masks"])]
+        texts = self.renderer.chat_text([chat.messages or [] for chat in chats], generation_prompt=False)
+        spans = [self.spans(chat, text) for chat, text in zip(chats, texts)]
+        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [(ids, [any(a <= start < b for a, b in where) for start, _ in offsets])
+                for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]
+
+    def spans(self, chat: Conversation, text: str) -> list[Span]:
+        """Character ranges of ``text`` that hold the turns to learn."""
+        messages = chat.messages or []
+        turns = [i for i, turn in enumerate(messages) if i >= chat.first and turn["role"] == "assistant"]
+        return [self._span(messages, turn, text) for turn in turns]
+
+    def _span(self, messages: list[Message], turn: int, text: str) -> Span:
+        before = self.renderer.chat_text([messages[:turn]], generation_prompt=True)[0] if turn else ""
+        until = self.renderer.chat_text([messages[:turn + 1]], generation_prompt=False)[0]
+        if not until.startswith(before) or not text.startswith(until):
+            raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} writes turn {turn + 1} of a chat "
+                            f"of {len(messages)} differently when more turns follow or when it is being answered, "
+                            "so the assistant's part cannot be told apart. Mark it with {% generation %} in the "
+                            "template, or give another with --chat_template")
+        return len(before), len(before) + len(self._without_tail(until[len(before):]))
+
+    def _without_tail(self, said: str) -> str:
+        trimmed = said.rstrip()
+        return trimmed if trimmed.endswith(tuple(self.tokenizer.all_special_tokens)) else said
+
+
+def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:
+    """Plain prompts and answers, tokenized apart as generation does; the answer ends with eos."""
+    if not pairs:
+        return []
+    tokenizer = renderer.tokenizer
+    heads = renderer.encode_text([prompt for prompt, _ in pairs])
+    tails = tokenizer([answer for _, answer in pairs], add_special_tokens=False, verbose=False).input_ids
+    return [(head + tail + [tokenizer.eos_token_id], [False] * len(head) + [True] * (len(tail) + 1))
+            for head, tail in zip(heads, tails)]
+
+
+def encode_chats(chats: list[Conversation], renderer: Renderer) -> list[Encoded]:
+    """Chats, a chunk at a time, with the mask of :class:`ChatMasker`."""
+    masker = ChatMasker(renderer) if chats else None
+    chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
+    return [item for chunk in chunks if masker for item in masker.encode(chunk)]
+
+
+class SFTDataset(MixedDataset[SFTExample]):
+    """Demonstrations of one split, tokenized at construction; batches come from ``PromptLoader``.
+
+    Rows: ``{messages}`` (every assistant turn is learnt), or ``{prompt, response}``, ``{input, output}``,
+    ``{prompt, completion}`` with text or messages (only the answer is learnt).
+
+    Args:
+        cfg: which data, and how a row is rendered (as for prompts).
+        tokenizer: of the policy.
+        max_len: longest demonstration in tokens; longer ones follow ``cfg.overlong_prompt``.
+        split: "train" or "eval".
+
+    Attributes:
+        dropped: demonstrations left out because they are too long.
+
+    Raises:
+        DataError: data, rows or templates that cannot be used.
+    """
+
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train") -> None:
+        parts, self.probs = load_specs(cfg, split)
+        self._renderer = Renderer(cfg, tokenizer)
+        self._uids: list[str] = []
+        self._encoded: list[tuple[np.ndarray, np.ndarray]] = []
+        self.sizes, self.dropped = [], 0
+        for entry, rows in enumerate(parts):
+            self._add(entry, rows, max_len)
+        if not self._encoded:
+            raise DataError(f"all {self.dropped} demonstrations are longer than {max_len} tokens. Raise the limit")
+
+    def _add(self, entry: int, rows: Rows, max_len: int) -> None:
+        encoded = self._encode(rows)
+        policy = self._renderer.cfg.overlong_prompt
+        kept = fitting(rows, [len(ids) for ids, _ in encoded], max_len, policy, "the limit of")
+        self._encoded += [(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
+                          for ids, mask in (encoded[i] for i in kept)]
+        self._uids += [f"{entry}:{i}" for i in kept]
+        self.sizes.append(len(kept))
+        self.dropped += len(rows) - len(kept)
+
+    def _encode(self, rows: Rows) -> list[Encoded]:
+        chats = [to_conversation(row, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+        pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], self._renderer))
+        turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], self._renderer))
+        encoded = [next(pairs) if chat.messages is None else next(turns) for chat in chats]
+        _check_learnable(rows, encoded)
+        return encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    @overload
+    def __getitem__(self, index: int) -> SFTExample:
+        ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SFTExample]:
+        ...
+
+    def __getitem__(self, index: int | slice) -> SFTExample | list[SFTExample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        ids, mask = self._encoded[index]
+        return SFTExample(self._uids[index], ids.tolist(), mask.tolist())
+
+
+def _check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
+    for i, (_, mask) in enumerate(encoded):
+        if not any(mask):
+            raise DataError(f"{rows.where(i)}: no token of the demonstration is the assistant's. Complete or remove "
+                            "the row, or check the template's {% generation %} block")

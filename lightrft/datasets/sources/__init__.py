@@ -1,0 +1,11 @@
+"""Public data sets by name: raw rows, as their authors publish them -> rows in our schema."""
+from collections.abc import Callable
+
+from lightrft.datasets.loading import Row
+from lightrft.utils.registry import Registry
+
+Source = Callable[[Row, str, int], Row]
+SOURCES: Registry[Source] = Registry("data source")
+"""Name -> ``(raw row, split, index) -> row``. Plugins may add entries."""
+
+from lightrft.datasets.sources import gsm8k  # noqa: E402, F401

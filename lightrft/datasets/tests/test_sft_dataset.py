@@ -1,0 +1,114 @@
+import pytest
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.loading import DataError
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.tests import tiny
+
+TURNS = [("system", "s"), ("user", "1+1?"), ("assistant", "It is 2."), ("user", "2+2?"), ("assistant", "4")]
+MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+FORGETFUL = ("{% for m in messages %}{{ m['role'] + ':' }}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}"
+             "{% endif %}<|im_end|>{% endfor %}")
+
+
+@pytest.fixture
+def build(write, tokenizer):
+    """``build(rows, **options)`` -> SFTDataset of those rows."""
+
+    def make(rows, max_len=500, tokenizer=tokenizer, **options):
+        return SFTDataset(DataConfig(prompt_data=[write(rows)], **options), tokenizer, max_len)
+
+    return make
+
+
+def with_template(template):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learnt(example, tokenizer):
+    """The masked runs of an example, decoded."""
+    runs, last = [], False
+    for token, keep in zip(example.token_ids, example.loss_mask):
+        if keep:
+            runs = runs + [[]] if not last else runs
+            runs[-1].append(token)
+        last = keep
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
+def test_loss_on_assistant_turns_and_their_end_only(build, template):
+    tokenizer = with_template(template)
+    example = build([{"messages": MESSAGES}], tokenizer=tokenizer)[0]
+    assert learnt(example, tokenizer) == ["It is 2.<|im_end|>", "4<|im_end|>"]
+    assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
+def test_prompt_and_completion_learns_the_completion_only(build, template):
+    tokenizer = with_template(template)
+    row = {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
+    whole = build([{"messages": MESSAGES}], tokenizer=tokenizer)[0]
+    example = build([row], tokenizer=tokenizer)[0]
+    assert learnt(example, tokenizer) == ["4<|im_end|>"] and example.token_ids == whole.token_ids
+    assert build([{"prompt": MESSAGES[:4], "response": "4"}], tokenizer=tokenizer)[0].loss_mask == example.loss_mask
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1+1?", "response": "2"}, {"input": "1+1?", "output": "2"}])
+def test_text_pairs(build, tokenizer, row):
+    example = build([row])[0]
+    assert tokenizer.decode(example.token_ids) == "1+1?2<|im_end|>" and learnt(example, tokenizer) == ["2<|im_end|>"]
+    chat = build([row], apply_chat_template=True, system_prompt="S", input_template="Q{}")[0]
+    assert learnt(chat, tokenizer) == ["2<|im_end|>"]
+    assert tokenizer.decode(chat.token_ids).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ1+1?")
+
+
+def test_template_that_rewrites_earlier_turns(build):
+    with pytest.raises(DataError, match="chat template .* writes turn 3 of a chat of 5 differently"):
+        build([{"messages": MESSAGES}], tokenizer=with_template(FORGETFUL))
+    one_answer = build([{"messages": MESSAGES[1:3]}], tokenizer=with_template(FORGETFUL))[0]
+    assert any(one_answer.loss_mask)
+
+
+def test_generation_block_around_nothing(build):
+    empty = tiny.CHATML + "{% generation %}{% endgeneration %}"
+    with pytest.raises(DataError, match="no token of the demonstration is the assistant's.*generation"):
+        build([{"messages": MESSAGES}], tokenizer=with_template(empty))
+
+
+@pytest.mark.parametrize("row", [{"messages": MESSAGES[:2]}, {"prompt": "x", "response": " "}, {"input": "x"}])
+def test_row_without_answer(build, row):
+    with pytest.raises(DataError, match="rows.jsonl, row 1: the row has no answer to learn"):
+        build([row])
+
+
+def test_row_without_prompt(build):
+    with pytest.raises(DataError,
+                       match="row 1: the row has no demonstration .it has response.*messages, or .*completion"):
+        build([{"response": "x"}])
+
+
+def test_too_long(build):
+    rows = [{"prompt": "x" * size, "response": "y"} for size in (3, 30)]
+    assert len(build(rows, max_len=10)) == 1 and build(rows, max_len=10).dropped == 1
+    with pytest.raises(DataError, match="1 of 2 rows are longer"):
+        build(rows, max_len=10, overlong_prompt="error")
+    with pytest.raises(DataError, match="all 2 demonstrations are longer than 2 tokens"):
+        build(rows, max_len=2)
+
+
+def test_batches_come_from_the_prompt_loader(build):
+    data = build([{"prompt": f"{i}", "response": "y"} for i in range(6)])
+    loader = PromptLoader(data, 4, seed=1)
+    next(loader)
+    again = PromptLoader(data, 4, seed=1)
+    again.load_state_dict(loader.state_dict())
+    assert next(again) == next(loader)
+    assert sum(len(example.token_ids) for example in data[:]) == 18
