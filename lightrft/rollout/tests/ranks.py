@@ -1,0 +1,61 @@
+"""Run by test_weight_sync under torchrun: two ranks generate what one process does, before and after new weights."""
+import sys
+
+import torch
+
+from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
+from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy_base import OptimSpec
+
+PARAMS = SamplingParams(12, stop_token_ids=tuple(range(40, 52)))
+REQUESTS = [Request([5 + i, 60, 70 + 2 * i], [100 * i + j for j in range(3)]) for i in range(6)]
+
+
+def flat(groups):
+    return [(c.token_ids, c.logprobs) for group in groups for c in group]
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(a == b and max(abs(x - y) for x, y in zip(p, q)) < 1e-5
+                                           for (a, p), (b, q) in zip(left, right))
+
+
+def changed(model):
+    """Weights as after a training step, the same on every rank."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter * 0.05)
+
+
+def main(folder: str) -> None:
+    cfg, rollout = ModelConfig(pretrain=folder), RolloutConfig(engine_kv_mib=1)
+    alone = load_actor(cfg)
+    reference = HFEngine(alone.hf_model, {load_tokenizer(folder).eos_token_id}, 1 << 20)
+    strategy = get_strategy(StrategyConfig())
+    strategy.setup()
+    prepared = strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
+    random_state = torch.get_rng_state()
+    engine = get_engine(rollout, prepared.model, strategy, load_tokenizer(folder))
+    assert torch.equal(torch.get_rng_state(), random_state), "building the engine drew random numbers"
+    assert engine.owns_model, "a sharded actor cannot be shared"
+    mine = slice(strategy.rank, None, strategy.world_size)
+    for version, bucket_mib in ((1, 512), (2, 1)):
+        seconds = sync_weights(strategy, prepared, engine, version, bucket_mib)
+        assert 0 < seconds < 60 and engine.weight_version == version, (seconds, engine.weight_version)
+        expected = reference.generate(REQUESTS, PARAMS)
+        assert equal(flat(engine.generate(REQUESTS[mine], PARAMS)), flat(expected[mine])), f"version {version} differs"
+        engine.sleep()
+        engine.wake()
+        changed(prepared.model)
+        changed(alone)
+        assert not equal(flat(reference.generate(REQUESTS, PARAMS)), flat(expected)), "the change changes nothing"
+    strategy.barrier()
+    strategy.teardown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,272 @@
+"""The HF engine against Hugging Face itself, against itself under other batches and budgets, and its errors."""
+import functools
+import random
+
+import pytest
+import torch
+
+from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.hf_engine import HFEngine
+from lightrft.tests import tiny
+from lightrft.utils.env import total_memory
+
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3"]
+STOPS = tuple(range(40, 52))
+NEW = 20
+
+
+@functools.lru_cache(maxsize=None)
+def model(family="qwen2"):
+    hf = tiny.model(family, initializer_range=0.12)
+    hf.set_attn_implementation("packed")
+    return hf
+
+
+def engine(family="qwen2", kv_bytes=1 << 24):
+    return HFEngine(model(family), {tiny.tokenizer().eos_token_id}, kv_bytes)
+
+
+@functools.lru_cache(maxsize=None)
+def prompts(count=7):
+    rng = random.Random(5)
+    return [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
+
+
+def requests(samples=3):
+    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts())]
+
+
+@functools.lru_cache(maxsize=None)
+def naive_model(family):
+    hf = tiny.model(family, initializer_range=0.12)
+    hf.set_attn_implementation("eager")
+    return hf
+
+
+def naive_logprobs(family, prompt, response, temperature=1.0):
+    """A Hugging Face forward of this one sequence, with its own eager attention."""
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        logits = naive_model(family)(input_ids=ids).logits[0, len(prompt) - 1:-1].float() / (temperature or 1.0)
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt):, None])[:, 0]
+
+
+def close(left, right):
+    return max((abs(a - b) for a, b in zip(left, right)), default=0.0) < 1e-5 and len(left) == len(right)
+
+
+def same(left, right):
+    flat = [(a, b) for x, y in zip(left, right) for a, b in zip(x, y)]
+    return len(left) == len(right) and all(
+        a.token_ids == b.token_ids and a.finish_reason == b.finish_reason and close(a.logprobs, b.logprobs)
+        for a, b in flat)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_equal_a_hugging_face_forward(family, temperature):
+    params = SamplingParams(NEW, temperature, stop_token_ids=STOPS)
+    for request, completions in zip(requests(), engine(family).generate(requests(), params)):
+        for c in completions:
+            naive = naive_logprobs(family, request.token_ids, c.token_ids, temperature).tolist()
+            assert close(c.logprobs, naive), f"{family}: {c.logprobs} instead of {naive}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family):
+    eos = tiny.tokenizer().eos_token_id
+    responses = engine(family).generate(requests(samples=1), SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS))
+    for request, (c, ) in zip(requests(), responses):
+        out = naive_model(family).generate(torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=NEW,
+                                           eos_token_id=[eos, *STOPS], pad_token_id=0)
+        assert c.token_ids == out[0, len(request.token_ids):].tolist(), f"{family}: another greedy response"
+
+
+@functools.lru_cache(maxsize=None)
+def reference():
+    return engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+
+
+def test_lengths_differ_and_samples_differ():
+    """The other tests need ragged responses; and n samples of one prompt must not be copies."""
+    lengths = {len(c.token_ids) for group in reference() for c in group}
+    assert len(lengths) > 6, f"responses of {lengths} tokens only"
+    assert {c.finish_reason for group in reference() for c in group} == {"stop", "length"}
+    assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in reference()), "samples of a prompt are copies"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 20])
+def test_results_do_not_depend_on_the_budget(slots):
+    """Few slots: groups are split, their prompt is shared later, slots are refilled and moved."""
+    spec_bytes = 2 * 2 * 2 * 8 * 4  # layers x (key, value) x heads x dim x float32
+    length = max(map(len, prompts())) + NEW - 1
+    small = engine(kv_bytes=slots * length * spec_bytes)
+    assert same(small.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+    assert small._cache.slots == slots, "the budget was not used as given"
+
+
+def test_results_do_not_depend_on_order_or_company():
+    params, expected = SamplingParams(NEW, stop_token_ids=STOPS), reference()
+    backwards = engine().generate(requests()[::-1], params)
+    assert same(backwards[::-1], expected), "another order, another response"
+    ranks = [engine().generate(requests()[r::2], params) for r in range(2)]
+    assert same(ranks[0], expected[0::2]) and same(ranks[1], expected[1::2]), "two ranks, another response"
+    alone = engine().generate([Request(requests()[4].token_ids, requests()[4].seeds[1:2])], params)
+    assert same(alone, [expected[4][1:2]]), "alone, another response"
+
+
+def test_each_prompt_is_prefilled_once(monkeypatch):
+    from lightrft.rollout import continuous
+    seen = []
+
+    class Counting(continuous.Prefill):
+
+        def __init__(self, cache, lengths, source, slots):
+            seen.extend(lengths)
+            super().__init__(cache, lengths, source, slots)
+
+    monkeypatch.setattr(continuous, "Prefill", Counting)
+    engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2).generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+    assert sorted(seen) == sorted(map(len, prompts())), "a prompt was computed more than once"
+
+
+def test_seeds_reproduce_and_matter():
+    params = SamplingParams(NEW)
+    again = engine().generate(requests(), params)
+    assert same(engine().generate(requests(), params), again), "equal seeds, another response"
+    other = [Request(r.token_ids, [s + 7 for s in r.seeds]) for r in requests()]
+    assert not same(engine().generate(other, params), again), "other seeds, the same responses"
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    engine().generate(requests(), SamplingParams(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_stop_and_length():
+    params = SamplingParams(NEW, stop_token_ids=STOPS)
+    stops = {*STOPS, tiny.tokenizer().eos_token_id}
+    for c in (c for group in reference() for c in group):
+        assert not stops & set(c.token_ids[:-1]), "a response goes on after a stop token"
+        assert c.finish_reason == ("stop" if c.token_ids[-1] in stops else "length")
+        assert c.finish_reason == "stop" or len(c.token_ids) == NEW, "a response was cut short"
+        assert len(c.logprobs) == len(c.token_ids)
+    free = engine().generate(requests(), SamplingParams(NEW))
+    assert max(len(c.token_ids) for g in free for c in g) == NEW
+    assert not same(free, reference()), "stop ids change nothing"
+    first = reference()[0][0].token_ids[0]
+    eos = HFEngine(model(), {first}, 1 << 24).generate(requests()[:1], params)[0][0]
+    assert eos.token_ids == [first] and eos.finish_reason == "stop", "eos_token_ids do not end a response"
+    assert all(len(c.token_ids) == 1 for g in engine().generate(requests(), SamplingParams(1)) for c in g)
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}])
+def test_every_sampling_option_changes_the_responses(change):
+    assert not same(engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS, **change)), reference())
+
+
+@pytest.mark.parametrize("kv_bytes", [1 << 24, 20000])
+def test_callback_comes_once_per_request_as_soon_as_it_is_done(kv_bytes):
+    params, calls = SamplingParams(NEW, stop_token_ids=STOPS), []
+    asked = [*requests(), Request([9], [])]
+    responses = engine(kv_bytes=kv_bytes).generate(asked, params, lambda i, completions: calls.append((i, completions)))
+    assert sorted(i for i, _ in calls) == list(range(len(asked))), "not once per request"
+    assert all(responses[i] is completions for i, completions in calls), "the callback got something else"
+    assert responses[-1] == []
+    if kv_bytes == 1 << 24:
+        slowest = [max(len(c.token_ids) for c in responses[i]) for i, _ in calls[1:]]
+        assert slowest == sorted(slowest), "a request was handed over late"
+
+
+def test_budget_error_names_the_numbers():
+    with pytest.raises(ValueError, match=r"23 prompt \+ 400 new tokens needs 0\.1 MiB.*0\.0 MiB.*--engine_kv_mib"):
+        engine(kv_bytes=3000).generate([Request([5] * 23, [1])], SamplingParams(400))
+
+
+def test_the_default_budget_is_a_share_of_the_whole_memory_and_so_the_same_in_every_run():
+    automatic = engine(kv_bytes=0)
+    assert same(automatic.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+    assert automatic.kv_bytes == total_memory(torch.device("cpu")) // 4
+
+
+@pytest.mark.parametrize("request_, message", [
+    (Request([], [1]), "request 0 has an empty prompt"),
+    (Request([5], [1], {"pixel": 1}), "text only"),
+])
+def test_bad_requests(request_, message):
+    with pytest.raises(ValueError, match=message):
+        engine().generate([request_], SamplingParams(4))
+    assert engine().generate([], SamplingParams(4)) == []
+
+
+def test_a_model_without_packed_attention_is_refused():
+    with pytest.raises(ValueError, match="attn_implementation='packed'"):
+        HFEngine(naive_model("qwen2"), {1}, 1 << 20)
+
+
+def test_asleep_there_is_no_cache_and_no_generation():
+    napping = engine()
+    napping.generate(requests(), SamplingParams(2))
+    napping.sleep()
+    assert napping._cache is None, "sleep keeps the cache"
+    with pytest.raises(RuntimeError, match="asleep"):
+        napping.generate(requests(), SamplingParams(2))
+    napping.wake()
+    assert same(napping.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+
+
+def test_training_modes_and_gradients_survive():
+    hf = model()
+    hf.train()
+    hf.model.layers[0].eval()
+    before = {name: module.training for name, module in hf.named_modules()}
+    responses = engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+    assert {name: module.training for name, module in hf.named_modules()} == before, "modes were not restored"
+    hf.eval()
+    assert same(responses, reference()) and torch.is_grad_enabled()
+    assert not any(p.is_inference() or p.grad is not None for p in hf.parameters())
+
+
+def test_own_copy_needs_exactly_the_weights_of_the_model():
+    source = tiny.model("llama", seed=3)
+    weights = dict(source.named_parameters())
+    own = HFEngine(tiny.model("llama", seed=9, attn_implementation="packed"), {3}, 1 << 24, owns_model=True)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        own.generate(requests(), SamplingParams(2))
+    with pytest.raises(ValueError, match="no weight named 'model.surprise'"):
+        own.update_weights([*weights.items(), ("model.surprise", torch.zeros(1))], 1)
+    with pytest.raises(ValueError, match="1 weights did not arrive, the first is 'lm_head.weight'"):
+        own.update_weights([(n, w) for n, w in weights.items() if n != "lm_head.weight"], 1)
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \[3\]"):
+        own.update_weights({**weights, "model.norm.weight": torch.zeros(3)}.items(), 1)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        own.generate(requests(), SamplingParams(2))
+    assert own.weight_version == 0
+    own.update_weights(iter(weights.items()), 4)
+    assert own.weight_version == 4
+    shared = tiny.model("llama", seed=3, attn_implementation="packed")
+    params = SamplingParams(NEW, stop_token_ids=STOPS)
+    assert same(own.generate(requests(), params), HFEngine(shared, {3}, 1 << 24).generate(requests(), params))
+
+
+def test_tied_weights_come_once_and_are_cast():
+    source = tiny.model("qwen2", seed=3)
+    own = HFEngine(tiny.model("qwen2", seed=9, attn_implementation="packed").bfloat16(), {3}, 1 << 24, owns_model=True)
+    own.update_weights(source.named_parameters(), 1)
+    assert torch.equal(own.model.lm_head.weight, source.lm_head.weight.bfloat16())
+    assert own.generate(requests(), SamplingParams(3))[0][0].logprobs
+
+
+def test_a_shared_model_only_counts_updates():
+    shared = engine()
+    shared.update_weights(iter([]), 7)
+    assert shared.weight_version == 7
+
+
+def test_shutdown_ends_it():
+    gone = engine()
+    gone.shutdown()
+    with pytest.raises(RuntimeError):
+        gone.generate(requests(), SamplingParams(2))

@@ -1,0 +1,95 @@
+"""get_engine and sync_weights: in place on one process, own copies under FSDP2 on two ranks."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
+from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout.hf_engine import eos_ids
+from lightrft.rollout.tests import ranks
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny.save_model(tmp_path_factory.mktemp("model"), initializer_range=0.12))
+
+
+def prepare(folder, bf16=False, **model):
+    strategy = FakeStrategy(StrategyConfig(), bf16)
+    strategy.setup()
+    return strategy, strategy.prepare(load_actor(ModelConfig(pretrain=folder, **model)), OptimSpec(1e-3))
+
+
+def engine_of(folder, strategy, prepared, bf16=False, **rollout):
+    return get_engine(RolloutConfig(**rollout), prepared.model, strategy, load_tokenizer(folder), bf16)
+
+
+def test_one_process_shares_the_weights(folder):
+    strategy, prepared = prepare(folder)
+    engine = engine_of(folder, strategy, prepared)
+    assert engine.model is prepared.model.hf_model and not engine.owns_model
+    before = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    ranks.changed(prepared.model)
+    assert sync_weights(strategy, prepared, engine, 5) < 1 and engine.weight_version == 5
+    assert not ranks.equal(ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)), before), "old weights are in use"
+
+
+def test_the_budget_option_reaches_the_engine(folder):
+    strategy, prepared = prepare(folder)
+    assert engine_of(folder, strategy, prepared, engine_kv_mib=3).kv_bytes == 3 << 20
+    with pytest.raises(ValueError, match="--engine_kv_mib"):
+        engine_of(folder, strategy, prepared, engine_kv_mib=1).generate([Request([5], [1])], SamplingParams(9000))
+
+
+def test_lora_adapters_take_part_in_place(folder):
+    strategy, prepared = prepare(folder, lora_rank=2)
+    engine = engine_of(folder, strategy, prepared)
+    before = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    with torch.no_grad():
+        for name, parameter in prepared.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert not ranks.equal(ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)), before), "adapters are ignored"
+
+
+def test_bf16_computes_in_bfloat16_and_keeps_the_weights(folder):
+    strategy, prepared = prepare(folder, bf16=True)
+    engine = engine_of(folder, strategy, prepared, bf16=True)
+    half = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    assert engine._spec.dtype == torch.bfloat16, "the cache is not in bfloat16"
+    assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
+    full = ranks.flat(engine_of(folder, strategy, prepared).generate(ranks.REQUESTS, ranks.PARAMS))
+    assert not ranks.equal(half, full), "bf16 changes nothing"
+
+
+def test_eos_comes_from_tokenizer_and_generation_config(folder):
+    actor, tokenizer = load_actor(ModelConfig(pretrain=folder)), load_tokenizer(folder)
+    actor.hf_model.generation_config = GenerationConfig(eos_token_id=[7, 9])
+    assert eos_ids(actor.hf_model, tokenizer) == {7, 9, tokenizer.eos_token_id}
+    actor.hf_model.generation_config = GenerationConfig()
+    assert eos_ids(actor.hf_model, tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_unknown_engine(folder):
+    strategy, prepared = prepare(folder)
+    with pytest.raises(ValueError, match="unknown engine_type 'x'; known: hf"):
+        engine_of(folder, strategy, prepared, engine_type="x")
+
+
+def test_two_ranks_generate_what_one_process_does(folder):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", ranks.__name__,
+        folder
+    ]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=180)
+    assert done.returncode == 0, done.stderr[-8000:]
