@@ -1,0 +1,91 @@
+"""Turn ``--reward`` entries and ``--remote_rm_url`` into parts: something that scores, with a name and a weight."""
+import math
+import pickle
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrft.rewards.base import REWARDS, Outcome, RewardInput
+from lightrft.rewards.pool import WorkerPool
+from lightrft.rewards.remote import RemoteReward
+from lightrft.rewards.rules import FAST
+from lightrft.rewards.user_file import check_source
+from lightrft.rewards.worker import Spec
+from lightrft.utils.errors import UserError
+
+Submit = Callable[[list[RewardInput]], list[Future[list[Outcome]]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parsed ``--reward`` entry: a registered ``name``, or a file and perhaps its function."""
+    name: str
+    weight: float = 1.0
+    path: str = ""
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``fast`` decides in this process or says None; then ``submit`` (a worker or a server) does."""
+    name: str
+    fast: Callable[[RewardInput], Outcome | None] | None = None
+    submit: Submit | None = None
+    warm: Callable[[], object] | None = None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the part is ours, so that a known-good answer must beat a known-bad one."""
+        return self.fast is not None
+
+
+def parse_entry(text: str) -> Entry:
+    """``name``, ``name=weight`` or ``path.py[:function][=weight]``; ``ValueError`` for anything else."""
+    match = re.fullmatch(r"(?P<what>.+?)(?:=(?P<weight>[^=]*))?", text.strip())
+    if match is None:
+        raise UserError("empty --reward entry. Remedy: 'name', 'name=weight' or 'path.py:function=weight'")
+    try:
+        weight = float(match["weight"]) if match["weight"] is not None else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(
+            f"--reward {text!r}: the weight {match['weight']!r} is no number. Remedy: for example {match['what']}=0.5")
+    file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", match["what"])
+    if file:
+        return Entry(
+            Path(file["path"]).stem, weight, str(Path(file["path"]).expanduser().resolve()), file["function"] or "")
+    return Entry(match["what"], weight)
+
+
+def named_part(name: str, pool: WorkerPool) -> Part:
+    """A registered reward. Built-in ones try to decide in this process; others run in the workers."""
+    reward = REWARDS.get(name)
+    if name == "math":
+        spec = Spec("math")
+        return Part(name, FAST[name], lambda batch: pool.submit(spec, batch, batched=False), lambda: pool.load(spec))
+    if name in FAST:
+        return Part(name, FAST[name])
+    try:
+        spec = Spec("callable", function=name, pickled=pickle.dumps(reward))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"reward {name!r} cannot be sent to a worker process ({error}). Remedy: make it a function or a class "
+            "at the top of an importable module") from error
+    pool.load(spec).result()
+    return Part(name, None, lambda batch: pool.submit(spec, batch, batched=True))
+
+
+def file_part(entry: Entry, pool: WorkerPool) -> Part:
+    """A user's file, checked and loaded in a worker now. ``ValueError`` with file, line and remedy when unfit."""
+    check_source(Path(entry.path))
+    spec = Spec("file", entry.path, entry.function)
+    info = pool.load(spec).result()
+    return Part(info.name, None, lambda batch: pool.submit(spec, batch, info.batched))
+
+
+def remote_part(remote: RemoteReward) -> Part:
+    """The reward servers, as the part ``remote``."""
+    return Part("remote", None, remote.submit)

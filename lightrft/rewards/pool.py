@@ -1,0 +1,235 @@
+"""Killable worker processes. One thread of the trainer owns one process: starts, feeds and kills it.
+
+Processes are fresh interpreters (no fork of a process that runs torch threads, no import of the training script), start
+with the first task, and are replaced when they hang or die.
+"""
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.caught import Caught
+from lightrft.rewards.worker import Info, Spec
+from lightrft.utils.errors import UserError
+
+LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
+MAX_CHUNK = {False: 8, True: 64}  # responses per task: scored one by one / in one call
+
+
+class LoadError(UserError):
+    """A worker could not load what it was asked to."""
+
+
+class WorkerDied(RuntimeError):
+    """The worker process ended in the middle of a task."""
+
+
+@dataclass
+class Task:
+    """A chunk of responses for one reward. ``patience`` is shared by the chunks of one submission."""
+    spec: Spec
+    batch: list[RewardInput]
+    patience: "Patience"
+    future: "Future[list[Outcome]]" = field(default_factory=Future)
+    info: "Future[Info]" = field(default_factory=Future)
+
+
+class Patience:
+    """Bounds what a reward that always hangs can cost: 3 time-outs in a row, a tenth of the limit; 16, nothing."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.streak = 0
+
+    def deadline_s(self) -> float:
+        """Seconds the next response gets; 0: do not even try."""
+        return self.limit_s if self.streak < 3 else (self.limit_s / 10 if self.streak < 16 else 0.0)
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = Pipe()
+        code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.rewards.worker import main; "
+                f"main({theirs.fileno()}, {os.getpid()})")
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
+                                        stdin=subprocess.DEVNULL, start_new_session=True, env=env)
+        theirs.close()
+
+    def signal_kill(self) -> None:
+        """End the process and what it started, at once; from any thread."""
+        if self.process.returncode is None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended by itself
+
+    def discard(self) -> None:
+        """Kill, and give back the process entry and the pipe."""
+        self.signal_kill()
+        self.process.wait()
+        self.pipe.close()
+
+    def receive(self, limit_s: float) -> Any:
+        """The next message. ``TimeoutError`` after ``limit_s``, ``WorkerDied`` when the process has ended."""
+        try:
+            if not self.pipe.poll(limit_s):
+                raise TimeoutError
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise WorkerDied(f"the worker process ended with exit code {self.process.wait()}") from error
+
+    def start(self, spec: Spec, batch: list[RewardInput]) -> Info:
+        """Send a chunk and wait until the reward is loaded (first time only)."""
+        try:
+            self.pipe.send((spec, batch))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDied("the worker process had ended") from error
+        try:
+            word, answer = self.receive(LOAD_LIMIT_S)
+        except TimeoutError as error:
+            raise LoadError(f"{spec.path or spec.kind} was not imported within {LOAD_LIMIT_S:.0f} s") from error
+        if word == "failed":
+            raise LoadError(answer)
+        return answer
+
+
+class WorkerPool:
+    """``count`` worker processes behind one queue, ``limit_s`` seconds per response (or per batch in one call)."""
+
+    def __init__(self, count: int, limit_s: float) -> None:
+        self.count, self.limit_s = count, limit_s
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._workers: dict[int, Worker] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that have been started."""
+        return [worker.process.pid for worker in list(self._workers.values())]
+
+    def submit(self, spec: Spec, batch: list[RewardInput], batched: bool) -> "list[Future[list[Outcome]]]":
+        """Score ``batch`` in chunks; the futures hold their outcomes in order."""
+        size = max(1, min(MAX_CHUNK[batched], -(-len(batch) // self.count)))
+        patience = Patience(self.limit_s)
+        tasks = [Task(spec, batch[i:i + size], patience) for i in range(0, len(batch), size)]
+        return [self._put(task).future for task in tasks]
+
+    def load(self, spec: Spec) -> "Future[Info]":
+        """Start the workers that do not run yet and let them import ``spec``, in the background."""
+        return [self._put(Task(spec, [], Patience(self.limit_s))) for _ in range(self.count)][0].info
+
+    def shutdown(self) -> None:
+        """Kill the workers. What they were scoring comes back unscored."""
+        with self._lock:
+            self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        for worker in list(self._workers.values()):
+            worker.signal_kill()
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+
+    def _put(self, task: Task) -> Task:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward workers have been shut down")
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, args=(slot, ), daemon=True) for slot in range(self.count)
+                ]
+                for thread in self._threads:
+                    thread.start()
+        self._tasks.put(task)
+        return task
+
+    def _run(self, slot: int) -> None:
+        while (task := self._tasks.get()) is not None:
+            with Caught() as caught:
+                outcomes = self._score(slot, task)
+            if caught.cause is not None:
+                cause = "load" if isinstance(caught.cause, LoadError) else "shutdown" if self._closed else "internal"
+                outcomes = [Outcome(None, cause, caught.text)] * len(task.batch)
+            if not task.info.done():
+                task.info.set_exception(caught.cause or RuntimeError("the reward workers have been shut down"))
+            task.future.set_result(outcomes)
+        self._discard(slot)
+
+    def _score(self, slot: int, task: Task) -> list[Outcome]:
+        """Outcomes of a chunk. Who hangs or kills the process is left out and the rest goes on in a fresh one."""
+        done: list[Outcome] = []
+        singly = False
+        while not self._closed:
+            rest = task.batch[len(done):]
+            deadline = task.patience.deadline_s()
+            if rest and deadline == 0:
+                return done + [Outcome(None, "timeout", "not tried: 16 responses before it took too long")] * len(rest)
+            asked = rest[:1] if singly else rest
+            scored, failure = self._attempt(slot, task, asked, deadline)
+            done += scored
+            if failure is not None and task.info.result().batched and len(asked) > 1:
+                singly = True
+            elif failure is not None:
+                done.append(failure)
+            if len(done) == len(task.batch):
+                return done
+        return done + [Outcome(None, "shutdown")] * (len(task.batch) - len(done))
+
+    def _attempt(self, slot: int, task: Task, asked: list[RewardInput],
+                 deadline: float) -> tuple[list[Outcome], Outcome | None]:
+        """What the worker said before it was through (None), hung or died."""
+        scored: list[Outcome] = []
+        worker = self._ready(slot, task, asked)
+        try:
+            while len(scored) < len(asked):
+                message = worker.receive(deadline)
+                if isinstance(message, Outcome):
+                    scored.append(message)
+                    task.patience.streak = 0
+            return scored, None
+        except TimeoutError:
+            failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
+            task.patience.streak += 1
+        except WorkerDied as error:
+            failure = Outcome(None, "worker_died", str(error))
+        self._discard(slot)
+        return scored, failure
+
+    def _ready(self, slot: int, task: Task, asked: list[RewardInput]) -> Worker:
+        """A worker that has loaded the reward and is scoring ``asked``; one that died while idle is replaced."""
+        for fresh in ([False, True] if slot in self._workers else [True]):
+            worker = self._spawn(slot) if fresh else self._workers[slot]
+            with Caught() as caught:
+                info = worker.start(task.spec, asked)
+            if caught.cause is None:
+                if not task.info.done():
+                    task.info.set_result(info)
+                return worker
+            self._discard(slot)
+            if not isinstance(caught.cause, WorkerDied):
+                raise caught.cause
+        raise LoadError(
+            f"the worker process ended while it imported {task.spec.path or task.spec.kind}: {caught.cause}")
+
+    def _spawn(self, slot: int) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward workers have been shut down")
+            self._workers[slot] = Worker()
+            return self._workers[slot]
+
+    def _discard(self, slot: int) -> None:
+        worker = self._workers.pop(slot, None)
+        if worker is not None:
+            worker.discard()

@@ -1,0 +1,81 @@
+"""Before training: does each reward tell a known-good answer from a known-bad one?"""
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightrft.rewards.answers import plain_number, normalise, reference_answers
+from lightrft.rewards.base import RewardInput, Score
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from lightrft.rewards.manager import RewardManager
+
+logger = logging.getLogger(__name__)
+
+
+class RewardProbeError(UserError):
+    """A reward that cannot teach: it prefers the wrong answer, tells no difference, or scores nothing."""
+
+
+def probe(manager: "RewardManager", rows: list[RewardInput]) -> None:
+    """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one).
+
+    Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` when nothing could be scored, or when the
+    built-in parts do not score the known-good answer above the known-bad one. Users' own rewards only
+    earn a warning for that.
+    """
+    chosen: dict[tuple[str, ...], RewardInput] = {}
+    for row in rows:
+        kind = tuple(part.name for part, _ in manager.parts_of(row))
+        if kind not in chosen or (chosen[kind].reference is None and row.reference is not None):
+            chosen[kind] = row
+    for row in chosen.values():
+        _probe_row(manager, row)
+
+
+def good_answers(row: RewardInput) -> list[str]:
+    """Responses that hold the reference, with and without a line of thought."""
+    text = (reference_answers(row.reference) or [""])[0]
+    return [f"<think></think>\\boxed{{{text}}}", f"\\boxed{{{text}}}"]
+
+
+def bad_answer(row: RewardInput) -> str:
+    """A response with another answer than the reference (and no line of thought)."""
+    text = (reference_answers(row.reference) or [""])[0]
+    number = plain_number(normalise(text))
+    return f"\\boxed{{{number + 1 if number is not None else 'no such answer' if text else ''}}}"
+
+
+def _probe_row(manager: "RewardManager", row: RewardInput) -> None:
+    answers = [*good_answers(row), bad_answer(row)]
+    scores = manager.wait(manager.submit([replace(row, response=answer) for answer in answers]))
+    errors = sorted({score.error for score in scores if score.error is not None})
+    if all(score.total is None for score in scores):
+        raise RewardProbeError(
+            f"no answer to {_name(row)} could be scored: {', '.join(errors)} (details in the log above). Remedy: "
+            "correct the reward, the server or the row; --no_reward_probe skips this check")
+    if errors:
+        logger.warning("probing the reward on %s: some answers were left unscored (%s)", _name(row), ", ".join(errors))
+    if row.reference is not None:
+        _compare(manager, row, scores)
+
+
+def _compare(manager: "RewardManager", row: RewardInput, scores: list[Score]) -> None:
+    parts = manager.parts_of(row)
+    ours = [(part.name, weight) for part, weight in parts if part.built_in]
+    sums = [sum(weight * (score.parts[name] or 0.0) for name, weight in ours) for score in scores]
+    if ours and max(sums[:-1]) <= sums[-1]:
+        raise RewardProbeError(
+            f"the reward does not tell right from wrong on {_name(row)}: the known-good answer "
+            f"{good_answers(row)[0]!r} scores {max(sums[:-1]):g}, the known-bad {bad_answer(row)!r} {sums[-1]:g}. "
+            "Remedy: check the row's reference and the weights of --reward; --no_reward_probe skips this check")
+    totals = [score.total for score in scores]
+    known = [total for total in totals[:-1] if total is not None]
+    if len(ours) < len(parts) and known and totals[-1] is not None and max(known) <= totals[-1]:
+        logger.warning("the reward scores the known-good answer %r to %s no higher (%g) than the known-bad %r (%g)",
+                       good_answers(row)[0], _name(row), max(known), bad_answer(row), totals[-1])
+
+
+def _name(row: RewardInput) -> str:
+    return (f"the row with label {row.label!r}, data source {row.data_source!r}, reference {row.reference!r} and "
+            f"prompt {row.prompt[:120]!r}")

@@ -1,0 +1,154 @@
+"""Recipes, weights, algebra in workers, speed, and the probe before training."""
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lightrft.rewards.base import REWARDS, RewardInput
+from lightrft.rewards.probe import RewardProbeError
+from lightrft.rewards.recipes import RECIPES
+
+THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
+
+
+def rows(count, label="", source="lightrft/quickstart"):
+    return [RewardInput(f"{i}+1", THOUGHT % i, label=label, data_source=source, reference=str(i)) for i in range(count)]
+
+
+def score(manager, items):
+    return manager.collect(manager.submit(items))
+
+
+def test_quickstart_batch_is_cheap_and_starts_no_worker(make_manager):
+    manager = make_manager()
+    items = rows(128)
+    manager.probe(items[:1])
+    best = min(_timed(manager, items) for _ in range(5))
+    assert all(s.total == 1.0 and s.parts == {"exact": 1.0} for s in score(manager, items)), "all right"
+    assert not manager.pool.pids, "no worker process"
+    assert best < 3e-3, f"128 responses took {best * 1e3:.2f} ms"
+
+
+def _timed(manager, items):
+    start = time.thread_time()
+    score(manager, items)
+    return time.thread_time() - start
+
+
+def test_recipe_by_label_then_by_data_source(make_manager):
+    manager = make_manager()
+    by_label, by_source, bare = score(manager, [
+        RewardInput("", THOUGHT % 5, label="gsm8k_rule", data_source="lightrft/quickstart", reference="5"),
+        RewardInput("", THOUGHT % 6, data_source="openai/gsm8k", reference="5"),
+        RewardInput("", r"\boxed{5.0}", label="gsm8k_rule", reference="5"),
+    ])
+    assert by_label.total == pytest.approx(1.0) and by_label.parts == {"math": 1.0, "format": 1.0}, by_label
+    assert by_source.total == pytest.approx(0.1), "only the format is right"
+    assert bare.total == pytest.approx(0.9), "only the answer is right"
+
+
+def test_unknown_recipe_is_an_error_that_names_the_known_ones(make_manager):
+    manager = make_manager()
+    with pytest.raises(ValueError, match="no reward recipe for label 'nope'.*gsm8k_rule.*--reward"):
+        manager.probe([*rows(1), RewardInput("", "", label="nope", data_source="x")])
+    with pytest.raises(ValueError, match="no reward recipe"):
+        manager.submit([RewardInput("", "", label="nope")])
+
+
+def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):
+    manager = make_manager("exact=2", "format=0.5")
+    right, plain = score(manager,
+                         [RewardInput("", THOUGHT % 5, reference="5"),
+                          RewardInput("", r"\boxed{5}", reference="5")])
+    assert (right.total, plain.total) == (2.5, 2.0), "weighted sums"
+
+
+@pytest.mark.parametrize("entry, told", [("exakt", "did you mean 'exact'"), ("exact=much", "is no number"),
+                                         ("exact=nan", "is no number"), ("", "empty"),
+                                         ("nowhere.py", "does not exist")])
+def test_unfit_entries_are_refused_at_once(make_manager, entry, told):
+    with pytest.raises(ValueError, match=told):
+        make_manager(entry)
+
+
+def test_the_same_part_twice_is_refused(make_manager):
+    with pytest.raises(ValueError, match="names 'exact' twice"):
+        make_manager("exact", "exact=2")
+
+
+ALGEBRA = [(r"2\sqrt{3}", r"\sqrt{12}", 1.0), (r"2\sqrt{3}", r"\sqrt{13}", 0.0), ("50", r"50\%", 1.0),
+           ("1024", "2^{10}", 1.0), (r"\{1,2\}", r"\{2,1\}", 1.0), ("(1,2)", "(2,1)", 0.0), ("x+1", "1+x", 1.0),
+           ("x=5", "5", 1.0), ("5", "5x", 0.0), ("1/3", "0.333333", 1.0), ("[0,1)", "[0,1]", 0.0),
+           ("1000", "1{,}000", 1.0), (r"90^\circ", "90", 1.0), ("12", "1,2", 0.0),
+           (r"\frac{\pi}{4}", r"\arctan(1)", 1.0), ("5", "garbage ++ {", 0.0), ("-x^2", "x^2", 0.0)]
+
+
+def test_algebra_is_graded_in_a_worker_off_the_main_thread(make_manager):
+    manager = make_manager("math", reward_workers=2, reward_timeout_s=20.0)
+    items = [RewardInput("", rf"\boxed{{{answer}}}", reference=reference) for reference, answer, _ in ALGEBRA]
+    got = []
+    thread = threading.Thread(target=lambda: got.extend(score(manager, items)))
+    thread.start()
+    thread.join(60.0)
+    assert [(*case[:2], s.total) for case, s in zip(ALGEBRA, got)] == ALGEBRA, manager.counters
+    assert manager.pool.pids, "it ran in a worker process"
+
+
+def test_a_hanging_expression_costs_itself_only(make_manager):
+    manager = make_manager("math", reward_timeout_s=1.5)
+    score(manager, [RewardInput("", r"\boxed{\sqrt{4}}", reference="x")])
+    answers = [r"\sqrt{12}", "9^{9^{9^{9^9}}}", r"\sqrt{13}", r"2\sqrt{3}+0"]
+    start = time.perf_counter()
+    handle = manager.submit([RewardInput("", rf"\boxed{{{answer}}}", reference=r"2\sqrt{3}") for answer in answers])
+    submitted = time.perf_counter() - start
+    scores = manager.collect(handle)
+    assert submitted < 0.5, f"submit must return at once, took {submitted:.3f} s"
+    assert [s.total for s in scores] == [1.0, None, 0.0, 1.0], scores
+    assert scores[1].error in ("timeout", "exception"), scores[1]
+    assert sum(manager.counters.values()) == 1, "counted once"
+
+
+def test_probe_accepts_every_built_in_recipe(make_manager):
+    manager = make_manager(reward_timeout_s=20.0)
+    manager.probe(
+        [RewardInput("q", "", label=label, reference=reference) for label in RECIPES for reference in ("5", )])
+    manager.probe([RewardInput("q", "", label="math_rule", reference=reference) for reference in (r"\frac{x}{2}", )])
+    manager.probe([RewardInput("q", "", label="gsm8k_rule", reference="yes")])
+    assert not manager.counters, "probing does not count"
+
+
+def test_probe_refuses_a_reward_that_prefers_the_wrong_answer(make_manager):
+    with pytest.raises(RewardProbeError,
+                       match="known-good.*scores -1.*known-bad.*reference '5'|reference '5'.*known-good.*scores -1"):
+        make_manager("exact=-1").probe([RewardInput("q", "", reference="5")])
+
+
+def test_probe_refuses_rows_that_cannot_be_scored(make_manager):
+    with pytest.raises(RewardProbeError, match="no answer to the row.*no_reference"):
+        make_manager("exact").probe([RewardInput("q", "")])
+
+
+def test_a_registered_reward_of_a_plugin_runs_in_a_worker(make_manager, tmp_path, monkeypatch):
+    (tmp_path / "my_plugin.py").write_text("import os\ndef pid(batch):\n    return [os.getpid() for _ in batch]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_plugin
+    REWARDS.register("pid_for_test")(my_plugin.pid)
+    manager = make_manager("pid_for_test")
+    assert score(manager, rows(3))[0].total == manager.pool.pids[0], "scored by the worker"
+    REWARDS.register("lambda_for_test")(lambda batch: [0.0] * len(batch))
+    with pytest.raises(ValueError, match="cannot be sent to a worker"):
+        make_manager("lambda_for_test")
+
+
+def test_a_registered_name_calls_the_rule():
+    items = rows(2)
+    assert [REWARDS.get(name)(items) for name in ("exact", "format", "math")] == [[1.0, 1.0]] * 3, "all right"
+
+
+def test_worker_side_imports_no_torch():
+    code = (
+        "import sys; import lightrft.rewards.worker, lightrft.rewards.rules, lightrft.rewards.manager, math_verify; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "torch or numpy was imported"

@@ -1,0 +1,104 @@
+"""Worker processes: they die with their parent, are replaced, and bound what a hanging reward costs."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.pool import Patience
+
+PARENT = """
+import sys, time
+from lightrft.config.schema import RewardConfig
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
+manager = RewardManager(RewardConfig(reward=[sys.argv[1]], reward_timeout_s=60.0))
+manager.submit([RewardInput("", "busy")])
+time.sleep(0.5)
+print(*manager.pool.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_workers_die_with_a_killed_parent_even_inside_c_code(tmp_path):
+    file = tmp_path / "busy.py"
+    file.write_text("def reward_func(queries, prompts, labels):\n    return [9 ** (9 ** 9)]\n")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert pids and all(map(alive, pids)), "the worker computes"
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not any(map(alive, pids))), "the worker outlived its parent"
+
+
+def test_shutdown_ends_the_workers_and_what_they_were_at(make_manager, tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ndef reward_func(queries, prompts, labels):\n    time.sleep(60)\n")
+    manager = make_manager(file)
+    handle, pids = manager.submit([RewardInput("", "a")]), manager.pool.pids
+    time.sleep(0.3)
+    start = time.perf_counter()
+    manager.shutdown()
+    scores = manager.collect(handle)
+    assert time.perf_counter() - start < 5.0, "no waiting for the reward"
+    assert [score.error for score in scores] == ["worker_died"], scores
+    assert scores[0].total is None and not any(map(alive, pids)), scores
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced(make_manager, tmp_path):
+    file = tmp_path / "fine.py"
+    file.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return len(solution_str)\n")
+    manager = make_manager(file)
+    for _ in range(2):
+        for pid in manager.pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        scores = manager.collect(manager.submit([RewardInput("", "ab"), RewardInput("", "c")]))
+        assert [s.total for s in scores] == [2.0, 1.0], scores
+
+
+def test_a_response_that_kills_the_worker_is_left_out_alone(make_manager, tmp_path):
+    file = tmp_path / "crash.py"
+    body = "    if 'die' in {}:\n        os._exit(3)\n"
+    file.write_text("import os\ndef compute_score(data_source, solution_str, ground_truth):\n" +
+                    body.format("solution_str") + "    return 1.0\ndef whole(queries, prompts, labels):\n" +
+                    body.format("''.join(queries)") + "    return [1.0] * len(queries)\n")
+    for entry in (file, f"{file}:whole"):
+        manager = make_manager(entry)
+        scores = manager.collect(manager.submit([RewardInput("", text) for text in ("a", "die", "b")]))
+        assert [(s.total, s.error) for s in scores] == [(1.0, None), (None, "worker_died"), (1.0, None)], scores
+
+
+def test_patience_shrinks_and_ends():
+    patience = Patience(10.0)
+    limits = []
+    for streak in range(18):
+        patience.streak = streak
+        limits.append(patience.deadline_s())
+    assert limits == [10.0] * 3 + [1.0] * 13 + [0.0] * 2, limits
+
+
+def test_workers_do_not_import_the_training_script_and_share_the_work(make_manager, tmp_path):
+    file = tmp_path / "who.py"
+    file.write_text(
+        "import os, sys, time\ndef compute_score(data_source, solution_str, ground_truth):\n    time.sleep(0.05)\n"
+        "    return {'score': os.getpid(), 'torch': int('torch' in sys.modules)}\n")
+    manager = make_manager(file, reward_workers=2)
+    scores = manager.collect(manager.submit([RewardInput("", "")] * 16))
+    assert {s.total for s in scores} == set(manager.pool.pids) and len(manager.pool.pids) == 2, "both workers scored"
+    assert {s.parts["compute_score/torch"] for s in scores} == {0.0}, "a worker has no torch"

@@ -1,0 +1,129 @@
+"""Reward servers, real ones on the loopback: work is shared, failures are unscored with a cause."""
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.probe import RewardProbeError
+
+ITEMS = [RewardInput("p:", "x" * i, reference=i) for i in range(24)]
+
+
+@pytest.fixture
+def serve():
+    """Start a server whose POST answers ``reply(body) -> (status, bytes)``; returns (url, list of bodies it got)."""
+    servers = []
+
+    def start(reply):
+        bodies = []
+
+        class Handler(BaseHTTPRequestHandler):
+
+            def do_POST(self):
+                bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                status, answer = reply(bodies[-1])
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *args):
+                return None
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/rm", bodies
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def lengths(body, seconds=0.0):
+    time.sleep(seconds)
+    return 200, json.dumps({"rewards": [len(query) - 2 for query in body["query"]]}).encode()
+
+
+def score(manager, items=ITEMS):
+    return manager.collect(manager.submit(items))
+
+
+def test_rewards_come_back_in_order_with_logs(serve, make_manager):
+    url, bodies = serve(lambda body: (200,
+                                      json.dumps({
+                                          "rewards": body["references"], "scores": body["labels"], "extra_logs":
+                                          {"n": [len(q) for q in body["queries"]]}
+                                      }).encode()))
+    scores = score(make_manager(remote_rm_url=[url]))
+    assert [s.total for s in scores] == [float(i) for i in range(24)], scores
+    assert scores[3].parts == {"remote": 3.0, "remote/scores": 3.0, "remote/n": 5.0}, scores[3]
+    assert bodies[0]["query"] == bodies[0]["queries"] and bodies[0]["prompts"][0] == "p:", "the fields of both dialects"
+
+
+def test_it_adds_to_the_parts_of_reward(serve, make_manager):
+    url, _ = serve(lengths)
+    manager = make_manager("exact=2", remote_rm_url=[url])
+    assert score(manager, [RewardInput("p:", r"\boxed{5}", reference="5")])[0].total == 2.0 + 9.0, "2 * exact + remote"
+
+
+def test_the_faster_server_gets_more_and_both_work(serve, make_manager):
+    slow, slow_bodies = serve(lambda body: lengths(body, 0.3))
+    fast, fast_bodies = serve(lambda body: lengths(body, 0.02))
+    manager = make_manager(remote_rm_url=[slow, fast])
+    first = score(manager)
+    assert slow_bodies and fast_bodies, "both were asked"
+    for _ in range(3):
+        manager.submit(ITEMS)
+    scores = score(manager)
+    assert [s.total for s in scores] == [s.total for s in first] == [float(i)
+                                                                     for i in range(24)], "every answer in its place"
+    assert len(fast_bodies) > 1.5 * len(slow_bodies) > 0, (len(fast_bodies), len(slow_bodies))
+
+
+def test_a_dead_server_is_bypassed(serve, make_manager):
+    url, bodies = serve(lengths)
+    manager = make_manager(remote_rm_url=["http://127.0.0.1:9/rm", url])
+    assert [s.total for s in score(manager)] == [float(i) for i in range(24)], "the other one took all"
+    assert not manager.counters, "nothing unscored"
+
+
+def test_a_passing_fault_is_retried(serve, make_manager):
+    calls = []
+    url, _ = serve(lambda body: (503, b"busy") if calls.append(1) or len(calls) < 3 else lengths(body))
+    assert [s.total for s in score(make_manager(remote_rm_url=[url]), ITEMS[:1])] == [0.0] and len(calls) == 3, calls
+
+
+@pytest.mark.parametrize("reply, error", [
+    (lambda body: (200, b"<html>"), "wrong_json"),
+    (lambda body: (200, b"[1, 2]"), "wrong_json"),
+    (lambda body: (200, b'{"reward": 1}'), "wrong_json"),
+    (lambda body: (200, b'{"rewards": [1, 2]}'), "wrong_length"),
+    (lambda body: (200, b'{"rewards": null}'), "none"),
+    (lambda body: (200, b'{"rewards": [NaN]}'), "not_finite"),
+    (lambda body: (500, b"traceback of the server"), "http_status"),
+    (lambda body: lengths(body, 1.0), "timeout"),
+])
+def test_a_bad_answer_is_unscored_with_its_cause(serve, make_manager, reply, error):
+    url, bodies = serve(reply)
+    manager = make_manager(remote_rm_url=[url], reward_timeout_s=0.3)
+    assert [(s.total, s.error) for s in score(manager, ITEMS[:1])] == [(None, error)], error
+    assert manager.counters == {error: 1} and len(bodies) <= 3, "bounded tries"
+
+
+def test_no_server_at_all(make_manager):
+    manager = make_manager(remote_rm_url=["http://127.0.0.1:9/rm"], reward_timeout_s=0.5)
+    assert {s.error for s in score(manager, ITEMS[:3])} == {"unreachable"}, "nobody there"
+    with pytest.raises(RewardProbeError, match="unreachable.*Remedy.*server"):
+        manager.probe([RewardInput("q", "", reference="5")])
+
+
+def test_only_the_nan_of_a_batch_is_unscored(serve, make_manager):
+    url, _ = serve(lambda body: (
+        200, json.dumps({"rewards": [1.0 if q != "p:xx" else float("nan") for q in body["query"]]}).encode()))
+    scores = score(make_manager(remote_rm_url=[url]))
+    assert [i for i, s in enumerate(scores) if s.total is None] == [2], scores
