@@ -1,0 +1,134 @@
+"""Rewards to advantages, in one fixed order: shaping -> estimator -> normalisation.
+
+Every rank holds the whole rollout batch when this runs, so batch statistics are global without any communication.
+"""
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.base import ADVANTAGES
+from lightrft.config.schema import AlgorithmConfig, RewardConfig
+from lightrft.ops.kl import kl_estimate
+from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, segment_sum
+from lightrft.trainer.running_moments import RunningMoments
+from lightrft.types import Experience
+
+
+def overlong_penalty(lengths: Tensor, max_len: int, buffer: int, factor: float) -> Tensor:
+    """DAPO's soft overlong penalty (arXiv:2503.14476, eq. 13), <= 0: 0 up to ``max_len - buffer``, then linear to
+    ``-factor`` at ``max_len``.
+
+    Args:
+        lengths: response lengths in tokens [B].
+    """
+    over = (lengths - (max_len - buffer)).clamp(0, buffer)
+    return -over / buffer * factor
+
+
+def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """[T]: ``-kl_coef * kl_t`` on action tokens plus the sample's reward on its last action token."""
+    mask = exp.loss_mask
+    out = torch.zeros(exp.num_tokens) if kl is None else torch.where(mask, -kl_coef * kl, 0.0)
+    index, valid = last_token(mask, exp.cu_seqlens)
+    keep = valid & exp.scored
+    return out.index_add(0, index[keep], exp.rewards[keep])
+
+
+def _mean(values: Tensor) -> float:
+    """The mean as a number; 0 over nothing."""
+    return values.float().mean().item() if len(values) else 0.0
+
+
+class AdvantageCalculator:
+    """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns`` and the final ``loss_mask`` of a rollout batch.
+
+    Args:
+        cfg: estimator, KL and normalisation options.
+        reward: shaping options.
+        generate_max_len: longest response in tokens (the overlong penalty is relative to it).
+    """
+
+    def __init__(self, cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> None:
+        self.cfg, self.reward, self.max_len = cfg, reward, generate_max_len
+        self.estimator = ADVANTAGES.get(cfg.advantage_estimator)
+        self.moments = RunningMoments()
+
+    def __call__(self, exp: Experience, kl_coef: float = 0.0) -> dict[str, float]:
+        """Work in place on the whole (all ranks) batch, on CPU; returns ``reward/*``, ``group/*``, ``advantage/*``."""
+        metrics = self._shape(exp)
+        self._drop_from_loss(exp)
+        kl = self._reward_kl(exp)
+        exp.token_rewards = token_rewards(exp, kl, kl_coef)
+        exp.advantages = torch.where(exp.loss_mask, self.estimator.fn(exp, self.cfg), 0.0)
+        if exp.values is not None:
+            exp.returns = exp.advantages + exp.values
+        metrics |= self._group_metrics(exp) | self._normalise(exp)
+        if kl is not None:
+            metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()
+        return metrics
+
+    def _shape(self, exp: Experience) -> dict[str, float]:
+        """Length penalty, running normalisation, clip; statistics of the raw reward are taken before."""
+        raw = exp.rewards[exp.scored]
+        metrics = {
+            "reward/mean": raw.mean().item(), "reward/std": raw.std(
+                correction=0).item(), "reward/min": raw.min().item(), "reward/max": raw.max().item()
+        } if len(raw) else dict.fromkeys(("reward/mean", "reward/std", "reward/min", "reward/max"), 0.0)
+        cfg = self.reward
+        if cfg.overlong_buffer:
+            lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
+            penalty = overlong_penalty(lengths, self.max_len, cfg.overlong_buffer_len,
+                                       cfg.overlong_buffer_penalty_factor)
+            exp.rewards = exp.rewards + penalty
+            metrics["reward/overlong_penalty"] = _mean(penalty[exp.scored])
+        if cfg.reward_running_norm:
+            self.moments.update(exp.rewards[exp.scored])
+            exp.rewards = self.moments.normalise(exp.rewards, cfg.reward_running_norm_minus_mean)
+        if cfg.reward_clip:
+            metrics["reward/clip_frac"] = _mean(exp.rewards[exp.scored].abs() > cfg.reward_clip)
+            exp.rewards = exp.rewards.clamp(-cfg.reward_clip, cfg.reward_clip)
+        return metrics
+
+    def _drop_from_loss(self, exp: Experience) -> None:
+        """Unscored samples, and truncated ones when asked, teach nothing."""
+        keep = exp.scored & ~exp.truncated if self.reward.mask_truncated else exp.scored
+        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(keep, exp.seq_lens)
+
+    def _reward_kl(self, exp: Experience) -> Tensor | None:
+        if exp.ref_logprobs is None or self.cfg.use_kl_loss:
+            return None
+        return kl_estimate(exp.old_logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
+
+    def _group_metrics(self, exp: Experience) -> dict[str, float]:
+        _, _, count, spread = group_stats(exp.rewards, exp.group_ids, exp.scored)
+        flat = (count > 1) & (spread <= self.cfg.zero_spread)
+        alone = (count == 1) & exp.scored
+        return {"group/zero_spread_frac": flat.float().mean().item(), "group/singletons": alone.sum().item()}
+
+    def _normalise(self, exp: Experience) -> dict[str, float]:
+        """At most one whitening, then the clip; statistics are taken before the clip."""
+        mask, adv = exp.loss_mask, exp.advantages
+        if self.cfg.advantages_norm:
+            adv = masked_whiten(adv, mask)
+        kept = adv[mask] if mask.any() else adv.new_zeros(1)
+        metrics = {
+            "advantage/mean": kept.mean().item(), "advantage/std": kept.std(correction=0).item(), "advantage/min":
+            kept.min().item(), "advantage/max": kept.max().item()
+        }
+        if self.cfg.advantage_clip:
+            metrics["advantage/clip_frac"] = _mean(kept.abs() > self.cfg.advantage_clip)
+            adv = adv.clamp(-self.cfg.advantage_clip, self.cfg.advantage_clip)
+        exp.advantages = adv
+        return metrics
+
+    def state_dict(self) -> dict[str, float]:
+        """State of the running normalisation."""
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.moments.load_state_dict(state)
+
+
+def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> AdvantageCalculator:
+    """The calculator of the configured estimator; an unknown name is an error that lists the known ones."""
+    return AdvantageCalculator(cfg, reward, generate_max_len)

@@ -1,0 +1,146 @@
+"""The skeleton of every training run: start or resume, step, evaluate, log, checkpoint, stop, export."""
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import CheckpointConfig
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.trainer.run_log import RunLog
+from lightrft.utils.env import rng_state, set_rng_state
+from lightrft.utils.errors import ExpectedError
+from lightrft.utils.logging import get_logger
+from lightrft.utils.progress import progress
+from lightrft.utils.timer import Timer
+from lightrft.utils.watchdog import forget_stop, stop_requested
+
+
+class BaseTrainer(ABC):
+    """Runs ``total_steps`` steps; a stop request (SIGTERM, Ctrl-C) saves a checkpoint and ends the run early.
+
+    A subclass says what one step is, how to evaluate, and which state beside weights and optimizers the next one needs.
+    """
+
+    def __init__(self, cfg: CheckpointConfig, strategy: StrategyBase, prepared: dict[str, Prepared], log: RunLog,
+                 tokenizer: PreTrainedTokenizerBase, timer: Timer, total_steps: int, eval_steps: int) -> None:
+        self.cfg, self.strategy, self.prepared, self.log = cfg, strategy, prepared, log
+        self.tokenizer, self.timer, self.total_steps, self.eval_steps = tokenizer, timer, total_steps, eval_steps
+        folder = Path(cfg.ckpt_path) if cfg.ckpt_path else Path(cfg.save_path) / "checkpoints"
+        self.checkpoints = None if cfg.disable_ckpt else CheckpointManager(
+            strategy, folder, cfg.max_ckpt_num, cfg.max_ckpt_mem, cfg.best_metric, cfg.async_save)
+        self.step = 0  # steps done
+        log.parameters = sum(parameter.numel() for parameter in prepared["actor"].model.parameters())
+        self._saved = 0  # the step of the newest checkpoint of this run
+        self._metrics: dict[str, float] = {}  # of the last step
+
+    @abstractmethod
+    def train_step(self) -> dict[str, float]:
+        """One step on the next batch; returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Held-out metrics; empty without held-out data."""
+
+    @abstractmethod
+    def extra_state(self) -> dict[str, Any]:
+        """State of everything but weights, optimizers and random generators."""
+
+    @abstractmethod
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`extra_state`."""
+
+    def before_loop(self, fresh: bool) -> None:
+        """Called once the weights are in place; ``fresh``: nothing was resumed."""
+
+    def fit(self) -> None:
+        """Run to the end, or to a stop request."""
+        try:
+            self._run()
+        except ExpectedError:
+            if self.checkpoints is not None:
+                self.checkpoints.wait()  # the one under way is worth having
+            raise
+
+    def _run(self) -> None:
+        fresh = not self.resume()
+        if self.step >= self.total_steps:
+            get_logger().info(f"already at step {self.step} of {self.total_steps}: nothing to do")
+        if self.step > self.total_steps:  # the model of this many steps is not at hand; that of more stays as it is
+            forget_stop()
+            self.log.close()
+            return
+        self.before_loop(fresh)
+        self.timer.metrics()
+        bar = progress(self.total_steps, "training", unit="step", initial=self.step)
+        while self.step < self.total_steps and not self.strategy.any_rank(stop_requested()):
+            metrics = self.train_step()
+            self.step += 1
+            self._end_step(metrics)
+            bar.update(1)
+        bar.close()
+        self._finish()
+
+    def _end_step(self, metrics: dict[str, float]) -> None:
+        """Evaluate when due, write the metrics of the step, then save when due."""
+        last = self.step == self.total_steps
+        evaluate_now = self.eval_steps and (last or (self.eval_steps > 0 and self.step % self.eval_steps == 0))
+        if evaluate_now:
+            with self.timer("eval"):
+                metrics = metrics | self.evaluate()
+        self.log.step(self.step, metrics, self.timer)
+        self._metrics = metrics
+        save_now = self.cfg.save_steps > 0 and self.step % self.cfg.save_steps == 0
+        if save_now or last:
+            self.save()
+
+    def save(self) -> None:
+        """A resumable checkpoint of this step, and its HF copy when asked for; nothing where it has been saved."""
+        if self.step == self._saved:
+            return
+        self._saved = self.step
+        with self.timer("checkpoint"):
+            if self.checkpoints is not None:
+                state = {"step": self.step, **self.extra_state()}
+                self.checkpoints.save(self.step, self.prepared, state, rng_state(), self._metrics)
+            if self.cfg.save_hf_ckpt and self.step < self.total_steps:
+                self.export(f"hf_step_{self.step}")
+
+    def _finish(self) -> None:
+        if self.step < self.total_steps:
+            self.save()
+            how = "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
+            get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {how}")
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if self.step >= self.total_steps:
+            forget_stop()
+            self.export("hf")
+        self.log.close()
+
+    def export(self, name: str) -> None:
+        """The trained model in Hugging Face format, with tokenizer and model card, in SAVE_PATH/``name``."""
+        folder = Path(self.cfg.save_path) / name
+        self.strategy.save_model(self.prepared["actor"], folder)
+        if self.strategy.is_main:
+            self.log.model_files(folder, self.tokenizer, self.step)
+        self.strategy.barrier()
+        get_logger().info(f"model written: {folder}")
+
+    def resume(self) -> bool:
+        """Continue from the newest complete checkpoint, if asked for; False when starting afresh."""
+        path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
+        if path is not None:
+            state, ranks = self.checkpoints.load(path, self.prepared)
+            self.step = self._saved = state["step"]
+            self.load_extra_state(state)
+            if self.strategy.rank < len(ranks):
+                set_rng_state(ranks[self.strategy.rank])
+            get_logger().info(f"resumed from {path} at step {self.step}")
+        elif self.cfg.load_checkpoint:
+            get_logger().warning("--load_checkpoint: no complete checkpoint found; starting from step 0")
+        elif self.checkpoints:
+            self.checkpoints.set_aside()
+        self.log.start(self.step)
+        return path is not None

@@ -1,0 +1,184 @@
+"""Prompts to experience, stage by stage: generate, reward, pack, gather, log-probs and values, advantages.
+
+``NaiveExperienceMaker`` runs the stages one after the other, :class:`.fast_exp_maker.FastExperienceMaker` overlaps
+them. What comes out is the same.
+"""
+import hashlib
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import Config
+from lightrft.ops.segment import segment_sum
+from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.manager import RewardManager
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.advantage_calculator import AdvantageCalculator
+from lightrft.trainer.logprob_pass import LogprobPass
+from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.rollout_metrics import response_metrics, reward_metrics
+from lightrft.types import Experience, Prompt, Sample
+from lightrft.utils.errors import UserError
+from lightrft.utils.timer import Timer
+
+
+@dataclass
+class Rollout:
+    """One rollout batch of all ranks, ready for the update: the same on every rank."""
+    exp: Experience
+    buffer: ReplayBuffer
+    rows: list[dict[str, Any]]  # one per sample, in the order of ``exp``: text, parts, error ...
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def sample_seed(*path: int | str) -> int:
+    """A 63-bit seed from a path such as (run seed, step, group, sample): the same on every rank and machine."""
+    digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The token of every stop string; a string that is not exactly one token is an error."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
+    for text, tokens in zip(stop, ids):
+        if len(tokens) != 1:
+            raise UserError(
+                f"--stop {text!r} is {len(tokens)} tokens of this tokenizer; a stop string must be exactly one")
+    return tuple(tokens[0] for tokens in ids)
+
+
+def reward_input(prompt: Prompt, response: str) -> RewardInput:
+    """What a reward sees of a response, which never contains the prompt."""
+    return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
+                       label=prompt.label, reference=prompt.reference, columns=prompt.columns)
+
+
+def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt, completions: list[Completion],
+               weight_version: int, stop: tuple[int, ...] = ()) -> list[Sample]:
+    """A finished group as samples, decoded. Special tokens are kept, only the end token goes; ``stop`` stays."""
+    kept = set(stop) - {tokenizer.eos_token_id}
+    bodies = [
+        done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
+        for done in completions
+    ]
+    texts, n = tokenizer.batch_decode(bodies, skip_special_tokens=False), len(prompt.token_ids)
+    return [
+        Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
+               loss_mask=[False] * n + [True] * len(done.token_ids), logprobs=[0.0] * n + done.logprobs,
+               finish_reason=done.finish_reason, weight_version=weight_version, text=text)
+        for index, (done, text) in enumerate(zip(completions, texts))
+    ]
+
+
+def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
+    """Samples as one packed Experience on the CPU; rewards come later."""
+    flat = {
+        name: list(chain.from_iterable(getattr(sample, name) for sample in samples))
+        for name in ("token_ids", "loss_mask", "logprobs")
+    }
+    lens = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
+    return Experience(
+        token_ids=torch.tensor(flat["token_ids"], dtype=torch.long),
+        cu_seqlens=lens.cumsum(0).to(torch.int32),
+        loss_mask=torch.tensor(flat["loss_mask"], dtype=torch.bool),
+        group_ids=torch.tensor([s.group_id for s in samples], dtype=torch.long),
+        sample_ids=torch.tensor([s.group_id * n_per_prompt + s.index for s in samples], dtype=torch.long),
+        truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
+        weight_version=torch.tensor([s.weight_version for s in samples], dtype=torch.long),
+        rollout_logprobs=torch.tensor(flat["logprobs"], dtype=torch.float32),
+    )
+
+
+class NaiveExperienceMaker:
+    """The stages of one rollout, in order.
+
+    Prompts are dealt to ranks one by one; a prompt's group stays on its rank while it is generated and scored. Then
+    every rank gathers the whole batch, so that batch statistics, mini-batches and balance do not depend on the ranks.
+    """
+
+    def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
+                 tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
+                 timer: Timer) -> None:
+        self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
+        self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
+        rollout = config.rollout
+        self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
+                                       rollout.min_p, stop_token_ids(rollout.stop, tokenizer))
+        self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
+
+    def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
+        """One rollout over the global batch ``prompts`` (the same list on every rank)."""
+        world, rank = self.strategy.world_size, self.strategy.rank
+        groups = list(enumerate(prompts))[rank::world]
+        with self.timer("rollout"):  # it ends when the slowest rank is done
+            samples = self.generate_samples(groups, step)
+            self.strategy.barrier()
+        with self.timer("gather"):
+            exp = self._gather(pack_samples(samples, self.config.rollout.n_samples_per_prompt))
+        buffer = self._buffer(exp, step)
+        self.logprobs.fill(exp, buffer, self.timer)
+        with self.timer("reward"):
+            rows = self._gather_rows(samples, self.score(samples))
+        metrics = response_metrics(exp, self.timer.seconds("rollout"), len(prompts))
+        with self.timer("advantage"):
+            metrics |= self._advantages(exp, rows, kl_coef)
+        return Rollout(exp, buffer, rows, metrics)
+
+    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int) -> list[Sample]:
+        """Responses of this rank's prompts, group by group."""
+        completions = self.engine.generate(self._requests(groups, step), self.sampling)
+        return [
+            sample for (group_id, prompt), done in zip(groups, completions)
+            for sample in self.samples_of(group_id, prompt, done)
+        ]
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """The rewards of this rank's samples."""
+        return self.rewards.collect(
+            self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
+
+    def samples_of(self, group_id: int, prompt: Prompt, completions: list[Completion]) -> list[Sample]:
+        """A finished group of this rank as samples."""
+        return to_samples(self.tokenizer, group_id, prompt, completions, self.engine.weight_version,
+                          self.sampling.stop_token_ids)
+
+    def _requests(self, groups: list[tuple[int, Prompt]], step: int) -> list[Request]:
+        seed, n = self.config.train.seed, self.config.rollout.n_samples_per_prompt
+        return [
+            Request(prompt.token_ids, [sample_seed(seed, step, group_id, j) for j in range(n)], prompt.mm_inputs)
+            for group_id, prompt in groups
+        ]
+
+    def _gather(self, local: Experience) -> Experience:
+        """The whole batch on every rank, in the order of ``sample_ids``."""
+        parts = self.strategy.all_gather_object(local)
+        if len(parts) == 1:
+            return local
+        exp = Experience.cat(parts)
+        return exp.select(exp.sample_ids.argsort().tolist())
+
+    def _gather_rows(self, samples: list[Sample], scores: list[Score]) -> list[dict[str, Any]]:
+        keep_text = self.config.log.save_trajectories
+        local = [{
+            "group_id": s.group_id, "index": s.index, "reward": score.total, "parts": score.parts, "error": score.error,
+            "finish_reason": s.finish_reason, "uid": s.prompt.uid
+        } | ({"prompt": s.prompt.text, "response": s.text, "reference": s.prompt.reference} if keep_text else {})
+                 for s, score in zip(samples, scores)]
+        rows = [row for part in self.strategy.all_gather_object(local) for row in part]
+        return sorted(rows, key=lambda row: (row["group_id"], row["index"]))
+
+    def _buffer(self, exp: Experience, step: int) -> ReplayBuffer:
+        train = self.config.train
+        return ReplayBuffer(exp.seq_lens, train.train_batch_size, self.limits, self.strategy.rank,
+                            self.strategy.world_size, f"{train.seed}/{step}")
+
+    def _advantages(self, exp: Experience, rows: list[dict[str, Any]], kl_coef: float) -> dict[str, float]:
+        exp.scored = torch.tensor([row["reward"] is not None for row in rows])
+        exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)
+        metrics = reward_metrics(rows) | self.calculator(exp, kl_coef)
+        kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens) > 0
+        return metrics | {"rollout/kept_samples": kept.sum().item()}

@@ -1,0 +1,80 @@
+"""The no-grad forward passes over a rollout batch: old log-probs, reference log-probs, values."""
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import Config
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_mini_batch, take
+from lightrft.types import Experience
+from lightrft.utils.timer import Timer
+
+
+def on_update_packs(config: Config) -> bool:
+    """Whether the no-grad passes run on the micro-batches of the first update epoch (then log-probs agree exactly)."""
+    return config.rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
+
+
+class LogprobPass:
+    """Fills ``old_logprobs``, ``ref_logprobs`` and ``values`` where something needs them.
+
+    Old log-probs are computed on the very micro-batches of the first update epoch (:func:`on_update_packs`), so the
+    first ratio is exactly 1; they are skipped when the rollout is used for a single optimizer step, whose own forward
+    pass then gives the same numbers.
+
+    Args:
+        actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
+    """
+
+    def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
+                 reference: Prepared | None) -> None:
+        self.config, self.strategy = config, strategy
+        self.actor, self.critic, self.reference = actor, critic, reference
+        algorithm = config.algorithm
+        self.wants_ref = algorithm.init_kl_coef > 0
+        self.kl_in_reward = self.wants_ref and not algorithm.use_kl_loss
+
+    def wants_old(self, num_samples: int) -> bool:
+        """Whether the update cannot take its own first forward pass as the old policy."""
+        train = self.config.train
+        return self.kl_in_reward or train.max_epochs > 1 or num_samples > train.train_batch_size
+
+    def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
+        """Compute what is wanted for the whole batch (a collective); every rank ends with all of it."""
+        passes = self._passes(buffer)
+        if self.wants_old(exp.num_seqs):
+            with timer("old_logprobs"):
+                exp.old_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.actor, e))
+        if self.wants_ref:
+            with timer("ref"), self._reference_weights():
+                exp.ref_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.reference or self.actor, e))
+        if self.critic is not None:
+            with timer("values"):
+                exp.values = self._run(exp, passes, self.critic.model)
+
+    def _reference_weights(self):
+        return self.actor.model.adapter_disabled() if self.reference is None else nullcontext()
+
+    def _logprobs(self, prepared: Prepared, exp: Experience) -> Tensor:
+        return prepared.model(exp, temperature=self.config.rollout.temperature)[0]
+
+    def _passes(self, buffer: ReplayBuffer) -> list[list[int]]:
+        if on_update_packs(self.config):
+            return [micro for mini in buffer.epoch(0) for micro in mini.micro_batches]
+        limits = MicroBatchLimits(self.config.rollout.micro_rollout_batch_size, buffer.limits.tokens)
+        return plan_mini_batch(list(range(len(buffer.lens))), buffer.lens, buffer.world, limits)[buffer.rank]
+
+    @torch.no_grad()
+    def _run(self, exp: Experience, passes: list[list[int]], model: Callable[[Experience], Tensor]) -> Tensor:
+        """Each rank computes its sequences; the sum over ranks of zero-filled rows is the whole (exactly)."""
+        whole = torch.zeros(exp.num_tokens)
+        starts, lens = exp.cu_seqlens.tolist(), exp.seq_lens.tolist()
+        for part in passes:
+            values = model(take(exp, part).to(self.strategy.device)).float().cpu()
+            offset = 0
+            for i in part:
+                whole[starts[i]:starts[i] + lens[i]] = values[offset:offset + lens[i]]
+                offset += lens[i]
+        return self.strategy.all_reduce(whole)

@@ -1,0 +1,66 @@
+"""Sums that become means over all micro-batches and ranks, reduced in one collective."""
+import torch
+from torch import Tensor
+
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+class MetricSums:
+    """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._peaks: dict[str, Tensor] = {}
+        self._vectors: set[str] = set()
+
+    def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
+        """Per-token metrics ([T] each), averaged over the kept tokens in the end."""
+        stacked = torch.stack([metrics[key].detach().float() for key in metrics])
+        sums = torch.where(mask, stacked, 0.0).sum(-1).double().cpu()
+        count = mask.sum().double().cpu()
+        for key, value in zip(metrics, sums):
+            self._add(key, torch.stack([value, count]))
+
+    def add(self, key: str, value: float, count: float = 1.0) -> None:
+        """A number that is a sum over ``count`` things on this rank."""
+        self._add(key, torch.tensor([value, count], dtype=torch.float64))
+
+    def add_vector(self, key: str, values: Tensor) -> None:
+        """A vector of plain sums (read with :meth:`vector`)."""
+        self._vectors.add(key)
+        self._add(key, values.double().cpu())
+
+    def peak(self, key: str, values: Tensor) -> None:
+        """A scalar or vector whose maximum is wanted."""
+        values = values.detach().double().cpu()
+        self._peaks[key] = torch.maximum(self._peaks[key], values) if key in self._peaks else values
+
+    def _add(self, key: str, value: Tensor) -> None:
+        self._sums[key] = self._sums[key] + value if key in self._sums else value
+
+    def reduce(self, strategy: StrategyBase) -> None:
+        """Combine all ranks (a collective), in place."""
+        for table, op in ((self._sums, "sum"), (self._peaks, "max")):
+            if not table:
+                continue
+            keys = sorted(table)
+            sizes = [table[key].numel() for key in keys]
+            flat = strategy.all_reduce(torch.cat([table[key].reshape(-1) for key in keys]), op)
+            table.update({key: piece.view_as(table[key]) for key, piece in zip(keys, flat.split(sizes))})
+
+    def keys(self) -> list[str]:
+        """The keys that have a mean."""
+        return [key for key in self._sums if key not in self._vectors]
+
+    def peaks(self) -> list[str]:
+        """The keys that have a maximum."""
+        return list(self._peaks)
+
+    def mean(self, key: str) -> float:
+        """Sum over count; 0 where nothing was counted."""
+        total, count = self._sums[key].tolist()
+        return total / count if count else 0.0
+
+    def vector(self, key: str) -> Tensor:
+        """A vector added with :meth:`add_vector`, or a maximum."""
+        return self._sums[key] if key in self._sums else self._peaks[key]

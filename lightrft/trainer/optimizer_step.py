@@ -1,0 +1,107 @@
+"""One optimizer step over the micro-batches of a mini-batch; the same for policies, critics and supervised models."""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import OptimConfig
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.trainer.replay_buffer import take
+from lightrft.types import Experience
+from lightrft.utils.errors import ExpectedError
+from lightrft.utils.logging import get_logger
+from lightrft.utils.timer import Timer
+
+
+class NonFiniteTraining(ExpectedError, RuntimeError):
+    """Several optimizer steps in a row had a non-finite loss or gradient."""
+
+
+@dataclass
+class StepResult:
+    """One optimizer step: its loss over all ranks, its learning rate, and the gradient norm before clipping.
+
+    ``outcome`` is "done", or why no step was made: "empty" (no token was kept) or "bad" (something was not finite).
+    """
+    loss: float
+    lr: float
+    grad_norm: float = 0.0
+    outcome: str = "done"
+
+
+class OptimizerStep:
+    """Makes the optimizer steps of one model and counts the bad ones.
+
+    A step is not made when its mini-batch keeps no token, or when a loss or gradient is not finite on any rank; a
+    non-finite loss is never back-propagated. ``max_bad_steps`` bad ones in a row raise :class:`NonFiniteTraining`.
+    """
+
+    def __init__(self, cfg: OptimConfig, strategy: StrategyBase, timer: Timer) -> None:
+        self.cfg, self.strategy, self.timer, self.bad_in_a_row = cfg, strategy, timer, 0
+
+    def run(self, prepared: Prepared, exp: Experience, micro_batches: list[list[int]], kept_tokens: float,
+            loss_of: Callable[[Experience], Tensor]) -> StepResult:
+        """Back-propagate ``loss_of`` each micro-batch (its share of one global loss) and step.
+
+        Args:
+            micro_batches: sequence indices of this rank; every rank has equally many.
+            kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
+        """
+        prepared.model.train()
+        total, lr = torch.zeros((), dtype=torch.float64), prepared.scheduler.get_last_lr()[0]
+        for number, part in enumerate(micro_batches):
+            micro_batch = take(exp, part).to(self.strategy.device)
+            with self.timer("forward"):  # it ends when the slowest rank is done
+                loss = loss_of(micro_batch)
+                value = loss.detach().double().cpu()
+                bad = self.strategy.any_rank(not math.isfinite(value.item()))
+            if bad:
+                self.strategy.discard_gradients(prepared)
+                return self._bad("loss", value.item(), lr)
+            with self.timer("backward"):
+                self.strategy.backward(loss, prepared, last=number == len(micro_batches) - 1)
+            total += value
+        total = self.strategy.all_reduce(total).item()
+        if not kept_tokens:
+            self.strategy.discard_gradients(prepared)
+            return StepResult(total, lr, outcome="empty")
+        with self.timer("optimizer"):
+            norm = self.strategy.optimizer_step(prepared, self.cfg.max_norm)
+        if not math.isfinite(norm):
+            return self._bad("gradient norm", norm, lr)
+        self.bad_in_a_row = 0
+        return StepResult(total, lr, norm)
+
+    def _bad(self, what: str, value: float, lr: float) -> StepResult:
+        self.bad_in_a_row += 1
+        get_logger().warning(f"optimizer step skipped on all ranks: {what} is not finite (here {value})")
+        if self.bad_in_a_row >= self.cfg.max_bad_steps:
+            raise NonFiniteTraining(
+                f"{self.bad_in_a_row} optimizer steps in a row had a non-finite {what}; none was applied. Lower "
+                "the learning rate, look for huge rewards or broken weights, or raise --max_bad_steps")
+        return StepResult(float("nan"), lr, outcome="bad")
+
+
+def mean(values: list[float]) -> float:
+    """The mean; 0 over nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def step_metrics(name: str, results: list[StepResult]) -> dict[str, float]:
+    """``NAME/{loss,grad_norm,lr,optimizer_steps,skipped_steps,empty_steps}`` over the steps of one rollout.
+
+    ``lr`` is the rate of the last step; skipped are the steps that were not finite, empty those without a kept token.
+    The loss is NaN where every step was skipped.
+    """
+    done = [result for result in results if result.outcome == "done"]
+    outcomes = [result.outcome for result in results]
+    return {
+        f"{name}/loss": mean([result.loss for result in done or results]),
+        f"{name}/grad_norm": mean([result.grad_norm for result in done]),
+        f"{name}/lr": results[-1].lr,
+        f"{name}/optimizer_steps": len(done),
+        f"{name}/skipped_steps": outcomes.count("bad"),
+        f"{name}/empty_steps": outcomes.count("empty"),
+    }

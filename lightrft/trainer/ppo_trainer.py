@@ -1,0 +1,103 @@
+"""The reinforcement-learning step: rollout, update, weight sync."""
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import Config
+from lightrft.datasets.loader import PromptLoader
+from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.trainer.base_trainer import BaseTrainer
+from lightrft.trainer.evaluator import Evaluator
+from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.kl_controller import KLController
+from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.run_log import RolloutLog
+from lightrft.trainer.step_facts import check_step_facts
+from lightrft.utils.timer import Timer
+
+
+class PPOTrainer(BaseTrainer):
+    """Trains a policy by any registered algorithm; every part is given."""
+
+    def __init__(self, config: Config, strategy: StrategyBase, prepared: dict[str, Prepared], engine: RolloutEngine,
+                 maker: NaiveExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,
+                 evaluator: Evaluator | None, tokenizer: PreTrainedTokenizerBase, log: RolloutLog, timer: Timer,
+                 total_steps: int) -> None:
+        super().__init__(config.checkpoint, strategy, prepared, log, tokenizer, timer, total_steps,
+                         config.eval.eval_steps)
+        self.config, self.engine, self.maker, self.update = config, engine, maker, update
+        self.loader, self.kl, self.evaluator = loader, kl, evaluator
+        self.fresh = self.facts_due = True
+
+    def before_loop(self, fresh: bool) -> None:
+        """Give the engine its weights; evaluate the untrained policy when asked for."""
+        self.fresh = fresh
+        self.sync_weights(self.step)
+        if fresh and self.config.eval.eval_at_start:
+            self.log.evaluation(self.step, self.evaluate())
+
+    def train_step(self) -> dict[str, float]:
+        """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
+        coef = self.kl.value
+        self.prepared["actor"].model.eval()
+        rollout = self.maker.make(next(self.loader), self.step, coef)
+        self.engine.sleep()
+        with self.timer("update_other"):
+            metrics = rollout.metrics | self.update.run(rollout, self.step, coef)
+        with self.timer("weight_sync"):
+            self.engine.wake()
+            self.sync_weights(self.step + 1)
+        if self.facts_due and metrics.get("policy/optimizer_steps", 0):  # there is something to check them on
+            check_step_facts(metrics, self.config, self.fresh)
+            self.facts_due = False
+        with self.timer("log"):
+            self.log.rollout(self.step + 1, rollout)
+        return metrics | self._adapt_kl(metrics)
+
+    def sync_weights(self, version: int) -> None:
+        """Strategy -> engine."""
+        sync_weights(self.strategy, self.prepared["actor"], self.engine, version, self.config.rollout.sync_bucket_mib)
+
+    def evaluate(self) -> dict[str, float]:
+        """pass@k and avg@k of the engine's weights on the held-out prompts."""
+        if self.evaluator is None:
+            return {}
+        self.prepared["actor"].model.eval()
+        metrics, rows = self.evaluator.run()
+        if self.step in (0, self.total_steps):
+            self.log.solutions(self.step, rows)
+        return metrics
+
+    def export(self, name: str) -> None:
+        """The policy, and at the end the critic when asked for."""
+        super().export(name)
+        if name == "hf" and "critic" in self.prepared and self.config.model.save_value_network:
+            self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
+
+    def extra_state(self) -> dict[str, Any]:
+        """Sampler position, KL coefficient, reward normalisation, bad steps in a row."""
+        return {
+            "loader": self.loader.state_dict(), "kl": self.kl.state_dict(), "calculator":
+            self.maker.calculator.state_dict(), "update": self.update.state_dict()
+        }
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`extra_state`."""
+        self.loader.load_state_dict(state["loader"])
+        self.kl.load_state_dict(state["kl"])
+        self.maker.calculator.load_state_dict(state["calculator"])
+        self.update.load_state_dict(state["update"])
+
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the coefficient after the step that used it; returns the coefficient that was used.
+
+        Only samples whose KL was measured count: a batch that keeps none leaves it where it is.
+        """
+        if self.config.algorithm.init_kl_coef == 0:
+            return {}
+        used = self.kl.value
+        self.kl.update(metrics.get("reward/kl", metrics.get("policy/kl_ref", 0.0)),
+                       int(metrics["rollout/kept_samples"]))
+        return {"policy/kl_coef": used}

@@ -1,0 +1,147 @@
+"""The optimizer steps of one rollout: epochs x mini-batches x micro-batches, for the policy and the critic.
+
+One global loss per mini-batch: its denominators count the kept tokens and sequences of *all* ranks and micro-batches,
+so the gradient does not depend on how the batch is cut.
+"""
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import Config
+from lightrft.models.loss import PolicyLoss, ValueLoss
+from lightrft.ops.aggregate import Denominators
+from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
+from lightrft.ops.segment import segment_sum
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
+from lightrft.types import Experience
+from lightrft.utils.timer import Timer
+
+FIRST_RATIO, FIRST_KL = "policy/first_ratio_gap", "policy/first_kl_ref"
+
+
+class PolicyUpdate:
+    """Trains the actor (and the critic) on one rollout after another."""
+
+    def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
+                 timer: Timer) -> None:
+        self.config, self.strategy, self.actor, self.critic = config, strategy, actor, critic
+        algorithm = config.algorithm
+        self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
+        self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
+        self.steps = {
+            name: OptimizerStep(config.train, strategy, timer)
+            for name, prepared in (("policy", actor), ("critic", critic)) if prepared is not None
+        }
+
+    def run(self, rollout: Rollout, step: int, kl_coef: float) -> dict[str, float]:
+        """All optimizer steps on ``rollout``; returns ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``."""
+        prepared = [p for p in (self.actor, self.critic) if p is not None]
+        for each in prepared:
+            self.strategy.reload(each)
+        sums, results = self._epochs(rollout, kl_coef, step >= self.config.train.freezing_actor_steps)
+        if self.config.strategy.adam_offload:
+            for each in prepared:
+                self.strategy.offload(each, optimizer_only=True)
+        sums.reduce(self.strategy)
+        return self._metrics(sums, results, rollout.exp.num_tokens * self.config.train.max_epochs)
+
+    def _epochs(self, rollout: Rollout, kl_coef: float,
+                train_actor: bool) -> tuple[MetricSums, dict[str, list[StepResult]]]:
+        sums, results = MetricSums(), {"policy": [], "critic": []}
+        kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
+        for epoch in range(self.config.train.max_epochs):
+            for mini in rollout.buffer.epoch(epoch):
+                counts = kept[mini.samples]
+                denominators = Denominators(counts.sum().item(), (counts > 0).sum().item(), self.norm)
+                losses = {}
+                if train_actor:
+                    losses["policy"] = self._policy_loss(sums, denominators, kl_coef, not results["policy"], epoch == 0)
+                if self.critic is not None:
+                    losses["critic"] = self._value_loss(sums, denominators)
+                for name, loss_of in losses.items():
+                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, mini.micro_batches,
+                                                              denominators.tokens, loss_of))
+        return sums, results
+
+    def _prepared(self, name: str) -> Prepared:
+        return self.actor if name == "policy" else self.critic
+
+    def _policy_loss(self, sums: MetricSums, denominators: Denominators, kl_coef: float, first_step: bool,
+                     first_epoch: bool) -> Callable[[Experience], Tensor]:
+        """The loss of one micro-batch, which also collects its metrics."""
+
+        def loss_of(exp: Experience) -> Tensor:
+            logprobs, entropy = self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True)
+            if exp.old_logprobs is None:
+                exp.old_logprobs = logprobs.detach()
+            loss, metrics = self.policy_loss(logprobs, entropy, exp, denominators, kl_coef)
+            sums.add_tokens({f"policy/{key}": value for key, value in metrics.items()}, exp.loss_mask)
+            sums.peak("policy/ratio_max", _peak(metrics["ratio"], exp.loss_mask))
+            if first_step:
+                sums.peak(FIRST_RATIO, _peak((metrics["ratio"] - 1).abs(), exp.loss_mask))
+                if exp.ref_logprobs is not None:
+                    sums.peak(FIRST_KL, _peak((exp.old_logprobs - exp.ref_logprobs).abs(), exp.loss_mask))
+            if first_epoch:
+                totals, peaks = mismatch_sums(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+                sums.add_vector("mismatch", totals)
+                sums.peak("mismatch_peaks", peaks)
+            return loss
+
+        return loss_of
+
+    def _value_loss(self, sums: MetricSums, denominators: Denominators) -> Callable[[Experience], Tensor]:
+
+        def loss_of(exp: Experience) -> Tensor:
+            values = self.critic.model(exp)
+            loss, metrics = self.value_loss(values, exp, denominators)
+            error = exp.returns - exp.values
+            moments = {
+                "value_mean": values, "returns": exp.returns, "returns_sq": exp.returns**2, "error": error, "error_sq":
+                error**2
+            }
+            sums.add_tokens({f"critic/{key}": value for key, value in (metrics | moments).items()}, exp.loss_mask)
+            return loss
+
+        return loss_of
+
+    def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], tokens: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if results["policy"]:
+            mismatch = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
+            metrics |= {key: sums.mean(key) for key in sums.keys() if key.startswith("policy/")}
+            metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
+            metrics |= {f"rollout/mismatch/{key}": value for key, value in mismatch.items()}
+        if results["critic"]:
+            metrics |= _critic_metrics(sums)
+        metrics["policy/trained_tokens"] = tokens * bool(results["policy"])
+        for name, steps in results.items():
+            metrics |= step_metrics(name, steps) if steps else {}
+        return metrics
+
+    def state_dict(self) -> dict[str, int]:
+        """Bad steps in a row of every model."""
+        return {name: step.bad_in_a_row for name, step in self.steps.items()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from :meth:`state_dict`."""
+        for name, step in self.steps.items():
+            step.bad_in_a_row = state[name]
+
+
+def _critic_metrics(sums: MetricSums) -> dict[str, float]:
+    """Means, and explained variance = 1 - Var[returns - values] / Var[returns] with the values before the update."""
+    mean = {key: sums.mean(f"critic/{key}") for key in ("returns", "returns_sq", "error", "error_sq")}
+    variance = mean["returns_sq"] - mean["returns"]**2
+    explained = 1 - (mean["error_sq"] - mean["error"]**2) / variance if variance > 1e-12 else 0.0
+    return {
+        "critic/value_mean": sums.mean("critic/value_mean"), "critic/clip_frac": sums.mean("critic/clip_frac"),
+        "critic/explained_variance": explained
+    }
+
+
+def _peak(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.detach(), 0.0).max()

@@ -1,0 +1,130 @@
+"""How a rollout batch is cut: mini-batches (optimizer steps), ranks, micro-batches (forward passes).
+
+Every rank holds the lengths of the whole rollout batch, so all ranks compute the same plan without talking, and the
+plan of mini-batches does not depend on the number of ranks.
+"""
+import heapq
+import random
+from dataclasses import dataclass
+
+import torch
+
+from lightrft.types import Experience
+
+
+def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
+    """Indices of ``weights`` in ``parts`` lists of nearly equal sums (Karmarkar & Karp 1982, largest differencing).
+
+    Deterministic; every list is sorted; lists may be empty when there are fewer weights than parts.
+    """
+    if not weights:
+        return [[] for _ in range(parts)]
+    heap = []
+    for order, weight in enumerate(weights):
+        sums = [(weight, [order])] + [(0, []) for _ in range(parts - 1)]
+        heap.append((-weight, order, sums))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, order, left = heapq.heappop(heap)
+        _, _, right = heapq.heappop(heap)
+        merged = [(a + b, i + j) for (a, i), (b, j) in zip(left, reversed(right))]
+        merged.sort(key=lambda entry: (-entry[0], entry[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+    return [sorted(indices) for _, indices in heap[0][2]]
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """Most sequences (0: no limit) and most tokens in one forward pass; a longer single sequence goes alone."""
+    rows: int
+    tokens: int
+
+    def fit(self, part: list[int], lens: list[int]) -> bool:
+        """Whether the sequences ``part`` may share a forward pass."""
+        if len(part) <= 1:
+            return True
+        return (not self.rows or len(part) <= self.rows) and sum(lens[i] for i in part) <= self.tokens
+
+    def least(self, lens: list[int]) -> int:
+        """A lower bound on the number of forward passes for sequences of these lengths."""
+        return max(1, -(-sum(lens) // self.tokens), -(-len(lens) // self.rows) if self.rows else 1)
+
+
+def _cut(lens: list[int], limits: MicroBatchLimits, parts: int) -> list[list[int]]:
+    """The fewest balanced parts (at least ``parts``) that respect the limits."""
+    while True:
+        cut = karmarkar_karp(lens, parts)
+        if all(limits.fit(part, lens) for part in cut):
+            return cut
+        parts += 1
+
+
+def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits) -> list[list[list[int]]]:
+    """``[rank][micro-batch] -> sample indices`` for one mini-batch.
+
+    Tokens are balanced over ranks and within a rank, and every rank has the same number of micro-batches (some may be
+    empty), because sharded forward passes are collectives.
+    """
+    shares = [[samples[i] for i in part] for part in karmarkar_karp([lens[s] for s in samples], world)]
+    share_lens = [[lens[s] for s in share] for share in shares]
+    count = max(len(_cut(part, limits, limits.least(part))) for part in share_lens)
+    while True:
+        cuts = [_cut(part, limits, count) for part in share_lens]
+        longest = max(len(cut) for cut in cuts)
+        if longest == count:
+            return [[[share[i] for i in part] for part in cut] for share, cut in zip(shares, cuts)]
+        count = longest
+
+
+def mini_batches(num_samples: int, size: int, seed: str) -> list[list[int]]:
+    """A seeded permutation of the samples, cut into mini-batches of ``size`` (the last one may be smaller)."""
+    order = list(range(num_samples))
+    random.Random(seed).shuffle(order)
+    return [order[i:i + size] for i in range(0, num_samples, size)]
+
+
+def take(exp: Experience, part: list[int]) -> Experience:
+    """The sequences ``part``. An empty part becomes one sequence with nothing to learn from: its forward and backward
+    passes keep this rank in step with the others and add zero."""
+    if part:
+        return exp.select(part)
+    dummy = exp.select([int(exp.seq_lens.argmin())])
+    dummy.loss_mask = torch.zeros_like(dummy.loss_mask)
+    return dummy
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: all its samples, and the micro-batches of this rank."""
+    samples: list[int]
+    micro_batches: list[list[int]]
+
+
+class ReplayBuffer:
+    """Plans the passes over one rollout batch; the same on every rank.
+
+    Args:
+        seq_lens: tokens of every sequence of the global rollout batch.
+        mini_batch_size: samples per optimizer step, over all ranks.
+        limits: of one forward pass.
+        seed: of the shuffles.
+    """
+
+    def __init__(self, seq_lens: torch.Tensor, mini_batch_size: int, limits: MicroBatchLimits, rank: int, world: int,
+                 seed: str) -> None:
+        self.lens = seq_lens.tolist()
+        self.size, self.limits, self.rank, self.world, self.seed = mini_batch_size, limits, rank, world, seed
+        self._epochs: dict[int, list[MiniBatch]] = {}
+
+    def epoch(self, number: int) -> list[MiniBatch]:
+        """The mini-batches of pass ``number`` (planned once)."""
+        if number not in self._epochs:
+            self._epochs[number] = self._plan(number)
+        return self._epochs[number]
+
+    def _plan(self, number: int) -> list[MiniBatch]:
+        groups = mini_batches(len(self.lens), self.size, f"{self.seed}/{number}")
+        return [
+            MiniBatch(samples,
+                      plan_mini_batch(samples, self.lens, self.world, self.limits)[self.rank]) for samples in groups
+        ]

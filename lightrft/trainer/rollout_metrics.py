@@ -1,0 +1,38 @@
+"""Metrics of a rollout batch (all ranks)."""
+from typing import Any
+
+import torch
+
+from lightrft.ops.segment import segment_sum
+from lightrft.types import Experience
+
+
+def response_metrics(exp: Experience, seconds: float, prompts: int) -> dict[str, float]:
+    """``rollout/*``: counts of prompts, samples and generated tokens, speed, lengths, share that hit the length limit.
+
+    To be called while ``loss_mask`` still covers every generated token.
+    """
+    lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
+    tokens = lengths.sum().item()
+    return {
+        "rollout/prompts": prompts,
+        "rollout/samples": exp.num_seqs,
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
+        "rollout/response_len/mean": lengths.mean().item(),
+        "rollout/response_len/min": lengths.min().item(),
+        "rollout/response_len/max": lengths.max().item(),
+        "rollout/truncated_frac": exp.truncated.float().mean().item(),
+    }
+
+
+def reward_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """``reward/<part>/{mean,std}`` over the samples each part judged, and how many samples are unscored, by cause."""
+    metrics: dict[str, float] = {"reward/unscored": sum(row["reward"] is None for row in rows)}
+    for name in sorted({name for row in rows for name in row["parts"]}):
+        values = torch.tensor([row["parts"][name] for row in rows if row["parts"].get(name) is not None])
+        metrics[f"reward/{name}/mean"] = values.float().mean().item() if len(values) else 0.0
+        metrics[f"reward/{name}/std"] = values.float().std(correction=0).item() if len(values) else 0.0
+    for cause in sorted({row["error"] for row in rows if row["error"]}):
+        metrics[f"reward/unscored/{cause}"] = sum(row["error"] == cause for row in rows)
+    return metrics

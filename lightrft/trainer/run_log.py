@@ -1,0 +1,155 @@
+"""Everything a run leaves for a person: metrics, table, curve, model card; for RL also rollouts and solutions."""
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft import __version__
+from lightrft.config.estimate import gpu_name, peak_flops
+from lightrft.config.files import to_yaml
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.ops.segment import segment_mean
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.experience_maker import Rollout
+from lightrft.utils.aside import move_aside
+from lightrft.utils.curve import plot_curve, read_metrics
+from lightrft.utils.env import peak_memory_gib
+from lightrft.utils.sinks import MetricSinks
+from lightrft.utils.timer import Timer
+from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
+
+UPDATE_PARTS = ("forward", "backward", "optimizer", "update_other")
+MODEL_CARD = """---
+library_name: transformers
+base_model: {base}
+tags:
+- lightrft
+---
+# {title}
+
+`{base}` after {step} steps of {kind} with lightrft {version}.
+
+| last step | value |
+|---|---|
+{numbers}
+
+<details><summary>Options</summary>
+
+```yaml
+{options}```
+
+</details>
+"""
+
+
+def mfu(parameters: int, tokens: float, seconds: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation of training: 6 N per token (PaLM, arXiv:2204.02311, appendix B) over the
+    peak of all ranks; recomputed activations do not count."""
+    return 6 * parameters * tokens / (max(seconds, 1e-9) * peak_flops)
+
+
+class RunLog:
+    """Metrics of a run. Writes on rank 0; on the other ranks every call is a no-op."""
+    kind = "supervised fine-tuning"
+
+    def __init__(self, config: Config | SFTConfig, strategy: StrategyBase, aliases: str = "none") -> None:
+        self.config, self.strategy, self.aliases = config, strategy, aliases
+        self.folder = Path(config.checkpoint.save_path)
+        self.sinks: MetricSinks | None = None
+        self.last: dict[str, float] = {}
+        self.parameters = 0  # of the trained model; set by the trainer
+
+    def start(self, step: int) -> None:
+        """Open the sinks; lines of an earlier run beyond ``step`` are cut off, the last one left is taken up."""
+        if self.strategy.is_main:
+            self.sinks = MetricSinks.from_config(self.config, self.folder, self.aliases)
+            self.sinks.truncate_after(step)
+            self.last = self._written()
+
+    def _written(self) -> dict[str, float]:
+        """The last line of ``metrics.jsonl``; empty without one."""
+        path = self.folder / "metrics.jsonl"
+        lines = read_metrics(path) if path.exists() else []
+        numbers = lines[-1].items() if lines else ()
+        return {name: value for name, value in numbers if value is not None and name != "step"}
+
+    def step(self, step: int, metrics: dict[str, float], timer: Timer) -> None:
+        """One line of metrics, with the times, the speed and the memory of the step."""
+        times = timer.metrics()
+        times["time/update_s"] = sum(times.get(f"time/{name}_s", 0.0) for name in UPDATE_PARTS)
+        tokens = metrics.get("rollout/tokens", metrics.get("sft/tokens", 0.0))
+        self.last = metrics | times | self._utilisation(metrics, times["time/update_s"])
+        aside = times.get("time/eval_s", 0.0) + times.get("time/checkpoint_s", 0.0)
+        self.last["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - aside, 1e-9)
+        self.last["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
+        if self.sinks is not None:
+            self.sinks.log(step, self.last)
+
+    def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """``perf/mfu`` of the update, on GPUs whose peak is known."""
+        peak = peak_flops(gpu_name()) if self.strategy.device.type == "cuda" else None
+        trained = metrics.get("policy/trained_tokens", metrics.get("sft/tokens", 0.0))
+        if peak is None or not self.parameters:
+            return {}
+        return {"perf/mfu": mfu(self.parameters, trained, seconds, peak * self.strategy.world_size)}
+
+    def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+        """What an exported model needs beside its weights: tokenizer and model card (to be called on rank 0)."""
+        if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
+            (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+        shown = [
+            name for name in sorted(self.last) if name.startswith(("reward/mean", "eval/", "policy/kl", "sft/loss"))
+        ]
+        numbers = "\n".join(f"| {name} | {self.last[name]:.4g} |" for name in shown)
+        card = MODEL_CARD.format(base=self.config.model.pretrain, title=folder.resolve().parent.name, step=step,
+                                 kind=self.kind, version=__version__, numbers=numbers, options=to_yaml(self.config))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the sinks and draw the curve."""
+        if self.sinks is not None:
+            self.sinks.close()
+            plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
+
+
+class RolloutLog(RunLog):
+    """Also keeps rollouts and shows solutions."""
+    kind = "reinforcement fine-tuning"
+
+    def __init__(self, config: Config, strategy: StrategyBase) -> None:
+        super().__init__(config, strategy, config.log.metric_aliases)
+        self.options = config.log
+        self.trajectories = TrajectorySaver(self.folder / "rollouts", config.log.num_trajectories_to_save)
+
+    def start(self, step: int) -> None:
+        """See :class:`RunLog`; rollouts of an earlier run are moved aside when a new one starts."""
+        super().start(step)
+        if self.strategy.is_main and step == 0:
+            move_aside(self.trajectories.folder)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics that belong to no training step."""
+        if self.sinks is not None and metrics:
+            self.sinks.log(step, metrics)
+
+    def solutions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """A few held-out solutions on the console."""
+        if self.strategy.is_main:
+            print_samples(rows, self.options.print_samples, f"held-out solutions after step {step}")
+
+    def rollout(self, step: int, rollout: Rollout) -> None:
+        """The rollout as jsonl, when asked for."""
+        if self.strategy.is_main and self.options.save_trajectories:
+            self.trajectories.save(step, _rows(rollout))
+
+
+def _rows(rollout: Rollout) -> list[dict[str, Any]]:
+    """One row per sample with its mean advantage and its length in tokens (prompt included)."""
+    exp = rollout.exp
+    advantages = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask).tolist()
+    return [
+        row | {"tokens": length, "advantage": advantage}
+        for row, length, advantage in zip(rollout.rows, exp.seq_lens.tolist(), advantages)
+    ]

@@ -1,0 +1,109 @@
+"""Around every training run: checks before any process group exists, the strategy, the watchdog, signals, the end."""
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightrft.algorithms  # noqa: F401  (fills the registries)
+from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from lightrft.config.cli import ParsedConfig, exit_on_config_error
+from lightrft.config.estimate import batch_summary, gpu_name, model_size
+from lightrft.config.files import save_config
+from lightrft.config.report import describe, resolved
+from lightrft.config.schema import Config
+from lightrft.config.validate import AlgorithmFacts, validate, validate_sft
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.utils.env import World, seed_everything
+from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
+from lightrft.utils.logging import get_logger
+from lightrft.utils.timer import Timer
+from lightrft.utils.watchdog import Watchdog, connect_store, install_signal_handlers, stop_exit_code
+
+
+@dataclass
+class Session:
+    """What a script needs of a running session."""
+    strategy: StrategyBase
+    timer: Timer
+
+
+@contextmanager
+def training_session(parsed: ParsedConfig) -> Iterator[Session]:
+    """A checked configuration, set up on all ranks, and left cleanly.
+
+    ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
+    process group exists. Inside, what the user can mend (:class:`lightrft.utils.errors.UserError`) ends in one line and
+    exit code 2, what was foreseen in one line and exit code 1, any other error with a traceback and a report of all
+    ranks (:mod:`lightrft.utils.watchdog`). A run that was asked to stop exits with 143 (SIGTERM) or 130 (Ctrl-C) after
+    it has saved.
+    """
+    check(parsed)
+    config, world, timer = parsed.config, World.from_env(), Timer()
+    install_signal_handlers()
+    with exit_on_config_error():
+        strategy = get_strategy(config.strategy, bf16=config.model.bf16)
+        strategy.setup()
+    store, limit_s = connect_store(world), config.strategy.dist_timeout_s
+    watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store)
+    with _one_line(watchdog), watchdog, disk_full_is_expected(config.checkpoint.save_path):
+        seed_everything(config.train.seed + strategy.rank)
+        _announce(parsed, strategy)
+        yield Session(strategy, timer)
+    strategy.teardown()
+    if stop_exit_code():
+        raise SystemExit(stop_exit_code())
+
+
+@contextmanager
+def _one_line(watchdog: Watchdog) -> Iterator[None]:
+    """Errors that were foreseen end in one line and their exit code; of several ranks one tells it."""
+    try:
+        yield
+    except ExpectedError as error:
+        if watchdog.speaks:
+            get_logger().error(str(error))
+        raise SystemExit(error.exit_code) from None
+
+
+def check(parsed: ParsedConfig) -> None:
+    """Validate; with ``--dry_run`` print the report and leave; else create the folder of the run."""
+    config, world = parsed.config, World.from_env()
+    rl = isinstance(config, Config)
+    with exit_on_config_error():
+        if rl:
+            validate(config, world.world_size, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+        else:
+            validate_sft(config, world.world_size)
+    if parsed.dry_run:
+        sys.stdout.write(_report(parsed, world.world_size) + "\n" if world.is_main else "")
+        raise SystemExit(0)
+    with exit_on_config_error():
+        _make_folder(Path(config.checkpoint.save_path))
+
+
+def _make_folder(path: Path) -> None:
+    """The folder of the run, before hours of work go into what cannot be kept."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--save_path {path}: cannot be created ({error.strerror}); give a folder that can be "
+                        "written to") from error
+
+
+def _report(parsed: ParsedConfig, world_size: int) -> str:
+    config = parsed.config
+    if not isinstance(config, Config):
+        return resolved(config, parsed.provenance)
+    critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
+    return describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(), critic)
+
+
+def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
+    """Keep the configuration beside the run, and say what a step consists of."""
+    if strategy.is_main:
+        folder = Path(parsed.config.checkpoint.save_path)
+        save_config(parsed.config, folder / "config.yaml", parsed.plugins)
+    if isinstance(parsed.config, Config):
+        get_logger().info(batch_summary(parsed.config, strategy.world_size))

@@ -1,0 +1,117 @@
+"""The trainer that scripts use: wires config, strategy and models into :class:`PPOTrainer`; the same on every rank."""
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+import lightrft.algorithms  # noqa: F401  (fills the registries)
+from lightrft.algorithms.base import ADVANTAGES
+from lightrft.config.schema import Config
+from lightrft.datasets.loader import PromptLoader
+from lightrft.models.loader import check_context, load_actor, load_critic
+from lightrft.rewards.manager import RewardManager
+from lightrft.rollout.engine import get_engine
+from lightrft.strategy.strategy_base import OptimSpec, StrategyBase
+from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.trainer.evaluator import Evaluator
+from lightrft.trainer.experience_maker import reward_input
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.kl_controller import get_kl_controller
+from lightrft.trainer.logprob_pass import LogprobPass
+from lightrft.trainer.lr_schedule import schedule_of
+from lightrft.trainer.ppo_trainer import PPOTrainer
+from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.run_log import RolloutLog
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
+
+
+@dataclass
+class Models:
+    """The modules of a run, not yet placed. ``reference`` is None when no KL is asked for, or when LoRA is on (then the
+    actor without its adapters is the reference)."""
+    actor: nn.Module
+    critic: nn.Module | None = None
+    reference: nn.Module | None = None
+
+
+def build_models(config: Config, strategy: StrategyBase) -> Models:
+    """Load what the options need: always the actor, the critic for GAE, the reference for a KL coefficient.
+
+    Raises:
+        ValueError: a model that cannot be used, or lengths beyond the policy's context.
+    """
+    cfg, rollout = config.model, config.rollout
+    check_context(cfg.pretrain, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
+    with strategy.init_model_context():
+        actor = load_actor(cfg)
+        critic = load_critic(cfg) if ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic else None
+        wants_reference = config.algorithm.init_kl_coef > 0 and not cfg.lora_rank
+        reference = load_actor(cfg, path=cfg.ref_pretrain or cfg.pretrain, train=False) if wants_reference else None
+    return Models(actor, critic, reference)
+
+
+class SPMDPPOTrainer(PPOTrainer):
+    """``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
+
+    Args:
+        config: the whole tree, validated.
+        strategy: set up.
+        models: from :func:`build_models`.
+        prompts: training prompts; ``eval_prompts``: held-out ones.
+        timer: of the session (the watchdog reads it).
+        rewards: scores responses (default: what the options ask for).
+    """
+
+    def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
+                 prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
+                 rewards: RewardManager | None = None) -> None:
+        train = config.train
+        loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
+        total = train.max_steps or loader.steps(train.num_episodes)
+        updates = total * updates_per_rollout(config)
+        trained = max(total - train.freezing_actor_steps, 1) * updates_per_rollout(config)
+        actor = strategy.prepare(models.actor, _optim(config, train.actor_learning_rate, trained),
+                                 config.strategy.fsdp_shard_size)
+        critic = strategy.prepare(models.critic, _optim(config, train.critic_learning_rate, updates),
+                                  config.strategy.fsdp_shard_size) if models.critic is not None else None
+        reference = strategy.prepare(
+            models.reference,
+            shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
+        timer, rewards = timer or Timer(), rewards or RewardManager(config.reward)
+        if config.reward.reward_probe:
+            rewards.probe([reward_input(prompt, "") for prompt in prompts])
+        engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
+        maker = FastExperienceMaker(
+            config, strategy, engine, rewards, tokenizer, LogprobPass(config, strategy, actor, critic, reference),
+            get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer)
+        evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
+        prepared = {"actor": actor} | ({"critic": critic} if critic else {})
+        update = PolicyUpdate(config, strategy, actor, critic, timer)
+        log, kl = RolloutLog(config, strategy), get_kl_controller(config.algorithm)
+        super().__init__(config, strategy, prepared, engine, maker, update, loader, kl, evaluator, tokenizer, log,
+                         timer, total)
+
+    def fit(self) -> None:
+        """Train, then end the reward workers and the engine."""
+        try:
+            super().fit()
+        finally:
+            self.maker.rewards.shutdown()
+            self.engine.shutdown()
+
+
+SPMDPPOTrainerVL = SPMDPPOTrainer  # one path for all modalities
+
+
+def updates_per_rollout(config: Config) -> int:
+    """Optimizer steps on one rollout batch."""
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return -(-samples // config.train.train_batch_size) * config.train.max_epochs
+
+
+def _optim(config: Config, lr: float, updates: int) -> OptimSpec:
+    train = config.train
+    beta1, beta2 = train.adam_betas
+    return OptimSpec(lr, (beta1, beta2), train.l2, schedule_of(train, updates))

@@ -1,0 +1,125 @@
+"""pass@k and avg@k, and that an evaluation leaves no trace in the training."""
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.rewards.base import Outcome
+from lightrft.tests import runs
+from lightrft.trainer.evaluator import is_correct, pass_at_k
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def trainer(home, folder, score=runs.letters, **options):
+    cfg = runs.config_of(home, folder, eval_data=[str(home / "test.jsonl")], **options)
+    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
+    made.sync_weights(0)
+    return made
+
+
+@pytest.mark.parametrize("k,expected", [(1, [0, 0.125, 0.5, 1]), (4, [0, 0.5, 0.985714, 1])])
+def test_pass_at_k_reference_numbers(k, expected):
+    assert [pass_at_k(8, c, k) for c in (0, 1, 4, 8)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("n,c,k", [(5, 2, 3), (4, 1, 4), (6, 3, 2)])
+def test_pass_at_k_counts_subsets(n, c, k):
+    from itertools import combinations
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize("reward,parts,right", [(1.0, {}, True), (0.9, {}, False), (0.1, {"math": 1.0}, True),
+                                                (1.0, {"math": 0.0, "format": 1.0}, False), (None, {}, False),
+                                                (None, {"exact": None}, False), (0.95, {"format": 0.5}, False)])
+def test_what_is_correct(reward, parts, right):
+    assert is_correct(reward, parts) is right
+
+
+def test_metrics_per_source(home, tmp_path):
+    """Row i is right in its samples j < i (of 4), so sources differ: even = rows 0, 2, odd = rows 1, 3."""
+    calls = {}
+
+    def score(item):
+        calls[item.prompt] = calls.get(item.prompt, -1) + 1
+        return Outcome(float(calls[item.prompt] < int(item.reference)))
+
+    made = trainer(home, tmp_path, score, eval_n_samples=4, eval_temperature=1.0, eval_pass_k=[1, 2])
+    metrics, _ = made.evaluator.run()
+    expected = {"all/pass@1": 6 / 16, "even/pass@1": 2 / 8, "odd/pass@1": 4 / 8, "odd/pass@2": (1 / 2 + 1) / 2,
+                "even/pass@2": (0 + 5 / 6) / 2, "all/avg@4": 6 / 16, "odd/avg@4": 4 / 8, "odd/unscored": 0,
+                "odd/judge": 4 / 8}  # yapf: disable
+    assert {key: metrics[f"eval/{key}"] for key in expected} == pytest.approx(expected)
+    assert 1 <= metrics["eval/all/len"] <= 12
+
+
+def test_unscored_responses_are_left_out_and_told(home, tmp_path):
+    made = trainer(home, tmp_path, lambda item: Outcome(None, "down") if item.reference == "1" else Outcome(1.0))
+    metrics, _ = made.evaluator.run()
+    assert metrics["eval/odd/pass@1"] == 1 == metrics["eval/odd/avg@1"] == metrics["eval/all/pass@1"]
+    assert metrics["eval/odd/unscored"] == 1 == metrics["eval/all/unscored"] == metrics["eval/odd/unscored/down"]
+    assert metrics["eval/even/unscored"] == 0 and "eval/even/unscored/down" not in metrics
+
+
+def test_pass_at_k_skips_groups_with_fewer_than_k_scored(home, tmp_path):
+    """Row 0 has one scored (right) response of 4, row 2 three of which one is right."""
+    calls = {}
+
+    def score(item):
+        number = calls[item.prompt] = calls.get(item.prompt, -1) + 1
+        judged = number < {"0": 1, "2": 3}.get(item.reference, 0)
+        return Outcome(float(number == 0)) if judged else Outcome(None, "down")
+
+    made = trainer(home, tmp_path, score, eval_n_samples=4, eval_temperature=1.0, eval_pass_k=[1, 2, 4])
+    metrics, _ = made.evaluator.run()
+    assert metrics["eval/even/pass@1"] == pytest.approx((1 + 1 / 3) / 2) and metrics["eval/even/avg@4"] == 2 / 4
+    assert metrics["eval/even/pass@2"] == pytest.approx(2 / 3) and "eval/even/pass@4" not in metrics
+    told = {"eval/odd/len", "eval/odd/unscored", "eval/odd/unscored/down"}
+    assert {name for name in metrics if name.startswith("eval/odd")} == told, "nothing was scored"
+
+
+def test_evaluations_repeat_and_follow_the_weights(home, tmp_path):
+    made = trainer(home, tmp_path, eval_n_samples=2, eval_temperature=1.0, print_samples=2)
+    first, rows = made.evaluator.run()
+    assert (first, rows) == made.evaluator.run()
+    assert [row["prompt"] for row in rows] == list(runs.PROMPTS[:2]) and all("response" in row for row in rows)
+    with torch.no_grad():
+        for parameter in made.prepared["actor"].model.parameters():
+            parameter.mul_(1.5)
+    assert made.evaluator.run()[0] != first
+
+
+def test_an_evaluation_touches_no_training_state(home, tmp_path):
+    options = {"reward_running_norm": True, "eval_n_samples": 2, "eval_temperature": 1.0, "init_kl_coef": 0.1,
+               "kl_target": 0.1}  # yapf: disable
+    made = trainer(home, tmp_path, **options)
+    made.maker.rewards.shutdown = made.engine.shutdown = lambda: None
+    made.fit()
+
+    def state():
+        own = {name: value.clone() for name, value in made.strategy.state_dict(made.prepared["actor"]).items()}
+        return own, made.extra_state(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = state()
+    assert made.maker.calculator.moments.count == 8
+    assert made.evaluate()["eval/all/len"] > 0
+    after = state()
+    assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+    assert before[1] == after[1] and torch.equal(before[2], after[2]) and before[3:] == after[3:]
+    assert made.engine.weight_version == 1
+
+
+def test_training_is_the_same_with_and_without_evaluations(home, tmp_path):
+    options = {"max_steps": 3, "reward_running_norm": True, "init_kl_coef": 0.1}
+    plain = runs.run(home, tmp_path / "plain", **options)
+    often = runs.run(home, tmp_path / "often", eval_data=[str(home / "test.jsonl")], eval_steps=1, eval_at_start=True,
+                     eval_n_samples=2, eval_temperature=0.7, **options)
+    assert all(torch.equal(value, often.weights[name]) for name, value in plain.weights.items())
+    assert [line["step"] for line in often.lines] == [0, 1, 2, 3] and len(plain.lines) == 3
+    assert [line["reward/mean"] for line in often.lines[1:]] == [line["reward/mean"] for line in plain.lines]
+    assert all("eval/all/pass@1" in line for line in often.lines)

@@ -1,0 +1,98 @@
+"""Around a run: what ends it before any process group exists, and what is left beside it."""
+import pytest
+import torch
+
+from lightrft.cli import train, train_sft
+from lightrft.config.cli import parse_config
+from lightrft.tests import runs
+from lightrft.trainer import session
+from lightrft.trainer.session import training_session
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def words(home, folder, **options):
+    values = {**runs.BASE, "pretrain": home / "model", "prompt_data": home / "train.jsonl", "save_path": folder}
+    values["stop"] = "x"
+    return [word for name, value in {**values, **options}.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def no_strategy(monkeypatch):
+    """Fails the test when a strategy (and with it a process group) is set up."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a strategy was set up")
+
+    monkeypatch.setattr(session, "get_strategy", refuse)
+
+
+def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
+    with pytest.raises(SystemExit) as error:
+        train.main([*words(home, tmp_path / "run", rollout_batch_size=6, train_batch_size=4), "--dry_run"])
+    out = capsys.readouterr().out
+    assert error.value.code == 0 and not (tmp_path / "run").exists()
+    assert "rollout_batch_size" in out and "flag" in out and "6 prompts" in out and "12 samples" in out
+
+
+def test_dry_run_of_supervised_fine_tuning(home, tmp_path, capsys, no_strategy):
+    with pytest.raises(SystemExit) as error:
+        train_sft.main(["--pretrain", str(home / "model"), "--train_data", str(home / "train.jsonl"), "--dry_run"])
+    assert error.value.code == 0 and "learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options,told", [({"train_batch_size": 3}, "--train_batch_size 3"),
+                                          ({"advantage_estimator": "grop"}, "did you mean"),
+                                          ({"pretrain": "/nowhere/at/all"}, "no such folder"),
+                                          ({"n_samples_per_prompt": 1}, "compares responses of one prompt")])
+def test_an_impossible_configuration_exits_with_2(home, tmp_path, capsys, no_strategy, options, told):
+    with pytest.raises(SystemExit) as error:
+        train.main(words(home, tmp_path / "run", **options))
+    assert error.value.code == 2 and told in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name,options", [("rl", {"prompt_max_len": 600, "generate_max_len": 12}),
+                                          ("sft", {"max_len": 600})])
+def test_lengths_beyond_the_context_end_in_one_line(home, tmp_path, capsys, name, options):
+    sft = [f"--pretrain={home}/model", f"--train_data={home}/train.jsonl", f"--save_path={tmp_path}", "--max_len=600"]
+    with pytest.raises(SystemExit) as error:
+        train.main(words(home, tmp_path, **options)) if name == "rl" else train_sft.main(sft)
+    told = capsys.readouterr().err
+    assert error.value.code == 2 and "600" in told and "512 positions" in told and "Traceback" not in told
+
+
+def test_a_folder_that_cannot_be_made_exits_with_2(home, tmp_path, capsys, no_strategy):
+    (tmp_path / "file").touch()
+    for path, told in ((tmp_path / "file" / "run", "file is a file"), (tmp_path / ("x" * 300), "cannot be created"),
+                       ("/proc/lightrft", "cannot be")):
+        with pytest.raises(SystemExit) as error:
+            train.main(words(home, path))
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and f"--save_path {path}" in said and told in said and "give a folder" in said
+
+
+def test_an_impossible_sft_configuration_exits_with_2(home, capsys, no_strategy):
+    with pytest.raises(SystemExit) as error:
+        train_sft.main(["--pretrain", str(home / "model")])
+    assert error.value.code == 2 and "--train_data is missing" in capsys.readouterr().err
+
+
+def test_a_session_keeps_its_options_and_seeds_everything(home, tmp_path):
+    numbers = []
+    for seed in (1, 1, 2):
+        parsed = parse_config(words(home, tmp_path / "run", seed=seed))
+        with training_session(parsed) as running:
+            numbers.append(torch.rand(3).tolist())
+            assert running.strategy.world_size == 1
+        again = parse_config(["--config", str(tmp_path / "run" / "config.yaml")])
+        assert again.config == parsed.config
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_the_command_line_trains(home, tmp_path):
+    train.main([*words(home, tmp_path / "run"), "--reward", "format"])
+    assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
