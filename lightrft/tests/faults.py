@@ -1,0 +1,40 @@
+"""A tiny task for runs that are killed, broken and continued: model, prompts, a dense reward, options."""
+import json
+from pathlib import Path
+from typing import Any
+
+from lightrft.tests import tiny
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Share of lower-case letters, and a little for every digit of the reference."""
+    letters = sum(letter.islower() for letter in solution_str) / max(len(solution_str), 1)
+    return letters + 0.1 * (str(ground_truth) in solution_str)
+'''
+OPTIONS: dict[str, Any] = {
+    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "prompt_max_len": 64,
+    "generate_max_len": 12, "max_steps": 8, "save_steps": 2, "max_ckpt_num": 2, "best_metric": "reward/mean",
+    "actor_learning_rate": 3e-3, "eval_steps": 4, "eval_at_start": True,
+    "save_trajectories": True, "use_tensorboard": True, "engine_kv_mib": 4
+}  # yapf: disable
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Distinct prompts with references."""
+    return [{"prompt": f"What is {i}+{i}?", "reference": str(2 * i), "data_source": "sums"}
+            for i in range(start, start + count)]  # yapf: disable
+
+
+def write_rows(path: Path, content: list[dict[str, Any]]) -> Path:
+    """A jsonl file; returns it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
+    return path
+
+
+def write_home(folder: Path) -> Path:
+    """``model/``, ``train.jsonl``, ``test.jsonl`` and ``reward.py`` in ``folder``; returns it."""
+    tiny.save_model(folder / "model", initializer_range=0.1)
+    write_rows(folder / "train.jsonl", rows(20))
+    write_rows(folder / "test.jsonl", rows(6, start=50))
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return folder

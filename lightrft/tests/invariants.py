@@ -1,0 +1,129 @@
+"""What test_invariants measures of a run, on any number of ranks; started by it in its process or by torchrun."""
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightrft.tests import runs
+from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.types import Experience
+
+SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_size": 3}
+SPREAD: dict[str, dict[str, Any]] = {
+    "group_norm": {},
+    "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 3, "train_batch_size": 3,
+            "micro_train_batch_size": 1},  # three samples on two ranks: one rank pads with an empty micro-batch
+    "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 0.01, "kl_horizon": 100,
+                "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean"},
+}  # yapf: disable
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, wherever its parts lie (a collective)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def build(home: Path, folder: Path, **options: Any) -> SPMDPPOTrainer:
+    """A trainer whose engine has its weights."""
+    cfg = runs.config_of(home, folder, **(SHAPE | options))
+    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    trainer.sync_weights(0)
+    return trainer
+
+
+def make_rollout(trainer: SPMDPPOTrainer) -> Rollout:
+    """The first rollout of a run."""
+    trainer.prepared["actor"].model.eval()
+    return trainer.maker.make(next(trainer.loader), 0, trainer.kl.value)
+
+
+def gradients(trainer: SPMDPPOTrainer, rollout: Rollout) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Update on ``rollout``; returns the metrics and the whole gradient of the first optimizer step of each model."""
+    strategy, found = trainer.strategy, {}
+    original = strategy.optimizer_step
+
+    def spy(prepared, max_norm):
+        name = next(name for name, each in trainer.prepared.items() if each is prepared)
+        for key, parameter in prepared.model.named_parameters():
+            if f"{name}/{key}" not in found:
+                found[f"{name}/{key}"] = full(parameter.grad)
+        return original(prepared, max_norm)
+
+    strategy.optimizer_step = spy
+    metrics = trainer.update.run(rollout, 0, trainer.kl.value)
+    strategy.optimizer_step = original
+    return metrics, found
+
+
+def updated(trainer: SPMDPPOTrainer) -> dict[str, Tensor]:
+    """The weights of every trained model."""
+    return {f"{name}/{key}": value for name in trainer.prepared for key, value in runs.weights(trainer, name).items()}
+
+
+def largest_gap(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference of any element, relative to the largest element of all."""
+    assert first.keys() == second.keys(), first.keys() ^ second.keys()
+    scale = max(value.abs().max().item() for value in second.values())
+    return max((first[name] - value).abs().max().item() for name, value in second.items()) / scale
+
+
+def plain(exp: Experience) -> dict[str, Tensor]:
+    """Every field that is set."""
+    return {f.name: exp.__dict__[f.name] for f in fields(exp) if exp.__dict__[f.name] is not None}
+
+
+def facts(home: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same on any number of ranks: the first rollout, its gradients, and runs of one and ten steps."""
+    trainer = build(home, folder / "parts", **options)
+    rollout = make_rollout(trainer)
+    metrics, grads = gradients(trainer, rollout)
+    trainer.maker.rewards.shutdown()
+    found = {"exp": plain(rollout.exp), "metrics": metrics, "grads": grads}
+    for steps in (1, 10):
+        save = folder / str(steps)
+        done = runs.run(home, save, max_steps=steps, save_trajectories=True, **(SHAPE | options))
+        done.trainer.strategy.barrier()
+        found[steps] = {"weights": updated(done.trainer), "lines": done.lines, "rollout": done.rollout(steps)}
+    return found
+
+
+def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """An on-policy update with the old log-prob pass left out, and with the pass forced."""
+    found = {}
+    for name, forced in (("skipped", False), ("forced", True)):
+        trainer = build(home, folder, init_kl_coef=0.1, use_kl_loss=True)
+        if forced:
+            trainer.maker.logprobs.wants_old = lambda num_samples: True
+        rollout = make_rollout(trainer)
+        metrics, grads = gradients(trainer, rollout)
+        found[name] = {"ran": rollout.exp.old_logprobs is not None, "metrics": metrics, "grads": grads,
+                       "weights": updated(trainer)}  # yapf: disable
+    return found
+
+
+def measure(home: Path, folder: Path) -> dict[str, Any]:
+    """All facts of this world size."""
+    found = {name: facts(home, folder / name.replace(" ", "_"), options) for name, options in SPREAD.items()}
+    return {**found, "skipping": skipping(home, folder / "skipping")}
+
+
+def main() -> None:
+    """``HOME FOLDER``: measure, and leave the facts in FOLDER/facts.pt."""
+    home, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    cfg = runs.config_of(home, folder)
+    strategy = runs.strategy_of(cfg)
+    found = measure(home, folder)
+    if strategy.is_main:
+        torch.save(found, folder / "facts.pt")
+    strategy.barrier()
+    strategy.teardown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

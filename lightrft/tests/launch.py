@@ -1,0 +1,148 @@
+"""``lightrft.cli.train`` in real processes, for tests that kill and break runs.
+
+Processes are forked from one server that has imported everything, so a start takes a fraction of a second; otherwise
+they are what torchrun starts (environment, store, process groups of their own, output in files).
+"""
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["lightrft.tests.preload"])
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options as words of the command line; lists with commas, True as a bare flag."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return words
+
+
+def _child(argv: list[str], environ: dict[str, str], folder: str, log: str, limits: dict[int, int]) -> None:
+    """Become the process that ``python -m lightrft.cli.train`` would be."""
+    os.setpgid(0, 0)
+    for which, most in limits.items():
+        resource.setrlimit(which, (most, most))
+    os.environ.update(environ)
+    os.chdir(folder)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    from lightrft.tests.preload import main
+    main(argv)
+
+
+@dataclass
+class Launched:
+    """The ranks of one run."""
+    processes: list[Any]
+    logs: list[Path]
+    store: Any = None
+
+    def wait(self, limit_s: float = 60.0) -> list[int]:
+        """Exit codes, by rank; what still runs after ``limit_s`` is killed and fails the test."""
+        end = time.monotonic() + limit_s
+        for process in self.processes:
+            process.join(max(0.1, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        if late:
+            self.kill()
+            raise AssertionError(f"rank {late} still ran after {limit_s:.0f} s\n{self.output}")
+        return [process.exitcode for process in self.processes]
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """To the process group of one rank, or of all."""
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            if process.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def kill(self) -> None:
+        """``kill -9`` to every rank at once."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def until(self, text: str, limit_s: float = 60.0) -> None:
+        """Wait until rank 0 has written ``text``, or the run is over."""
+        end = time.monotonic() + limit_s
+        while text not in self.log(0) and self.processes[0].is_alive() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def log(self, rank: int) -> str:
+        """What a rank has written so far."""
+        return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
+
+    @property
+    def output(self) -> str:
+        """All of it."""
+        return "\n".join(f"--- rank {rank} ---\n{self.log(rank)}" for rank in range(len(self.logs)))
+
+
+def launch(folder: Path, options: dict[str, Any], ranks: int = 1, limits: dict[int, int] | None = None,
+           **environ: str) -> Launched:
+    """Start ``lightrft.cli.train`` in ``folder`` on ``ranks`` ranks, under resource ``limits``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    common, store = {"OMP_NUM_THREADS": "1", **environ}, None
+    if ranks > 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                   "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}  # yapf: disable
+    number = len(list(folder.glob("*_rank_0.log")))
+    run = Launched([], [folder / f"{number}_rank_{rank}.log" for rank in range(ranks)], store)
+    for rank in range(ranks):
+        own = common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+        arguments = (flags(options), own, str(folder), str(run.logs[rank]), limits or {})
+        process = _CONTEXT.Process(target=_child, args=arguments)
+        process.start()
+        run.processes.append(process)
+    return run
+
+
+def finish(folder: Path, options: dict[str, Any], ranks: int = 1, limit_s: float = 90.0, **environ: str) -> Launched:
+    """A run to its good end."""
+    run = launch(folder, options, ranks, **environ)
+    codes = run.wait(limit_s)
+    assert codes == [0] * ranks, f"exit codes {codes}\n{run.output}"
+    return run
+
+
+def workers(folder: Path) -> list[int]:
+    """Reward workers alive that were started by runs in ``folder`` (they inherit its working directory)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cwd").resolve() == folder.resolve() and b"rewards.worker" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def no_orphans(folder: Path, limit_s: float = 5.0) -> bool:
+    """Whether every reward worker of ``folder`` is gone within ``limit_s``."""
+    end = time.monotonic() + limit_s
+    while workers(folder) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not workers(folder)
+
+
+def errors(text: str) -> list[str]:
+    """The error lines of a log."""
+    return [line for line in text.splitlines() if re.search(r"(ERROR|error): ", line)]
+
+
+PYTHON = [sys.executable, "-m", "lightrft.cli.train"]

@@ -1,0 +1,282 @@
+"""For every option: a run that shows what flipping it changes, or the test elsewhere that does. See test_options."""
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from lightrft.tests.runs import Run
+
+# strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
+GAE = {"advantage_estimator": "gae"}
+KL = {"init_kl_coef": 0.1}
+LORA = {"lora_rank": 2}
+PLAIN = {"advantage_estimator": "reinforce"}
+EVAL = {"eval_data": ["@test"], "eval_steps": -1}
+SAMPLED = {**EVAL, "eval_n_samples": 2, "eval_temperature": 1.0}
+SAVING = {"disable_ckpt": False, "save_steps": 1, "max_steps": 3, "async_save": False}
+MOVING = {"max_epochs": 3, "actor_learning_rate": 0.003}
+LONG = {"overlong_buffer": True, "overlong_buffer_len": 8}
+TWO, FOUR = {"max_steps": 2}, {"max_steps": 4}
+
+
+@dataclass
+class Seen:
+    """A run, and what was counted while it ran."""
+    run: Run
+    calls: list[tuple[Any, ...]] = field(default_factory=list)  # of the strategy: (name, argument)
+    forwards: int = 0  # of the actor
+
+    def count(self) -> None:
+        """One more forward pass."""
+        self.forwards += 1
+
+
+Watch = Callable[[Seen], Any]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """``watch`` must differ between a run with ``base`` and the same run with the option at ``value``."""
+    value: Any
+    watch: Watch
+    base: dict[str, Any] = field(default_factory=dict)
+
+
+def metric(name: str, line: int = -1) -> Watch:
+    """A number of ``metrics.jsonl``, which must be there in both runs."""
+    return lambda seen: seen.run.lines[line][name]
+
+
+def keys(seen: Seen) -> set[str]:
+    """Names of the metrics."""
+    return {name for line in seen.run.lines for name in line}
+
+
+def files(seen: Seen) -> set[str]:
+    """What the run left."""
+    return {str(path.relative_to(seen.run.folder)) for path in seen.run.folder.rglob("*") if path.is_file()}
+
+
+def weights(seen: Seen) -> str:
+    """A digest of every trained weight."""
+    digest = blake2b()
+    for prepared in seen.run.trainer.prepared.values():
+        for _, value in seen.run.trainer.strategy.full_params(prepared.model):
+            digest.update(value.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def said(key: str, step: int = 1) -> Watch:
+    """What the rows of a rollout hold."""
+    return lambda seen: [row[key] for row in seen.run.rollout(step)]
+
+
+def steps(seen: Seen) -> list[tuple[int, bool]]:
+    """The steps that have a line, evaluations told apart."""
+    return [(line["step"], "eval/all/len" in line) for line in seen.run.lines]
+
+
+def forwards(seen: Seen) -> int:
+    """Forward passes of the actor."""
+    return seen.forwards
+
+
+def calls(name: str) -> Watch:
+    """Calls of the strategy."""
+    return lambda seen: [call for call in seen.calls if call[0] == name]
+
+
+def train_prompts(seen: Seen) -> int:
+    """How many prompts there are to train on."""
+    return len(seen.run.trainer.loader.dataset)
+
+
+def eval_prompts(seen: Seen) -> int:
+    """How many held-out prompts there are."""
+    return len(seen.run.trainer.evaluator.prompts)
+
+
+FLIPS: dict[str, Flip] = {
+    # model
+    "pretrain": Flip("@other", weights),
+    "bf16": Flip(True, metric("rollout/mismatch/abs_logp_mean")),
+    "lora_rank": Flip(2, files),
+    "lora_alpha": Flip(64, weights, LORA),
+    "lora_dropout": Flip(0.5, weights, LORA | TWO),
+    "target_modules": Flip(["q_proj"], weights, LORA),
+    "freeze_prefix": Flip(["model.embed_tokens"], weights),
+    "logprob_chunk_mib": Flip(3, lambda seen: seen.run.trainer.prepared["actor"].model.chunk_mib),
+    "ref_pretrain": Flip("@other", metric("reward/kl"), KL),
+    "initial_model_shard_size": Flip(1, calls("prepare"), KL),
+    "critic_pretrain": Flip("@other", weights, GAE),
+    "save_value_network": Flip(True, files, GAE),
+    # strategy
+    "adam_offload": Flip(True, calls("offload")),
+    # rollout
+    "rollout_batch_size": Flip(2, metric("rollout/prompts"), {"train_batch_size": 4}),
+    "n_samples_per_prompt": Flip(4, metric("rollout/samples")),
+    "prompt_max_len": Flip(12, train_prompts),
+    "generate_max_len": Flip(5, metric("rollout/response_len/max")),
+    "temperature": Flip(0.5, said("response")),
+    "top_p": Flip(0.5, said("response")),
+    "top_k": Flip(2, said("response")),
+    "min_p": Flip(0.5, said("response")),
+    "stop": Flip(["A", "B", "C", "1", "2"], said("response")),
+    "micro_rollout_batch_size": Flip(2, forwards, KL),
+    # data
+    "prompt_data": Flip(["@test"], train_prompts),
+    "prompt_data_probs": Flip([0.1, 0.9], said("uid"), {"prompt_data": ["@train", "@test"]}),
+    "eval_data": Flip(["@test"], keys, {"eval_steps": -1}),
+    "max_samples": Flip(5, train_prompts),
+    "max_eval_samples": Flip(3, eval_prompts, EVAL),
+    "apply_chat_template": Flip(True, said("prompt"), {"prompt_max_len": 200}),
+    "input_template": Flip("Q: {}", said("prompt")),
+    "shuffle": Flip(False, said("uid")),
+    # reward
+    "reward": Flip(["format"], keys, {"reward": ["exact"]}),
+    "reward_clip": Flip(0.1, metric("advantage/max"), PLAIN),
+    "reward_running_norm": Flip(True, metric("advantage/max"), PLAIN),
+    "reward_running_norm_minus_mean": Flip(True, metric("advantage/max"), PLAIN | {"reward_running_norm": True}),
+    "overlong_buffer": Flip(True, metric("advantage/min"), PLAIN | {"overlong_buffer_len": 8}),
+    "overlong_buffer_len": Flip(3, metric("reward/overlong_penalty"), LONG),
+    "overlong_buffer_penalty_factor": Flip(0.5, metric("reward/overlong_penalty"), LONG),
+    "mask_truncated": Flip(True, metric("policy/grad_norm"), {"generate_max_len": 6}),
+    # algorithm
+    "advantage_estimator": Flip("rloo", metric("policy/grad_norm")),
+    "loss_agg_mode": Flip("seq-mean-token-sum", metric("policy/grad_norm")),
+    "loss_agg_norm": Flip(3, metric("policy/grad_norm"), {"loss_agg_mode": "seq-mean-token-sum-norm"}),
+    "eps_clip": Flip(0.01, metric("policy/clip_frac_low"), MOVING),
+    "eps_clip_high": Flip(0.01, metric("policy/clip_frac_high"), MOVING),
+    "value_clip": Flip(0.01, weights, GAE | {"max_epochs": 4, "critic_learning_rate": 0.1}),
+    "gamma": Flip(0.5, metric("policy/grad_norm")),
+    "lambd": Flip(0.5, metric("advantage/mean"), GAE),
+    "std_eps": Flip(0.5, metric("advantage/max")),
+    "zero_spread": Flip(10.0, metric("group/zero_spread_frac")),
+    "advantages_norm": Flip(True, metric("advantage/mean"), PLAIN),
+    "advantage_clip": Flip(0.1, metric("policy/grad_norm")),
+    "init_kl_coef": Flip(1.0, weights, KL | TWO),
+    "kl_estimator": Flip("k2", metric("reward/kl"), KL | TWO),
+    "use_kl_loss": Flip(True, keys, KL),
+    "kl_target": Flip(0.01, metric("policy/kl_coef"), KL | TWO),
+    "kl_horizon": Flip(100, metric("policy/kl_coef"), KL | TWO | {"kl_target": 0.01}),
+    "entropy_coef": Flip(0.1, metric("policy/grad_norm")),
+    # train
+    "train_batch_size": Flip(4, metric("policy/optimizer_steps")),
+    "micro_train_batch_size": Flip(2, forwards),
+    "max_tokens_per_micro_batch": Flip(40, forwards),
+    "max_steps": Flip(2, steps),
+    "lr_scheduler": Flip("linear", metric("policy/lr"), FOUR),
+    "lr_warmup_ratio": Flip(0.9, metric("policy/lr", 0), FOUR),
+    "lr_min_ratio": Flip(0.5, metric("policy/lr"), FOUR | {"lr_scheduler": "cosine_with_min_lr"}),
+    "adam_betas": Flip([0.5, 0.6], weights, TWO),
+    "l2": Flip(0.5, weights),
+    "max_norm": Flip(0.01, weights, TWO),
+    "seed": Flip(1, said("response")),
+    "num_episodes": Flip(2, steps, {"max_steps": 0}),
+    "max_epochs": Flip(2, metric("policy/optimizer_steps")),
+    "actor_learning_rate": Flip(1e-2, weights),
+    "critic_learning_rate": Flip(1e-2, metric("critic/lr"), GAE),
+    "freezing_actor_steps": Flip(1, weights, GAE | TWO),
+    # eval
+    "eval_steps": Flip(1, steps, TWO | EVAL),
+    "eval_at_start": Flip(True, steps, EVAL),
+    "eval_n_samples": Flip(3, keys, SAMPLED),
+    "eval_temperature": Flip(0.3, metric("eval/all/judge"), SAMPLED),
+    "eval_top_p": Flip(0.3, metric("eval/all/judge"), SAMPLED),
+    "eval_pass_k": Flip([1, 2], keys, SAMPLED),
+    # checkpoint
+    "ckpt_path": Flip("@run/elsewhere", files, SAVING),
+    "save_steps": Flip(2, files, SAVING),
+    "max_ckpt_num": Flip(1, files, SAVING),
+    "max_ckpt_mem": Flip(1e-9, files, SAVING),
+    "best_metric": Flip("policy/lr", files, SAVING | {"max_ckpt_num": 1, "lr_scheduler": "linear"}),
+    "save_hf_ckpt": Flip(True, files, SAVING),
+    "disable_ckpt": Flip(True, files, {"disable_ckpt": False}),
+    # log
+    "metric_aliases": Flip("trl", keys),
+    "save_trajectories": Flip(False, files),
+    "num_trajectories_to_save": Flip(3, said("uid")),
+}  # yapf: disable
+
+_T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"
+_S, _M, _U = "lightrft/strategy/tests/", "lightrft/models/tests/", "lightrft/utils/tests/"
+_HERE = "lightrft/tests/test_options.py::"
+SHOWN: dict[str, str] = {
+    "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
+    "use_liger": _M + "test_loader.py::test_liger_needs_cuda",
+    "value_head_prefix": _M + "test_actor.py::test_the_critic_exports_its_head_under_the_chosen_name",
+    "strategy": _S + "test_strategy.py::test_choice",
+    "fsdp_shard_size": _S + "test_conformance.py::test_two_ranks",
+    "fsdp_cpu_offload": _S + "test_conformance.py::test_two_ranks",
+    "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",
+    "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
+    "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",
+    "sync_bucket_mib": "lightrft/rollout/tests/test_weight_sync.py::test_two_ranks_generate_what_one_process_does",
+    "prompt_split": _D + "test_prompts_dataset.py::test_split_options",
+    "eval_split": _D + "test_prompts_dataset.py::test_split_options",
+    "input_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
+    "label_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
+    "reference_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
+    "chat_template": _D + "test_prompts_dataset.py::test_chat_options",
+    "system_prompt": _D + "test_prompts_dataset.py::test_chat_options",
+    "overlong_prompt": _D + "test_prompts_dataset.py::test_too_long_prompts",
+    "data_workers": _D + "test_prompts_dataset.py::test_worker_processes_give_the_same_prompts",
+    "remote_rm_url": _R + "test_remote.py::test_the_faster_server_gets_more_and_both_work",
+    "reward_workers": _R + "test_pool.py::test_workers_do_not_import_the_training_script_and_share_the_work",
+    "reward_timeout_s": _R + "test_pool.py::test_patience_shrinks_and_ends",
+    "reward_probe": _HERE + "test_the_probe_stops_a_run",
+    "dual_clip": _M + "test_loss.py::test_each_option_changes_the_loss",
+    "policy_loss": _HERE + "test_a_registered_name_reaches_the_update",
+    "rollout_correction": _HERE + "test_a_registered_name_reaches_the_update",
+    "max_bad_steps": _T + "test_optimizer_step.py::test_one_process",
+    "save_path": _T + "test_session.py::test_the_command_line_trains",
+    "async_save": _S + "test_conformance.py::test_one_rank",
+    "load_checkpoint": _HERE + "test_loading_a_checkpoint_goes_on",
+    "logging_steps": _U + "test_sinks.py::test_logging_steps_thins_the_table_but_not_the_file",
+    "use_tensorboard": _U + "test_sinks.py::test_tensorboard_shows_a_resumed_run_once",
+    "use_wandb": _U + "test_sinks.py::test_wandb_offline",
+    "wandb_project": _HERE + "test_names_reach_wandb",
+    "wandb_run_name": _HERE + "test_names_reach_wandb",
+    "wandb_group": _HERE + "test_names_reach_wandb",
+    "wandb_org": _HERE + "test_names_reach_wandb",
+    "use_trackio": _U + "test_sinks.py::test_trackio_local",
+    "print_samples": _T + "test_evaluator.py::test_evaluations_repeat_and_follow_the_weights",
+}
+
+# supervised fine-tuning: what its own trainer reads; files, sinks, models and strategies are read by shared code
+CHECKPOINTS = {"disable_ckpt": False, "save_steps": 1, "max_steps": 3, "async_save": False}
+SFT_FLIPS: dict[str, Flip] = {
+    "pretrain": Flip("@other", weights),
+    "bf16": Flip(True, weights),
+    "lora_rank": Flip(2, files),
+    "lora_dropout": Flip(0.5, weights, LORA | TWO),
+    "freeze_prefix": Flip(["model.embed_tokens"], weights),
+    "train_data": Flip(["@chats", "@chats"], lambda seen: len(seen.run.lines), {"train_batch_size": 6, "max_steps": 0}),
+    "eval_data": Flip(["@chats"], keys),
+    "max_len": Flip(60, weights),
+    "max_samples": Flip(4, weights),
+    "system_prompt": Flip("Be brief.", weights),
+    "shuffle": Flip(False, weights),
+    "train_batch_size": Flip(2, metric("sft/tokens")),
+    "micro_train_batch_size": Flip(1, forwards),
+    "max_tokens_per_micro_batch": Flip(40, forwards),
+    "max_steps": Flip(2, lambda seen: len(seen.run.lines)),
+    "max_epochs": Flip(2, lambda seen: len(seen.run.lines), {"max_steps": 0}),
+    "lr_scheduler": Flip("linear", metric("sft/lr"), FOUR),
+    "lr_warmup_ratio": Flip(0.9, metric("sft/lr", 0), FOUR),
+    "lr_min_ratio": Flip(0.5, metric("sft/lr"), FOUR | {"lr_scheduler": "cosine_with_min_lr"}),
+    "adam_betas": Flip([0.5, 0.6], weights, TWO),
+    "l2": Flip(0.5, weights),
+    "max_norm": Flip(0.01, weights, TWO),
+    "seed": Flip(1, weights),
+    "learning_rate": Flip(1e-2, weights),
+    "eval_steps": Flip(1, lambda seen: ["eval/loss" in line for line in seen.run.lines],
+                       TWO | {"eval_data": ["@chats"]}),
+    "save_steps": Flip(2, files, CHECKPOINTS),
+    "save_hf_ckpt": Flip(True, files, CHECKPOINTS),
+    "disable_ckpt": Flip(True, files, {"disable_ckpt": False}),
+}  # yapf: disable
+SFT_SHOWN: dict[str, str] = {
+    "train_split": _D + "test_prompts_dataset.py::test_split_options",
+    "max_bad_steps": _T + "test_optimizer_step.py::test_one_process",
+}

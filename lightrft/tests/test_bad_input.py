@@ -1,0 +1,399 @@
+"""Whatever is wrong: a clear message, a non-zero exit, nothing lost, no rank and no worker left behind."""
+import json
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import BertConfig, T5Config
+
+from lightrft.strategy.checkpoint_files import folders, newest
+from lightrft.tests import tiny
+from lightrft.tests.faults import OPTIONS, rows, write_home, write_rows
+from lightrft.tests.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+SHORT: dict[str, Any] = {
+    "max_steps": 4, "save_steps": 1, "train_batch_size": 32, "use_tensorboard": False, "eval_at_start": False,
+    "eval_steps": 0, "generate_max_len": 6, "best_metric": "none"
+}  # yapf: disable
+
+
+@pytest.fixture(name="home", scope="module")
+def home_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_home(tmp_path_factory.mktemp("bad"))
+
+
+@pytest.fixture(name="trained", scope="module")
+def trained_fixture(home: Path) -> Path:
+    """A run of two steps with its checkpoints."""
+    finish(home / "trained", options_of(home, home / "trained", max_steps=2))
+    return home / "trained"
+
+
+def options_of(home: Path, folder: Path, **more: Any) -> dict[str, Any]:
+    return OPTIONS | SHORT | {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home /
+                              "reward.py", "save_path": folder / "run"} | more
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_refused(run: Launched, *words: str, code: int = 2, told_by: int = 0) -> None:
+    """One error line on one rank, no traceback, every rank out with ``code``, no worker left."""
+    codes = run.wait()
+    assert codes == [code] * len(run.processes), f"{codes}\n{run.output}"
+    assert "Traceback" not in run.output, run.output
+    told = [len(errors(run.log(rank))) for rank in range(len(run.logs))]
+    assert told[told_by] == 1 and sum(told) == 1, run.output
+    for word in words:
+        assert word in run.log(told_by), f"{word!r} is missing in\n{run.log(told_by)}"
+    assert no_orphans(run.logs[0].parent)
+
+
+def refused(home: Path, folder: Path, *words: str, ranks: int = 1, **more: Any) -> None:
+    assert_refused(launch(folder, options_of(home, folder, **more), ranks), *words)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+def _lines(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    content = rows(10)
+    change(content)
+    write_rows(path, content)
+
+
+DATA: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "missing": (lambda path: None, ("data.jsonl", "no such file")),
+    "empty": (lambda path: path.write_text(""), ("data.jsonl", "empty", "Write the data again")),
+    "truncated": (lambda path: path.write_text(json.dumps(rows(1)[0]) + "\n" + json.dumps(rows(1)[0])[:30]),
+                  ("data.jsonl, line 2", "cut off", "write it again")),
+    "mixed": (lambda path: _lines(path, lambda some: some[3].update(prompt=[{"role": "user", "content": "x"}])),
+              ("data.jsonl, row 4", "mixed schema", "one schema")),
+    "no prompt": (lambda path: _lines(path, lambda some: some[4].pop("prompt")),
+                  ("data.jsonl, row 5", "no prompt", "--input_key")),
+    "no answer": (lambda path: _lines(path, lambda some: some[5].pop("reference")),
+                  ("data.jsonl, row 6", "no answer", "--reference_key")),
+    "not utf-8": (lambda path: path.write_bytes(b'{"prompt": "caf\xe9", "reference": "1"}\n'),
+                  ("data.jsonl, line 1", "not UTF-8", "iconv")),
+    "duplicate ids": (lambda path: _lines(path, lambda some: [row.update(id=min(i, 7)) for i, row in enumerate(some)]),
+                      ("data.jsonl, row 9", "duplicate id", "'7'", "row 8")),
+    "all too long": (lambda path: write_rows(path, [{"prompt": "x" * 100, "reference": "1"}] * 9),
+                     ("all 9 prompts are longer than --prompt_max_len 64", "Raise it")),
+    "too few": (lambda path: write_rows(path, rows(5)), ("a batch of 8 rows", "the data has 5", "5")),
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data(name: str, home: Path, tmp_path: Path) -> None:
+    write, words = DATA[name]
+    write(tmp_path / "data.jsonl")
+    refused(home, tmp_path, *words, prompt_data=tmp_path / "data.jsonl")
+
+
+def test_truncated_parquet(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(b"PAR1 and then nothing")
+    refused(home, tmp_path, "data.parquet", "not a complete parquet file", prompt_data=tmp_path / "data.parquet")
+
+
+def test_a_long_prompt_is_an_error_when_asked(home: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [*rows(9), {"prompt": "x" * 100, "reference": "1"}])
+    refused(home, tmp_path, "1 of 10 rows are longer than --prompt_max_len 64", "row 10", "--overlong_prompt filter",
+            prompt_data=data, overlong_prompt="error")
+
+
+def test_a_long_prompt_is_left_out_and_counted(home: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "x" * 100, "reference": "1"}, *rows(9)])
+    run = finish(tmp_path, options_of(home, tmp_path, prompt_data=data, max_steps=1))
+    assert "1 of 10 rows are longer than --prompt_max_len 64" in run.output and "left out" in run.output
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+def _no_eos(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "absent": (shutil.rmtree, ("--pretrain", "model: no such folder")),
+    "no config": (lambda folder: (folder / "config.json").unlink(), ("no config.json", )),
+    "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("*token*")], ("no tokenizer", "copy")),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ("cannot load the weights", )),
+    "cut weights": (lambda folder: os.truncate(folder / "model.safetensors", 5000), ("cannot load the weights", )),
+    "encoder": (lambda folder: BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder),
+                ("wrong architecture", "bert", "Qwen2")),
+    "encoder-decoder": (lambda folder: T5Config().save_pretrained(folder), ("wrong architecture", "t5", "Qwen2")),
+    "no eos": (_no_eos, ("no eos token", "tokenizer_config.json")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, home: Path, tmp_path: Path) -> None:
+    harm, words = MODELS[name]
+    shutil.copytree(home / "model", tmp_path / "model")
+    harm(tmp_path / "model")
+    refused(home, tmp_path, *words, pretrain=tmp_path / "model")
+
+
+def test_a_missing_pad_token_becomes_eos(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "model", tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+    run = finish(tmp_path, options_of(home, tmp_path, pretrain=tmp_path / "model", max_steps=1))
+    assert "has no pad token: eos '<|im_end|>' is used" in run.output
+
+
+def test_unknown_chat_template(home: Path, tmp_path: Path) -> None:
+    refused(home, tmp_path, "chat", "'chatmml'", "chatml", chat_template="chatmml")
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+def test_checkpoint_of_another_model(home: Path, trained: Path, tmp_path: Path) -> None:
+    """Refused, naming a tensor; metrics and checkpoints stay as they are."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    tiny.save_model(tmp_path / "other", hidden_size=16)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    refused(home, tmp_path, "is a checkpoint of another model", "embed_tokens", "[260, 32]", "[260, 16]",
+            pretrain=tmp_path / "other", load_checkpoint=True)
+    changed = [path.name for path, content in before.items() if path.read_bytes() != content]
+    assert changed == ["config.yaml"], changed
+
+
+def test_checkpoint_of_other_data(home: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    refused(home, tmp_path, "data sets of [20] rows, now they have [9]", "Use the same data",
+            prompt_data=write_rows(tmp_path / "data.jsonl", rows(9)), load_checkpoint=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (trained / "run" / "metrics.jsonl").read_bytes()
+
+
+def test_a_new_run_in_an_old_folder_keeps_the_old_checkpoints_apart(home: Path, trained: Path, tmp_path: Path) -> None:
+    """Neither may the old ones rotate the new ones away, nor may a later resume pick the old run."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    finish(tmp_path, options_of(home, tmp_path, max_steps=1, seed=7))
+    assert [path.name for path in folders(tmp_path / "run" / "checkpoints")] == ["step_000001"]
+    assert len(folders(tmp_path / "run" / "checkpoints.1")) == 2, "the checkpoints of the old run are lost"
+    assert (tmp_path / "run" / "metrics.1.jsonl").is_file()
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+def test_no_room_for_a_checkpoint(home: Path, tmp_path: Path) -> None:
+    """Files may not grow beyond 150 KiB: checkpoints fail, training goes on, the run says so."""
+    run = launch(tmp_path, options_of(home, tmp_path), limits={resource.RLIMIT_FSIZE: 150 << 10})
+    assert run.wait() == [0], run.output
+    assert "could not save a checkpoint" in run.output and "MiB free)" in run.output, run.output
+    assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3, 4]
+    assert not list((tmp_path / "run" / "checkpoints").iterdir()), "half a checkpoint was left"
+
+
+@pytest.mark.parametrize("ranks,room", [(1, 1.7), (2, 1.7), (2, 1.45)])
+def test_disk_full(ranks: int, room: float, home: Path, trained: Path, tmp_path: Path) -> None:
+    """A file system that holds ``room`` checkpoints; the first stays loadable, whatever cannot be written after it."""
+    disk, folder = tmp_path / "disk", tmp_path / "disk" / "it"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in (trained / "run/checkpoints/step_000001").rglob("*") if path.is_file())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(room * size) >> 10}k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        run = launch(folder, options_of(home, folder, max_ckpt_num=1), ranks)
+        codes = run.wait()
+        assert "could not save a checkpoint" in run.output and "No space left on device" in run.output, run.output
+        assert codes in ([0] * ranks, [1] * ranks), run.output
+        assert "Traceback" not in run.output, run.output
+        assert codes[0] == 0 or f"cannot write to {folder}" in run.log(0), run.output
+        kept = newest(folder / "run" / "checkpoints")
+        assert kept is not None, run.output
+        rescued = tmp_path / "rescued"
+        shutil.copytree(folder / "run", rescued / "run")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    finish(rescued, options_of(home, rescued, load_checkpoint=True), ranks)
+    assert [row["step"] for row in steps(rescued)] == [1, 2, 3, 4]
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["nan", "gradient"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, home: Path, tmp_path: Path) -> None:
+    """One bad micro-batch on the last rank: no rank steps, one step is counted, the run goes on and ends well."""
+    options = options_of(home, tmp_path, plugin="lightrft.tests.mischief", policy_loss="mischief", init_kl_coef=0.05,
+                         kl_target=0.01)
+    run = finish(tmp_path, options, ranks, MISCHIEF=f"{kind}@{ranks - 1}:2")
+    found = [(row["policy/optimizer_steps"], row["policy/skipped_steps"]) for row in steps(tmp_path)]
+    assert found == [(1, 0), (0, 1), (1, 0), (1, 0)], run.output
+    assert all(row["policy/kl_coef"] is not None and row["policy/kl_coef"] > 0 for row in steps(tmp_path))
+    assert "optimizer step skipped on all ranks" in run.output
+    weights = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_three_bad_steps_in_a_row_end_the_run(ranks: int, home: Path, tmp_path: Path) -> None:
+    options = options_of(home, tmp_path, plugin="lightrft.tests.mischief", policy_loss="mischief", max_steps=8)
+    run = launch(tmp_path, options, ranks, MISCHIEF=f"nan@{ranks - 1}:3-9")
+    assert run.wait() == [1] * ranks, run.output
+    assert "3 optimizer steps in a row had a non-finite loss" in run.log(0) and "--max_bad_steps" in run.log(0)
+    assert "Traceback" not in run.output and "stops for that reason" not in run.output, run.output
+    assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3, 4]
+    assert newest(tmp_path / "run" / "checkpoints") is not None and no_orphans(tmp_path)
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+HEAD = "def reward_func(queries, prompts, labels):\n    "
+REWARDS = {
+    "syntax": ("def reward_func(queries, prompts, labels)\n    return 1\n", ("reward.py, line 1", "correct the file")),
+    "import": ("import no_such_module\n", ("reward.py raises while it is imported", "no_such_module")),
+    "unclear": ("def one(a): return 1\ndef two(a): return 2\n", ("cannot tell which function", "path.py:function")),
+    "raises": (HEAD + "raise KeyError('pumpkin')\n", ("could be scored: exception", "pumpkin", "--no_reward_probe")),
+    "none": (HEAD + "return None\n", ("could be scored: none", "--no_reward_probe")),
+    "short": (HEAD + "return [1.0] * (len(queries) + 1)\n", ("could be scored: wrong_length", "rewards for")),
+    "nan": (HEAD + "return [float('nan')] * len(queries)\n", ("could be scored: not_finite", "the reward is nan")),
+    "hangs": (HEAD + "import time; time.sleep(1000)\n", ("could be scored: timeout", "--reward_timeout_s")),
+    "dies": (HEAD + "import os; os._exit(3)\n", ("could be scored: worker_died", "exit code 3")),
+}
+
+
+def write_reward(folder: Path, name: str) -> tuple[Path, tuple[str, ...]]:
+    text, words = REWARDS[name]
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(text, encoding="utf-8")
+    return folder / "reward.py", words
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_reward_file(name: str, home: Path, tmp_path: Path) -> None:
+    """Refused before training, with the cause."""
+    path, words = write_reward(tmp_path, name)
+    run = launch(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.5))
+    assert run.wait() == [2], run.output
+    own = run.output.split("was left unscored")[-1]
+    assert own.count("Traceback") == (name in ("import", "raises")), run.output  # the one of the user's own file
+    assert all(word in run.output for word in words) and len(errors(run.output)) == 1, run.output
+    assert no_orphans(tmp_path)
+
+
+@pytest.mark.parametrize("name,cause", [("raises", "exception"), ("none", "none"), ("short", "wrong_length"),
+                                        ("nan", "not_finite"), ("hangs", "timeout")])
+def test_a_reward_that_fails_while_training_leaves_samples_unscored(name: str, cause: str, home: Path,
+                                                                    tmp_path: Path) -> None:
+    path, _ = write_reward(tmp_path, name)
+    finish(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.2, reward_probe="false", max_steps=1))
+    row = steps(tmp_path)[0]
+    assert row["reward/unscored"] == 32 and row[f"reward/unscored/{cause}"] == 32
+    assert row["policy/optimizer_steps"] == 0, "trained on rewards that nobody gave"
+    assert no_orphans(tmp_path)
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers /broken with 500, /slow after 5 s, /words with text, /object without rewards, /good with ones."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/slow":
+            time.sleep(5)
+        good = {"rewards": [1.0] * len(body["query"])}
+        answer = {"/words": "all good", "/object": {"verdict": 1}}.get(self.path, good)
+        self.send_response(500 if self.path == "/broken" else 200)
+        self.end_headers()
+        self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+
+    def log_message(self, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(name="server", scope="module")
+def server_fixture() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("path,cause", [(None, "unreachable"), ("/slow", "timeout"), ("/words", "wrong_json"),
+                                        ("/object", "wrong_json"), ("/broken", "http_status")])
+def test_reward_server(path: str | None, cause: str, server: str, home: Path, tmp_path: Path) -> None:
+    url = server + path if path else "http://127.0.0.1:9"
+    words = (f"could be scored: {cause}", url, "correct the reward, the server or the row")
+    refused(home, tmp_path, *words, reward="none", remote_rm_url=url, reward_timeout_s=0.3)
+
+
+def test_a_server_that_fails_while_training(server: str, home: Path, tmp_path: Path) -> None:
+    finish(tmp_path, options_of(home, tmp_path, reward="none", remote_rm_url=server + "/words", reward_probe="false",
+                                max_steps=1))  # yapf: disable
+    assert steps(tmp_path)[0]["reward/unscored/wrong_json"] == 32
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+def test_two_ranks_tell_an_error_once(home: Path, tmp_path: Path) -> None:
+    """What every rank finds at the same time is rank 0's to tell; no rank blames another."""
+    cases = {
+        "data": {"prompt_data": write_rows(tmp_path / "few.jsonl", rows(5))},
+        "model": {"pretrain": shutil.copytree(home / "model", tmp_path / "model")},
+        "reward": {"reward": write_reward(tmp_path / "none", "syntax")[0]},
+        "config": {"rollout_batch_size": 1},
+    }  # yapf: disable
+    _no_eos(tmp_path / "model")
+    words = {"data": "the data has 5", "model": "no eos token", "reward": "line 1", "config": "--rollout_batch_size 1"}
+    runs = {name: launch(tmp_path / name, options_of(home, tmp_path / name, **more), 2) for name, more in cases.items()}
+    for name, run in runs.items():
+        assert_refused(run, words[name])
+        assert "stops for that reason" not in run.output, run.output
+
+
+def test_an_error_of_one_rank_ends_both(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import os\nassert os.environ['RANK'] == '0', 'no GPU here'\n" +
+                    (home / "reward.py").read_text())
+    began = time.monotonic()
+    run = launch(tmp_path, options_of(home, tmp_path, reward=path), 2)
+    assert run.wait() == [2, 2] and time.monotonic() - began < 60, run.output
+    assert "rank 1 stopped the run: reward file" in run.log(0) and "no GPU here" in run.log(0), run.output
+    assert "[rank 1] ERROR: reward file" in run.log(1) and no_orphans(tmp_path), run.output
+
+
+@pytest.fixture(name="broken", scope="module")
+def broken_fixture(home: Path) -> dict[str, Launched]:
+    """Runs of two ranks in which rank 1 comes to grief at its third step; all at once, they mostly wait."""
+    more = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "max_steps": 50}
+    kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 8}}
+    return {
+        kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, MISCHIEF=f"{kind}@1:3")
+        for kind, own in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("kind,what,stack", [
+    ("raise", "rank 1 raised RuntimeError: the loss of this rank is a pumpkin", "in mischief"),
+    ("exit", "rank 1 died without a word", "its stack is unknown"),
+    ("kill", "rank 1 died without a word", "its stack is unknown"),
+    ("hang", "rank 1 made no progress for", "time.sleep(1000)"),
+])
+def test_a_rank_that_comes_to_grief(kind: str, what: str, stack: str, home: Path, broken: dict[str, Launched]) -> None:
+    """The other one ends within a minute, non-zero, and says who, where, and both stacks."""
+    run = broken[kind]
+    codes = run.wait(60.0)
+    assert codes[0] == 1 and codes[1] in {"raise": [1], "exit": [7], "kill": [-9], "hang": [1]}[kind], run.output
+    assert what in run.output and stack in run.output, run.output
+    assert kind in ("exit", "kill") or "in phase forward" in run.output.split(what)[1], run.output
+    assert "stops for that reason, in phase forward" in run.output or "in phase update" in run.output, run.output
+    assert "rank 0 stops for that reason" in run.log(0) or kind == "hang", run.output
+    assert len(steps(home / kind)) == 2 and newest(home / kind / "run" / "checkpoints") is not None
+    assert no_orphans(home / kind)
+
+
+def test_torchrun_tells_a_user_error_once(home: Path, tmp_path: Path) -> None:
+    """The real launcher around it: our line appears once, no traceback of ours, exit code not 0."""
+    words = flags(options_of(home, tmp_path, prompt_data=write_rows(tmp_path / "few.jsonl", rows(5))))
+    command = [PYTHON[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:], *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and done.stderr.count("the data has 5") == 1, done.stderr
+    assert "lightrft/" not in done.stderr.split("the data has 5")[1], done.stderr

@@ -1,0 +1,198 @@
+"""The README and the docs say what the code does: generated tables, commands, examples."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.algorithms import ADVANTAGES, table
+from lightrft.config.refused import ALIASES, REFUSED
+from lightrft.config.schema import AlgorithmConfig, DataConfig
+from lightrft.datasets import records, sft_dataset
+from lightrft.datasets.rendering import Renderer
+from lightrft.models.loss import PolicyLoss
+from lightrft.ops.aggregate import Denominators
+from lightrft.ops.mismatch import SUMS, mismatch_metrics
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.recipes import RECIPES
+from lightrft.rewards.user_file import SIGNATURES, load, signature_of
+from lightrft.tests import tiny
+from lightrft.tests.test_layering import LAYERS
+from lightrft.trainer.optimizer_step import StepResult, step_metrics
+from lightrft.types import Experience
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
+
+
+def readme_part(name):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+
+
+def built_in_table():
+    """In a process of its own: plug-ins of other tests do not count."""
+    code = "import sys\nfrom lightrft.algorithms import table\nsys.stdout.write(table())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100,
+                          cwd=ROOT).stdout
+
+
+def test_the_readme_lists_the_registered_algorithms():
+    expected = built_in_table()
+    remedy = "paste the output of: python -c 'from lightrft.algorithms import table; print(table())'"
+    assert readme_part("algorithms").strip() == expected.strip(), remedy
+
+
+def test_the_layer_picture_is_the_enforced_one():
+    picture = {}
+    for number, names in re.findall(r"^    (\d) (.+?)  ", readme_part("layers"), re.MULTILINE):
+        picture.update({name.strip().removesuffix(".py"): int(number) for name in names.split("|")})
+    assert picture == LAYERS
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_flags_modules_and_files_that_are_named_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lightrft" / "config").glob("*.py"))
+    others = ("--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout", "--logdir")
+    for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
+        assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
+    for path in re.findall(r"\b(?:lightrft|examples)/[\w/.]+\.\w+", text):
+        assert (ROOT / path).exists(), f"{page}: {path}"
+    for module in re.findall(r"-m (lightrft[\w.]+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{page}: {module}"
+
+
+def test_make_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    for target in set(re.findall(r"\bmake ([a-z-]+)", text)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_example_of_the_docs_is_an_algorithm(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import my_algorithm  # noqa: F401
+    exp = Experience(token_ids=torch.arange(6), cu_seqlens=torch.tensor([0, 2, 5, 6]), loss_mask=torch.ones(6).bool(),
+                     group_ids=torch.tensor([7, 7, 9]), rewards=torch.tensor([1.0, 3.0, 2.0]))
+    advantages = ADVANTAGES.get("group_max").fn(exp, AlgorithmConfig())
+    assert advantages.tolist() == [-2, -2, 0, 0, 0, 0] and "`group_max`" in table()
+    del ADVANTAGES._entries["group_max"]
+
+
+def doc(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def code_blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", doc(name), re.MULTILINE | re.DOTALL)
+
+
+def code_words(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def sources_of(*folders):
+    return "".join(
+        path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / "lightrft" / folder).glob("*.py"))
+
+
+def test_the_sample_rows_are_understood():
+    rows = [json.loads(text) for text in code_blocks("data.md", "json")]
+    found = [records.to_record(row, DataConfig(), "row") for row in rows]
+    assert [(record.reference, record.label) for record in found] == [("5", "gsm8k_rule"), ("5", ""), ("5", ""),
+                                                                      ("5", "math_rule")]
+    assert all("2+3" in str(record.prompt) for record in found) and found[1].columns["difficulty"] == 1
+    assert {record.label for record in found} - {""} <= RECIPES.keys()
+
+
+def test_the_columns_that_are_looked_up():
+    looked_up = dict(re.findall(r"^\| (prompt|reference answer) \| (.*) \|$", doc("data.md"), re.MULTILINE))
+    assert tuple(code_words(looked_up["prompt"])[1:]) == records.PROMPT_COLUMNS
+    assert tuple(code_words(looked_up["reference answer"])[-len(records.ANSWER_COLUMNS):]) == records.ANSWER_COLUMNS
+    prompts, answers = re.search(r"looked up in (.*?); the answer in (.*?)\.", doc("sft.md"), re.DOTALL).groups()
+    assert tuple(code_words(prompts)) == records.PROMPT_COLUMNS
+    assert tuple(code_words(answers)) == sft_dataset.ANSWER_COLUMNS
+
+
+def test_the_recipes_are_those_of_the_code():
+    for name, recipe in RECIPES.items():
+        parts = " + ".join(f"{weight:g} `{part}`" for part, weight in recipe)
+        assert f"| `{name}` | {parts} |" in doc("data.md"), name
+    rows = doc("data.md").split("| label or data source |")[1].split("\n\n")[0].count("\n| `")
+    assert rows == len(RECIPES), "docs/data.md has recipes that are gone"
+
+
+def test_the_sample_demonstrations_are_understood():
+    renderer = Renderer(DataConfig(), tiny.tokenizer())
+    rows = [json.loads(line) for line in code_blocks("sft.md", "json")[0].splitlines()]
+    chats = [sft_dataset.to_conversation(row, renderer, "row") for row in rows]
+    assert [chat.messages is None for chat in chats] == [False, False, True, True]
+    assert [chat.first for chat in chats] == [0, 1, 0, 0] and chats[2] == chats[3]
+
+
+def test_the_reward_files_of_the_docs_score(tmp_path):
+    blocks, told = code_blocks("rewards.md", "python"), []
+    chat = [{"role": "user", "content": "2+3?"}]
+    columns = {"answer": "5", "extra_info": {"index": 0}}
+    rows = [RewardInput("2+3?", text, reference="5", columns=columns) for text in (r"\boxed{5}", "6")]
+    chats = [RewardInput(row.prompt, row.response, chat, reference="5", columns=columns) for row in rows]
+    for number, text in enumerate(blocks):
+        path = tmp_path / f"reward_{number}.py"
+        path.write_text(text, encoding="utf-8")
+        scorer, name, _ = load(str(path))
+        namespace = {}
+        exec(text, namespace)
+        told.append(signature_of(namespace[name]))
+        for batch in (rows, chats):
+            outcomes = list(scorer(batch))
+            assert [outcome.value for outcome in outcomes] == [1.0, 0.0], name
+        extra = {"reward_func": {"length": 9.0}, "compute_score": {"boxed": 1.0}, "completions": {}}
+        assert outcomes[0].extra == extra[told[-1]]
+    assert told == list(SIGNATURES)
+
+
+def test_the_causes_of_unscored_rewards():
+    text = doc("rewards.md").split("| cause |")[1]
+    documented = {
+        word for line in text.splitlines() if line.startswith("| `") for word in code_words(line.split("|")[1])
+    }
+    code = sources_of("rewards")
+    raised = set(re.findall(r'(?:Outcome\(None|RequestFailed\(), ?"(\w+)"|RequestFailed\("(\w+)"', code))
+    raised = {name for pair in raised for name in pair if name}
+    assert raised <= documented, raised - documented
+    assert all(f'"{name}"' in code for name in documented)
+
+
+def metric_keys():
+    """Every key that is spelled out in the code, or that a function returns."""
+    code = sources_of("trainer")
+    keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z_/]+)"', code))
+    keys |= {f"time/{name}_s" for name in re.findall(r'timer\("(\w+)"\)', code)} | {"time/step_s", "time/other_s"}
+    keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS)), torch.ones(2))}
+    keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
+    cu, ones = torch.tensor([0, 2]), torch.ones(2)
+    exp = Experience(token_ids=torch.zeros(2).long(), cu_seqlens=cu, loss_mask=ones.bool(), advantages=ones,
+                     old_logprobs=-ones, ref_logprobs=-ones)
+    _, metrics = PolicyLoss(AlgorithmConfig(), 1.0)(-ones, ones, exp, Denominators(2, 1), 0.0)
+    prefixes = {"policy/kl"}  # what the model card shows starts with it
+    return (keys | {f"policy/{key}" for key in metrics}) - prefixes
+
+
+def test_the_glossary_has_the_metrics_of_the_code():
+    documented = {
+        word for line in doc("metrics.md").splitlines() if line.startswith("| `")
+        for word in code_words(line.split("|")[1])
+    }
+    keys = metric_keys()
+    assert keys <= documented, sorted(keys - documented)
+    assert {key for key in documented - keys if "<" not in key} == set(), "not in the code"
+
+
+def test_flags_of_the_original_that_are_translated():
+    rows = doc("coming_from.md").split("## LightRFT")[1].split("## TRL")[0].splitlines()
+    flags = {flag for row in rows if row.startswith("| `") for flag in re.findall(r"`--(\w+)`", row.split("|")[1])}
+    assert ALIASES.keys() <= flags <= REFUSED.keys() | ALIASES.keys()

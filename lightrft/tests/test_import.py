@@ -1,0 +1,34 @@
+"""``import lightrft`` is light, and every public name and every module loads without any optional package."""
+import pkgutil
+import subprocess
+import sys
+
+import lightrft
+
+HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matplotlib", "datasets")
+OPTIONAL = ("deepspeed", "vllm", "sglang", "flash_attn", "liger_kernel", "wandb", "trackio", "torchvision",
+            "qwen_vl_utils")
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    run(f"import sys, lightrft, lightrft.config.schema\nassert not set({HEAVY}) & set(sys.modules), 'heavy'")
+
+
+def test_every_module_and_public_name_loads_without_the_optional_packages():
+    modules = [info.name for info in pkgutil.walk_packages(lightrft.__path__, "lightrft.") if ".tests" not in info.name]
+    assert len(modules) > 60, "modules are missing"
+    run(f"import sys\nfrom importlib import import_module\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
+        f"for name in {modules}: import_module(name)\n"
+        "import lightrft\nfor name in lightrft.__all__: getattr(lightrft, name)")
+
+
+def test_public_names():
+    assert set(lightrft.__all__) <= set(dir(lightrft))
+    assert lightrft.Config().train.seed == 42
+    missing = "Konfig"
+    assert not hasattr(lightrft, missing), "an unknown name must raise AttributeError"

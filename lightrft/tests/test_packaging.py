@@ -1,0 +1,118 @@
+"""The wheel holds every module and works from an empty environment; versions and requirements agree."""
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="installed without its repository")
+WALK = """
+import pkgutil, sys, importlib, lightrft
+names = [info.name for info in pkgutil.walk_packages(lightrft.__path__, "lightrft.")]
+for name in names:
+    importlib.import_module(name)
+print(lightrft.__file__, len(names))
+"""
+
+
+def run(*command, cwd):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=250,
+                            env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def modules():
+    paths = [path.relative_to(ROOT) for path in (ROOT / "lightrft").rglob("*.py")]
+    return {path.as_posix() for path in paths if "tests" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that no build folder of this checkout can leak into it."""
+    import shutil
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "lightrft", source / "lightrft", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", out,
+        source, cwd=out)
+    return next(out.glob("lightrft-*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_no_test(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if name.startswith("lightrft/")} == modules()
+
+
+@pytest.mark.slow
+def test_the_wheel_works_from_an_empty_environment(wheel, tmp_path):
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q", wheel,
+        cwd=tmp_path)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # an editable finder there loses to the wheel
+    where, count = run(python, "-c", WALK, cwd=tmp_path).split()[-2:]
+    assert where.startswith(str(tmp_path)) and int(count) > 60, where
+    assert "--advantage_estimator" in run(python, "-m", "lightrft.cli.train", "--help", cwd=tmp_path)
+    assert "--train_data" in run(python, "-m", "lightrft.cli.train_sft", "--help", cwd=tmp_path)
+
+
+def requirement_names(text):
+    return {match[1].lower() for match in re.finditer(r"^([A-Za-z][\w-]*)\s*[=<>;]", text, re.MULTILINE)}
+
+
+def lists_in_setup():
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    values = {
+        node.targets[0].id: node.value for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return ast.literal_eval(values["CORE"]), ast.literal_eval(values["EXTRAS"])
+
+
+def test_pins_cover_the_core_and_stay_in_its_ranges():
+    from packaging.requirements import Requirement
+    core, extras = lists_in_setup()
+    pins = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert {Requirement(text).name for text in core} <= requirement_names(pins)
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins, re.MULTILINE))
+    assert not [text for text in core if not Requirement(text).specifier.contains(pinned[Requirement(text).name])]
+    assert set(extras) == {"vllm", "sglang", "deepspeed", "liger", "vl", "wandb", "trackio", "docs", "dev"}
+    wanted = requirement_names((ROOT / "requirements-dev.txt").read_text(encoding="utf-8")) | requirement_names(pins)
+    assert {Requirement(text).name.lower() for text in extras["dev"] + extras["docs"]} <= wanted
+
+
+def test_make_runs_what_is_promised(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for stamp in ("bin/python", ".installed-core", ".installed-dev"):
+        (tmp_path / stamp).touch()
+    show = ["make", "-n", f"VENV={tmp_path}", "-o", "requirements.txt", "-o", "setup.py", "-o", "requirements-dev.txt"]
+    assert "run_quickstart.sh --seed 2" in run(*show, "quickstart", "ARGS=--seed 2", cwd=ROOT)
+    expected = {
+        "test": "-m pytest", "format": "yapf --in-place", "fcheck": "mypy lightrft/config", "docs": "sphinx-build -W",
+        "docs-live": "sphinx-autobuild", "dbuild": "docker build"
+    }
+    for target, command in expected.items():
+        assert command in run(*show, target, cwd=ROOT), target
+
+
+def test_make_says_what_is_missing_without_python(tmp_path):
+    result = subprocess.run(["make", f"VENV={tmp_path}/env", f"{tmp_path}/env/bin/python"], cwd=ROOT, text=True,
+                            timeout=60, capture_output=True, env={"PATH":
+                                                                  f"{tmp_path}:/nowhere"}, executable=_which("make"))
+    assert result.returncode != 0 and "Python >= 3.10" in result.stderr, result.stderr
+
+
+def _which(name):
+    from shutil import which
+    return which(name)

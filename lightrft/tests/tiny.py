@@ -1,0 +1,72 @@
+"""Tiny random models and a character tokenizer, built through the public Hugging Face classes, for every test."""
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Tokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+# model type and what differs from _SIZES; every family with a window uses 8 tokens, so that short tests cross it
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {"sliding_window": 8, "head_dim": 8}),
+    "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte and four special tokens, with eos, pad and a ChatML template.
+
+    It is a byte-level BPE without merges in Qwen2's public class, because ``AutoTokenizer`` forces that class on every
+    folder that holds a qwen2 model.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(SPECIAL + letters)}
+    return Qwen2Tokenizer(vocab=vocab, merges=[], pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>",
+                          additional_special_tokens=["<|im_start|>"], chat_template=CHATML)
+
+
+def config(family: str = "qwen2", **overrides: Any) -> Any:
+    """The configuration of a tiny model of ``family`` (a key of ``FAMILIES``)."""
+    model_type, changes = FAMILIES[family]
+    tok = tokenizer()
+    ids = {
+        "vocab_size": len(tok), "pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": None
+    }
+    return AutoConfig.for_model(model_type, **(_SIZES | ids | changes | overrides))
+
+
+def model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 causal language model of ``family`` with random weights that depend on ``seed`` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config(family, **overrides), dtype=torch.float32).eval()
+
+
+def save_model(folder: Path | str, family: str = "qwen2", seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny model, its tokenizer and generation config to ``folder``, as a download would look; returns it."""
+    path, tok = Path(folder), tokenizer()
+    hf = model(family, seed, **overrides)
+    hf.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    hf.save_pretrained(path)
+    tok.save_pretrained(path)
+    return path
