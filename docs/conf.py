@@ -1,0 +1,67 @@
+"""Sphinx: prose in Markdown, the tables of options and algorithms and the API pages generated from the package."""
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import lightrft  # noqa: E402
+
+project = "lightrft"
+author = "the lightrft authors"
+copyright = author
+release = lightrft.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = f"lightrft {release}"
+exclude_patterns = ["_build", "generated/*.md"]  # the tables are included by other pages
+suppress_warnings = ["myst.header"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_use_rtype = False
+
+
+def _tables() -> dict[str, str]:
+    from lightrft.algorithms import table
+    from lightrft.config.report import option_table
+    from lightrft.config.schema import Config
+    from lightrft.config.sft_schema import SFTConfig
+    return {"options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": table()}
+
+
+def _api() -> str:
+    """One page with every module of the package, tests left out."""
+    lines = ["API", "===", ""]
+    for info in pkgutil.walk_packages(lightrft.__path__, "lightrft."):
+        if info.ispkg or "tests" in info.name:
+            continue
+        lines += [info.name, "-" * len(info.name), "", f".. automodule:: {info.name}", "   :members:", ""]
+    return "\n".join(lines)
+
+
+def generate(app: object) -> None:
+    """Write ``docs/generated``; a file is touched only when its text changes, so live builds do not loop."""
+    folder = HERE / "generated"
+    folder.mkdir(exist_ok=True)
+    for name, text in {**_tables(), "api.rst": _api()}.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def plain_text(app, what, name, obj, options, lines):
+    """Docstrings are written for people: keep bars and stars, and make the fields of the algorithm files a list."""
+    for number, line in enumerate(lines):
+        line = re.sub(r"(``.*?``)|([|]|[*](?! ))", lambda match: match[1] or "\\" + match[2], line)
+        if what == "module" and name.startswith("lightrft.algorithms."):
+            line = re.sub(r"^([A-Z]\w+): ", r":\1: ", line)
+        lines[number] = line
+
+
+def setup(app):
+    app.connect("builder-inited", generate)
+    app.connect("autodoc-process-docstring", plain_text, priority=400)
