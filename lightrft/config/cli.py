@@ -43,25 +43,15 @@ class _Help(argparse.HelpFormatter):
 
 
 def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
-    parser = _Parser(prog=prog,
-                     description=description or None,
-                     allow_abbrev=False,
-                     formatter_class=_Help,
+    parser = _Parser(prog=prog, description=description or None, allow_abbrev=False, formatter_class=_Help,
                      usage="%(prog)s [--config FILE.yaml] [--option value ...]")
     parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE.yaml",
+        "--config", action="append", default=[], metavar="FILE.yaml",
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
     parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE",
+        "--plugin", action="append", default=[], metavar="MODULE",
         help="import a module that registers algorithms, rewards or data sources; may be given several times")
-    parser.add_argument("--dry_run",
-                        action="store_true",
+    parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
     add_tree(parser, tree, defaults, quiet=True)
     return parser
@@ -132,11 +122,8 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def parse_config(argv: list[str] | None = None,
-                 prog: str | None = None,
-                 defaults: dict[str, Any] | None = None,
-                 description: str = "",
-                 tree: type = Config) -> ParsedConfig:
+def parse_config(argv: list[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
+                 description: str = "", tree: type = Config) -> ParsedConfig:
     """The option tree from the command line, before any process group exists.
 
     Args:
@@ -165,7 +152,7 @@ def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
         if given.get(alias) is True:
             given.setdefault(name, value)
     taken = {
-        name: given[name]
-        for name, option in known.items() if name in given and (given[name] is not None or option.optional)
+        name: given[name] for name, option in known.items()
+        if name in given and (given[name] is not None or option.optional)
     }
     return cls(**{name: known[name].convert(value) for name, value in taken.items()})

@@ -20,11 +20,8 @@ def convert_text(option: Option, text: str) -> Any:
 class _ListAction(argparse.Action):
     """Words, each of which may hold several items separated by commas; ``none`` alone is the empty list."""
 
-    def __call__(self,
-                 parser: argparse.ArgumentParser,
-                 namespace: argparse.Namespace,
-                 values: str | Sequence[Any] | None,
-                 option_string: str | None = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
         if not values:
             hint = HINTS.get(self.dest, "'none' is the empty list")
             parser.error(f"argument {option_string}: expected at least one value ({hint})")
@@ -34,11 +31,8 @@ class _ListAction(argparse.Action):
 class _RefusedAction(argparse.Action):
     """A flag of the original LightRFT that would do nothing here."""
 
-    def __call__(self,
-                 parser: argparse.ArgumentParser,
-                 namespace: argparse.Namespace,
-                 values: str | Sequence[Any] | None,
-                 option_string: str | None = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
         parser.error(str(refusal(str(option_string).lstrip("-"))))
 
 
@@ -62,36 +56,20 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
     shown, kept = _help(option, default), argparse.SUPPRESS if quiet else default
     parse = partial(convert_text, option)
     if option.kind is bool:
-        target.add_argument(option.flag,
-                            nargs="?",
-                            const=True,
-                            type=parse,
-                            default=kept,
-                            metavar="true|false",
+        target.add_argument(option.flag, nargs="?", const=True, type=parse, default=kept, metavar="true|false",
                             help=shown)
-        target.add_argument(f"--no_{option.name}",
-                            dest=option.name,
-                            action="store_false",
-                            default=argparse.SUPPRESS,
+        target.add_argument(f"--no_{option.name}", dest=option.name, action="store_false", default=argparse.SUPPRESS,
                             help=argparse.SUPPRESS)
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
     if option.many:
-        target.add_argument(option.flag,
-                            nargs="*",
-                            action=_ListAction,
-                            type=parse,
-                            default=kept,
-                            metavar=metavar,
+        target.add_argument(option.flag, nargs="*", action=_ListAction, type=parse, default=kept, metavar=metavar,
                             help=shown)
     else:
         target.add_argument(option.flag, type=parse, default=kept, metavar=metavar, help=shown)
 
 
-def add_tree(parser: argparse.ArgumentParser,
-             tree: type,
-             defaults: dict[str, Any],
-             quiet: bool,
+def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, Any], quiet: bool,
              skip: Collection[str] = ()) -> None:
     """Add every option of ``tree`` in one argument group per dataclass, with the aliases of the original LightRFT.
 
@@ -107,11 +85,7 @@ def add_tree(parser: argparse.ArgumentParser,
                 _add(target, option, defaults.get(name, option.default), quiet)
     for alias, (name, value) in ALIASES.items():
         if alias not in skip:
-            parser.add_argument(f"--{alias}",
-                                dest=name,
-                                action="store_const",
-                                const=value,
-                                default=argparse.SUPPRESS,
+            parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
 
 
@@ -125,9 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     add_tree(parser, tree, {}, quiet=False, skip=own)
     for name in REFUSED:
         if name not in own and name not in options(tree):
-            parser.add_argument(f"--{name}",
-                                nargs="*",
-                                action=_RefusedAction,
-                                default=argparse.SUPPRESS,
+            parser.add_argument(f"--{name}", nargs="*", action=_RefusedAction, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
     return parser

@@ -19,12 +19,8 @@ def resolved(config: Any, provenance: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def describe(config: Config,
-             provenance: dict[str, str],
-             world_size: int,
-             size: ModelSize | None = None,
-             device: str = "",
-             critic: bool = False) -> str:
+def describe(config: Config, provenance: dict[str, str], world_size: int, size: ModelSize | None = None,
+             device: str = "", critic: bool = False) -> str:
     """The report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
 
     Args:

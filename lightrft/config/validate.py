@@ -2,55 +2,19 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from math import gcd, isqrt
 from pathlib import Path
-from typing import Any, Protocol
 
-from lightrft.config.no_effect import CRITIC_OPTIONS, ESTIMATOR_OPTIONS, best_metric, changed, unmet_needs
-from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_problems
+from lightrft.config.no_effect import best_metric, unmet_needs
+from lightrft.config.options import ConfigError
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                     StrategyConfig)
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.utils.registry import Registry
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
-
-
-class Needs(Protocol):
-    """What an entry of the registry of advantage estimators says of itself."""
-    needs_group: bool
-    needs_critic: bool
-    whitens: bool
-    reads: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class AlgorithmFacts:
-    """What the registries of :mod:`lightrft.algorithms` hold, handed down to this layer."""
-    estimators: frozenset[str]
-    policy_losses: frozenset[str]
-    corrections: frozenset[str]
-    needs_group: frozenset[str]
-    needs_critic: frozenset[str]
-    whitens: frozenset[str]
-    ignores: dict[str, frozenset[str]]  # --lambd and --std_eps -> estimators that say they do not read it
-
-    @classmethod
-    def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
-               corrections: Registry[Any]) -> "AlgorithmFacts":
-        """Read the three registries; the entries of the first are :class:`Needs`."""
-        entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
-        return cls(frozenset(entries), frozenset(policy_losses), frozenset(corrections),
-                   frozenset(name for name, entry in entries.items() if entry.needs_group),
-                   frozenset(name for name, entry in entries.items() if entry.needs_critic),
-                   frozenset(name for name, entry in entries.items() if entry.whitens), {
-                       option: frozenset(name for name, entry in entries.items()
-                                         if entry.reads is not None and option not in entry.reads)
-                       for option in ESTIMATOR_OPTIONS
-                   })
 
 
 def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = None) -> None:
@@ -63,11 +27,11 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
     """
     problems = _shared(config, world_size)
-    for check in (_data, _rollout, _reward, _algorithm, _train, _eval):
+    for check in (_data, _rollout, _reward, _train, _eval):
         problems += check(config)
     problems += [*_reference(config.model, world_size), *_batches(config, world_size)]
     problems += best_metric(config.checkpoint.best_metric, config)
-    problems += [*_registries(config, facts), *_estimator(config, facts)] if facts else []
+    problems += algorithm_problems(config, facts)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -235,16 +199,6 @@ def _reward_part(part: str) -> Iterator[str]:
         yield f"--reward {part}: no such file: {file[1]}"
 
 
-def _algorithm(c: Config) -> Iterator[str]:
-    a = c.algorithm
-    if a.use_kl_loss and a.kl_estimator == "k1":
-        yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k3, "
-               "or drop --use_kl_loss to subtract it from the reward")
-    if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
-               "use --loss_agg_mode seq-mean-token-sum-norm or drop it")
-
-
 def _optimizer(t: OptimConfig) -> Iterator[str]:
     if len(t.adam_betas) != 2:
         yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
@@ -325,35 +279,3 @@ def _divides(name: str, size: int, world_size: int) -> Iterator[str]:
     if size > 0 and world_size % size:
         yield (f"--{name} {size}: must divide the {world_size} ranks; "
                f"nearest valid value: {_nearest_divisors(world_size, size)}")
-
-
-def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    a = c.algorithm
-    chosen = {
-        "advantage_estimator": facts.estimators,
-        "policy_loss": facts.policy_losses,
-        "rollout_correction": facts.corrections
-    }
-    for name, known in chosen.items():
-        value = vars(a)[name]
-        if value not in known:
-            yield f"--{name} {value}: unknown{did_you_mean(value, known)}; known: {', '.join(sorted(known))}"
-    estimator = a.advantage_estimator
-    if estimator in facts.needs_group and c.rollout.n_samples_per_prompt == 1:
-        yield (f"--n_samples_per_prompt 1: {estimator} compares responses of one prompt; nearest valid value: 2, "
-               "or --advantage_estimator reinforce")
-    if estimator in facts.whitens and a.advantages_norm:
-        yield f"--advantages_norm True: {estimator} already whitens its advantages; drop --advantages_norm"
-
-
-def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Options that the chosen estimator does not use."""
-    estimator = c.algorithm.advantage_estimator
-    for name, value in changed(c, CRITIC_OPTIONS):
-        if estimator in facts.estimators - facts.needs_critic:
-            yield (f"--{name} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator "
-                   f"{' or '.join(sorted(facts.needs_critic))}")
-    for name, value in changed(c, ESTIMATOR_OPTIONS):
-        if estimator in facts.ignores[name]:
-            users = " or ".join(sorted(facts.estimators - facts.ignores[name]))
-            yield f"--{name} {value}: {estimator} does not use it; drop it, or use --advantage_estimator {users}"

@@ -12,7 +12,8 @@ from lightrft.config.estimate import batch_summary, gpu_name, model_size
 from lightrft.config.files import save_config
 from lightrft.config.report import describe, resolved
 from lightrft.config.schema import Config
-from lightrft.config.validate import AlgorithmFacts, validate, validate_sft
+from lightrft.config.algorithm_rules import AlgorithmFacts
+from lightrft.config.validate import validate, validate_sft
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.utils.env import World, seed_everything

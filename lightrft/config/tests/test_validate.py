@@ -11,7 +11,8 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.problems import CASES, EVAL, GOOD, KL
 from lightrft.config.tests.values import every_option
-from lightrft.config.validate import AlgorithmFacts, validate, validate_sft
+from lightrft.config.algorithm_rules import AlgorithmFacts
+from lightrft.config.validate import validate, validate_sft
 from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}),
