@@ -1,7 +1,7 @@
 """Registries of the algorithm suite, the contract of their entries and what outcome-based advantages share.
 
 advantage       ``(exp, cfg) -> [T]``                    from ``token_rewards``, ``rewards``, ``values``, ``group_ids``
-policy loss     ``(logprobs, exp, cfg) -> (loss [T], metrics)``
+policy loss     ``(logprobs, exp, cfg) -> (loss [T], metrics)``, metrics with ``ratio`` and ``clip_frac_{low,high}``
 correction      ``(exp, cfg) -> weights [T]``            train / rollout mismatch, detached
 
 ``exp`` is a packed :class:`lightrft.types.Experience`, ``cfg`` the :class:`lightrft.config.schema.AlgorithmConfig`.
@@ -29,6 +29,7 @@ from lightrft.utils.registry import Registry
 
 AdvantageFn = Callable[[Experience, AlgorithmConfig], Tensor]
 PolicyLossFn = Callable[[Tensor, Experience, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+SelectFn = Callable[[Tensor, Experience, AlgorithmConfig, int], Tensor]
 CorrectionFn = Callable[[Experience, AlgorithmConfig], Tensor]
 
 
@@ -42,20 +43,41 @@ class Advantage:
     reads: tuple[str, ...] | None = None  # those of --lambd and --std_eps that it reads; None: not said
 
 
+@dataclass(frozen=True)
+class Surrogate:
+    """A registered policy loss and what the trainer must know of it before it runs.
+
+    ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` sees a whole mini-batch (all ranks and micro-batches, current
+    log-probs) before its backward passes, the same on every rank; ``fn`` finds the result in ``exp.selected``.
+    """
+    fn: PolicyLossFn
+    needs_old: bool = True  # its value depends on the policy of the rollout; False: it has no ratio
+    selects: SelectFn | None = None
+    reads: tuple[str, ...] | None = None  # those of config.no_effect.LOSS_OPTIONS that it reads; None: not said
+
+
 ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
+POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss")
 CORRECTIONS: Registry[CorrectionFn] = Registry("rollout correction")
 
 
-def advantage(*names: str,
-              needs_group: bool = False,
-              needs_critic: bool = False,
-              whitens: bool = False,
+def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False, whitens: bool = False,
               reads: tuple[str, ...] | None = None) -> Callable[[AdvantageFn], AdvantageFn]:
     """Register an advantage estimator under ``names`` with its requirements."""
 
     def add(fn: AdvantageFn) -> AdvantageFn:
         ADVANTAGES.register(*names)(Advantage(fn, needs_group, needs_critic, whitens, reads))
+        return fn
+
+    return add
+
+
+def policy_loss(*names: str, needs_old: bool = True, selects: SelectFn | None = None,
+                reads: tuple[str, ...] | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Register a policy loss under ``names`` with its requirements."""
+
+    def add(fn: PolicyLossFn) -> PolicyLossFn:
+        POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, selects, reads))
         return fn
 
     return add

@@ -3,7 +3,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 
-from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage
+from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Surrogate
 
 COLUMNS = ("name", "kind", "what it does", "equation", "paper", "needs", "degenerate case", "deviation")
 _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)", re.MULTILINE | re.DOTALL)
@@ -31,8 +31,8 @@ def _entries() -> Iterator[list[str]]:
             yield _cells(registry.kind, aliases, registry.get(aliases[0]))
 
 
-def _cells(kind: str, aliases: list[str], entry: Advantage | Callable) -> list[str]:
-    fn, needs = (entry.fn, _needs(entry)) if isinstance(entry, Advantage) else (entry, "")
+def _cells(kind: str, aliases: list[str], entry: Advantage | Surrogate | Callable) -> list[str]:
+    fn, needs = (entry.fn, _needs(entry)) if isinstance(entry, Advantage | Surrogate) else (entry, "")
     doc = fields_of(fn)
     equation = f"`{doc['equation']}`" if "equation" in doc else ""
     named = ", ".join(f"`{alias}`" for alias in aliases)
@@ -44,11 +44,12 @@ def _cells(kind: str, aliases: list[str], entry: Advantage | Callable) -> list[s
     ]
 
 
-def _needs(entry: Advantage) -> str:
+def _needs(entry: Advantage | Surrogate) -> str:
+    if isinstance(entry, Surrogate):
+        return "current log-probs of the whole mini-batch (one more forward pass)" if entry.selects else ""
     flags = {
-        "a group": entry.needs_group,
-        "a critic": entry.needs_critic,
-        "no other whitening (it whitens itself)": entry.whitens
+        "a group": entry.needs_group, "a critic": entry.needs_critic, "no other whitening (it whitens itself)":
+        entry.whitens
     }
     return ", ".join(text for text, is_set in flags.items() if is_set)
 

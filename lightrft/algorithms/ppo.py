@@ -9,13 +9,13 @@ Deviation: the log-ratio is limited to +-20 nats.
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import POLICY_LOSSES
+from lightrft.algorithms.base import policy_loss
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
 from lightrft.types import Experience
 
 
-@POLICY_LOSSES.register("ppo")
+@policy_loss("ppo", reads=("eps_clip", "eps_clip_high", "dual_clip"))
 def ppo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

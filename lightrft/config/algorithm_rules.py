@@ -1,20 +1,24 @@
 """Choices of algorithms that are unknown, contradict each other or would do nothing."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrft.config.no_effect import CRITIC_OPTIONS, ESTIMATOR_OPTIONS, changed
+from lightrft.config.no_effect import CRITIC_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import Config
 from lightrft.utils.registry import Registry
 
 
-class Needs(Protocol):
+class Reads(Protocol):
+    """What an entry of the registry of policy losses says of itself: the options of its own that it reads."""
+    reads: tuple[str, ...] | None
+
+
+class Needs(Reads, Protocol):
     """What an entry of the registry of advantage estimators says of itself."""
     needs_group: bool
     needs_critic: bool
     whitens: bool
-    reads: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,25 @@ class AlgorithmFacts:
     needs_group: frozenset[str]
     needs_critic: frozenset[str]
     whitens: frozenset[str]
-    ignores: dict[str, frozenset[str]]  # --lambd and --std_eps -> estimators that say they do not read it
+    ignores: dict[str, frozenset[str]]  # ESTIMATOR_OPTIONS, LOSS_OPTIONS -> entries that say they do not read it
 
     @classmethod
     def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
                corrections: Registry[Any]) -> "AlgorithmFacts":
-        """Read the three registries; the entries of the first are :class:`Needs`."""
+        """Read the three registries; the entries of the first are :class:`Needs`, of the second :class:`Reads`."""
         entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
-        return cls(
-            frozenset(entries), frozenset(policy_losses), frozenset(corrections),
-            frozenset(name for name, entry in entries.items() if entry.needs_group),
-            frozenset(name for name, entry in entries.items() if entry.needs_critic),
-            frozenset(name for name, entry in entries.items() if entry.whitens), {
-                option:
-                frozenset(name
-                          for name, entry in entries.items() if entry.reads is not None and option not in entry.reads)
-                for option in ESTIMATOR_OPTIONS
-            })
+        losses: dict[str, Reads] = {name: policy_losses.get(name) for name in policy_losses}
+        return cls(frozenset(entries), frozenset(policy_losses), frozenset(corrections),
+                   frozenset(name for name, entry in entries.items() if entry.needs_group),
+                   frozenset(name for name, entry in entries.items() if entry.needs_critic),
+                   frozenset(name for name, entry in entries.items() if entry.whitens),
+                   _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS))
+
+
+def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
+    """option -> names of the entries that say they do not read it."""
+    said = {name: entry.reads for name, entry in entries.items() if entry.reads is not None}
+    return {option: frozenset(name for name, reads in said.items() if option not in reads) for option in options}
 
 
 def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]:
@@ -82,13 +88,21 @@ def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 
 
 def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Options that the chosen estimator does not use."""
+    """Options that the chosen estimator or policy loss does not use."""
     estimator = c.algorithm.advantage_estimator
     for name, value in changed(c, CRITIC_OPTIONS):
         if estimator in facts.estimators - facts.needs_critic:
             yield (f"--{name} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator "
                    f"{' or '.join(sorted(facts.needs_critic))}")
-    for name, value in changed(c, ESTIMATOR_OPTIONS):
-        if estimator in facts.ignores[name]:
-            users = " or ".join(sorted(facts.estimators - facts.ignores[name]))
-            yield f"--{name} {value}: {estimator} does not use it; drop it, or use --advantage_estimator {users}"
+    yield from _unread(c, facts, "advantage_estimator", facts.estimators, ESTIMATOR_OPTIONS)
+    yield from _unread(c, facts, "policy_loss", facts.policy_losses, LOSS_OPTIONS)
+
+
+def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],
+            options: Iterable[str]) -> Iterator[str]:
+    """Values of ``options`` that the algorithm chosen by ``flag`` does not read."""
+    chosen = vars(c.algorithm)[flag]
+    for name, value in changed(c, options):
+        if chosen in facts.ignores[name]:
+            users = " or ".join(sorted(known - facts.ignores[name]))
+            yield f"--{name} {value}: {chosen} does not use it; drop it, or use --{flag} {users}"

@@ -24,6 +24,7 @@ NEEDS: dict[str, tuple[str, str]] = {
 }
 CRITIC_OPTIONS = ("critic_pretrain", "save_value_network", "freezing_actor_steps", "critic_learning_rate", "value_clip")
 ESTIMATOR_OPTIONS = ("lambd", "std_eps")
+LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip")
 # first parts of the names of the metrics that a checkpoint has
 METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
 SFT_METRICS = ("sft", "eval")

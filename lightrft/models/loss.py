@@ -38,7 +38,8 @@ class PolicyLoss(nn.Module):
     def __init__(self, cfg: AlgorithmConfig, norm: float) -> None:
         super().__init__()
         self.cfg, self.norm = cfg, float(norm)
-        self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss), CORRECTIONS.get(cfg.rollout_correction)
+        self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss).fn, CORRECTIONS.get(
+            cfg.rollout_correction)
 
     def denominators(self, counts: Tensor) -> Denominators:
         """From :func:`lightrft.ops.aggregate.count`, summed over the micro-batches and ranks of one optimizer step."""

@@ -7,7 +7,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import POLICY_LOSSES
+from lightrft.algorithms.base import POLICY_LOSSES, policy_loss
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.types import Experience
 
@@ -24,11 +24,11 @@ def _due() -> str:
     return kind if due else ""
 
 
-@POLICY_LOSSES.register("mischief")
+@policy_loss("mischief")
 def mischief(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """ppo, until it is not."""
     import lightrft.algorithms  # noqa: F401  (registers ppo)
-    loss, metrics = POLICY_LOSSES.get("ppo")(logprobs, exp, cfg)
+    loss, metrics = POLICY_LOSSES.get("ppo").fn(logprobs, exp, cfg)
     kind = _due()
     if kind == "raise":
         raise RuntimeError("the loss of this rank is a pumpkin")

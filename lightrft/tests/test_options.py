@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lightrft
-from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
+from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES, Surrogate
 from lightrft.config.cli import parse_config
 from lightrft.config.options import group_options, options
 from lightrft.config.schema import Config, LogConfig
@@ -166,12 +166,14 @@ def test_the_test_that_shows_it_exists(name):
 def test_a_registered_name_reaches_the_update(option, registry, observe, home, tmp_path, monkeypatch):
     """Until there is a second policy loss or correction: one of half the size."""
     entry = registry.get({"policy_loss": "ppo", "rollout_correction": "none"}[option])
+    is_loss = option == "policy_loss"
 
     def half(*args):
-        result = entry(*args)
-        return (result[0] / 2, result[1]) if isinstance(result, tuple) else result / 2
+        result = entry.fn(*args) if is_loss else entry(*args)
+        return (result[0] / 2, result[1]) if is_loss else result / 2
 
-    monkeypatch.setattr(registry, "_entries", {**registry._entries, "half": half})
+    added = Surrogate(half) if is_loss else half
+    monkeypatch.setattr(registry, "_entries", {**registry._entries, "half": added})
     halved = run_rl(home, tmp_path, {option: "half"})
     whole = observe(run_rl, {})
     assert halved.run.metrics["policy/grad_norm"] == pytest.approx(whole.run.metrics["policy/grad_norm"] / 2, rel=1e-5)

@@ -23,14 +23,10 @@ def reference_batch(dtype=torch.float32):
     cu = torch.tensor([0, 2, 5, 6, 8], dtype=torch.int32)
     rewards, token_rewards = torch.tensor([1, 0, 1, 1], dtype=dtype), torch.zeros(8, dtype=dtype)
     token_rewards[cu[1:].long() - 1] = rewards
-    return Experience(torch.zeros(8).long(),
-                      cu,
-                      torch.ones(8).bool(),
-                      torch.tensor([7, 7, 3, 3]),
-                      rewards=rewards,
-                      token_rewards=token_rewards,
-                      scored=torch.ones(4).bool(),
-                      values=torch.tensor([.1, .2, .3, .2, .1, .5, .4, .6], dtype=dtype))
+    return Experience(
+        torch.zeros(8).long(), cu,
+        torch.ones(8).bool(), torch.tensor([7, 7, 3, 3]), rewards=rewards, token_rewards=token_rewards,
+        scored=torch.ones(4).bool(), values=torch.tensor([.1, .2, .3, .2, .1, .5, .4, .6], dtype=dtype))
 
 
 def random_batch(seed, penalties):
@@ -47,14 +43,9 @@ def random_batch(seed, penalties):
         if not scored[b]:
             rewards[b], tokens[start:end] = torch.nan, torch.nan
     values = torch.randn(total, generator=gen, dtype=torch.float64)
-    return Experience(torch.zeros(total).long(),
-                      cu,
-                      mask,
-                      groups,
-                      rewards=rewards,
-                      token_rewards=tokens,
-                      scored=scored,
-                      values=values)
+    return Experience(
+        torch.zeros(total).long(), cu, mask, groups, rewards=rewards, token_rewards=tokens, scored=scored,
+        values=values)
 
 
 def naive_outcomes(exp, shape):
@@ -167,12 +158,10 @@ def test_options_change_the_advantage():
 
 def ppo_case(**options):
     log_ratio, advantages = torch.tensor([.5, -.5, 1.5, .1]), torch.tensor([1., -1, -1, 1])
-    exp = Experience(torch.zeros(4).long(),
-                     torch.tensor([0, 4], dtype=torch.int32),
-                     torch.ones(4).bool(),
-                     old_logprobs=torch.full((4, ), -2.0),
-                     advantages=advantages)
-    loss, metrics = POLICY_LOSSES.get("ppo")(log_ratio - 2, exp, AlgorithmConfig(**options))
+    exp = Experience(
+        torch.zeros(4).long(), torch.tensor([0, 4], dtype=torch.int32),
+        torch.ones(4).bool(), old_logprobs=torch.full((4, ), -2.0), advantages=advantages)
+    loss, metrics = POLICY_LOSSES.get("ppo").fn(log_ratio - 2, exp, AlgorithmConfig(**options))
     return float(loss.mean()), {k: float(v.mean()) for k, v in metrics.items()}
 
 
@@ -191,7 +180,7 @@ def test_no_correction_is_one():
 
 def registered():
     functions = [ADVANTAGES.get(n).fn for n in ADVANTAGES]
-    return functions + [POLICY_LOSSES.get(n) for n in POLICY_LOSSES] + [CORRECTIONS.get(n) for n in CORRECTIONS]
+    return functions + [POLICY_LOSSES.get(n).fn for n in POLICY_LOSSES] + [CORRECTIONS.get(n) for n in CORRECTIONS]
 
 
 def test_each_algorithm_is_one_short_documented_file():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.config.no_effect import LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
@@ -15,16 +16,13 @@ from lightrft.config.algorithm_rules import AlgorithmFacts
 from lightrft.config.validate import validate, validate_sft
 from lightrft.utils.registry import Registry
 
-FACTS = AlgorithmFacts(estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}),
-                       policy_losses=frozenset({"ppo"}),
-                       corrections=frozenset({"none"}),
-                       needs_group=frozenset({"group_norm"}),
-                       needs_critic=frozenset({"gae"}),
-                       whitens=frozenset({"reinforce++"}),
-                       ignores={
-                           "lambd": frozenset({"group_norm", "reinforce", "reinforce++"}),
-                           "std_eps": frozenset({"gae", "reinforce", "reinforce++"})
-                       })
+FACTS = AlgorithmFacts(
+    estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}), policy_losses=frozenset({"ppo", "plain"}),
+    corrections=frozenset({"none"}), needs_group=frozenset({"group_norm"}), needs_critic=frozenset({"gae"}),
+    whitens=frozenset({"reinforce++"}), ignores={
+        "lambd": frozenset({"group_norm", "reinforce", "reinforce++"}), "std_eps":
+        frozenset({"gae", "reinforce", "reinforce++"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain"}))
+    })
 
 
 def problems(world_size: int = 2, **values: Any) -> list[str]:
@@ -37,89 +35,34 @@ def problems(world_size: int = 2, **values: Any) -> list[str]:
 
 @pytest.mark.parametrize("values", [
     {},
-    {
-        "rollout_batch_size": 16,
-        "n_samples_per_prompt": 5,
-        "train_batch_size": 40
-    },
+    {"rollout_batch_size": 16, "n_samples_per_prompt": 5, "train_batch_size": 40},
     KL | {
-        "use_kl_loss": True,
-        "kl_target": 0.1,
-        "kl_horizon": 100,
-        "ref_pretrain": "org/ref",
-        "initial_model_shard_size": 1
+        "use_kl_loss": True, "kl_target": 0.1, "kl_horizon": 100, "ref_pretrain": "org/ref", "initial_model_shard_size":
+        1
     },
-    KL | {
-        "kl_estimator": "k1"
-    },
-    EVAL | {
-        "eval_steps": 2,
-        "eval_at_start": True,
-        "eval_n_samples": 4,
-        "eval_temperature": 1.0,
-        "eval_pass_k": [1, 4]
-    },
+    KL | {"kl_estimator": "k1"},
+    EVAL
+    | {"eval_steps": 2, "eval_at_start": True, "eval_n_samples": 4, "eval_temperature": 1.0, "eval_pass_k": [1, 4]},
     {
-        "advantage_estimator": "gae",
-        "critic_pretrain": "org/critic",
-        "freezing_actor_steps": 2,
-        "critic_learning_rate": 1e-4,
-        "value_clip": 0.0,
-        "lambd": 0.5,
-        "save_value_network": True,
-        "n_samples_per_prompt": 1,
-        "advantages_norm": True
+        "advantage_estimator": "gae", "critic_pretrain": "org/critic", "freezing_actor_steps": 2,
+        "critic_learning_rate": 1e-4, "value_clip": 0.0, "lambd": 0.5, "save_value_network": True,
+        "n_samples_per_prompt": 1, "advantages_norm": True
     },
+    {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_agg_norm": 100},
     {
-        "loss_agg_mode": "seq-mean-token-sum-norm",
-        "loss_agg_norm": 100
-    },
-    {
-        "reward_running_norm": True,
-        "reward_running_norm_minus_mean": True,
-        "overlong_buffer": True,
+        "reward_running_norm": True, "reward_running_norm_minus_mean": True, "overlong_buffer": True,
         "overlong_buffer_len": 100
     },
-    {
-        "prompt_data": ["a", "b@dir"],
-        "prompt_data_probs": [0.25, 0.75]
-    },
-    {
-        "reward": ["math", "format=0.1", "length=-1e-3"],
-        "remote_rm_url": ["http://localhost:1", "https://x.y/z"]
-    },
-    {
-        "lora_rank": 8,
-        "lora_dropout": 0.1,
-        "init_kl_coef": 0.1
-    },
-    {
-        "strategy": "fsdp",
-        "fsdp_cpu_offload": True,
-        "fsdp_shard_size": 1
-    },
-    {
-        "input_template": "Q: {}",
-        "max_steps": 5,
-        "save_trajectories": True,
-        "num_trajectories_to_save": 3
-    },
-    EVAL | {
-        "best_metric": "eval/all/pass@1",
-        "save_steps": 5
-    },
-    {
-        "use_tensorboard": True
-    },
-    {
-        "std_eps": 0.1
-    },
-    EVAL | {
-        "best_metric": "eval/openai/gsm8k/pass@4",
-        "eval_n_samples": 4,
-        "eval_temperature": 1.0,
-        "eval_pass_k": [1, 4]
-    },
+    {"prompt_data": ["a", "b@dir"], "prompt_data_probs": [0.25, 0.75]},
+    {"reward": ["math", "format=0.1", "length=-1e-3"], "remote_rm_url": ["http://localhost:1", "https://x.y/z"]},
+    {"lora_rank": 8, "lora_dropout": 0.1, "init_kl_coef": 0.1},
+    {"strategy": "fsdp", "fsdp_cpu_offload": True, "fsdp_shard_size": 1},
+    {"input_template": "Q: {}", "max_steps": 5, "save_trajectories": True, "num_trajectories_to_save": 3},
+    EVAL | {"best_metric": "eval/all/pass@1", "save_steps": 5},
+    {"use_tensorboard": True},
+    {"std_eps": 0.1},
+    EVAL
+    | {"best_metric": "eval/openai/gsm8k/pass@4", "eval_n_samples": 4, "eval_temperature": 1.0, "eval_pass_k": [1, 4]},
 ])
 def test_valid(values: dict[str, Any]) -> None:
     assert problems(**values) == [], "a valid configuration is refused"
@@ -132,9 +75,7 @@ def test_each_problem_alone(values: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_large_batches_are_checked_quickly() -> None:
-    found = problems(rollout_batch_size=10**12 + 1,
-                     n_samples_per_prompt=1,
-                     advantage_estimator="reinforce",
+    found = problems(rollout_batch_size=10**12 + 1, n_samples_per_prompt=1, advantage_estimator="reinforce",
                      train_batch_size=1000)
     assert "--rollout_batch_size 1000000000000 or" in found[0], found
 
@@ -147,10 +88,8 @@ def test_offload_needs_fsdp() -> None:
 def test_paths_that_exist(tmp_path: Path) -> None:
     for name in ("d.parquet", "t.jinja", "r.py"):
         (tmp_path / name).touch()
-    found = problems(pretrain=str(tmp_path),
-                     prompt_data=[f"{tmp_path}/d.parquet", f"{tmp_path}@sub"],
-                     chat_template=f"{tmp_path}/t.jinja",
-                     reward=[f"{tmp_path}/r.py:f=0.5"])
+    found = problems(pretrain=str(tmp_path), prompt_data=[f"{tmp_path}/d.parquet", f"{tmp_path}@sub"],
+                     chat_template=f"{tmp_path}/t.jinja", reward=[f"{tmp_path}/r.py:f=0.5"])
     assert found == [], found
     assert "d.parquet: is a file" in problems(save_path=f"{tmp_path}/d.parquet")[0]
 
@@ -220,13 +159,17 @@ def test_facts_are_read_from_the_registries() -> None:
     class Silent(Entry):
         reads = None
 
+    class Loss:
+        reads = LOSS_OPTIONS[:1]
+
     advantages: Registry[Entry] = Registry("advantage estimator")
-    losses: Registry[int] = Registry("policy loss")
+    losses: Registry[Loss] = Registry("policy loss")
     advantages.register("mine", "alias")(Entry())
-    losses.register("ppo")(1)
+    losses.register("ppo")(Loss())
     facts = AlgorithmFacts.gather(advantages, losses, Registry("correction"))
     both = frozenset({"mine", "alias"})
-    ignores = {"lambd": frozenset(), "std_eps": both}
+    unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
+    ignores = {"lambd": frozenset(), "std_eps": both, LOSS_OPTIONS[0]: frozenset()} | unread
     assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores)
     advantages.register("silent")(Silent())
     assert AlgorithmFacts.gather(advantages, losses, Registry("correction")).ignores == ignores
@@ -234,39 +177,17 @@ def test_facts_are_read_from_the_registries() -> None:
 
 @pytest.mark.parametrize("values,part", [
     ({}, ""),
-    ({
-        "train_data": []
-    }, "--train_data is missing"),
-    ({
-        "train_data": ["no.jsonl"]
-    }, "no such file"),
-    ({
-        "train_batch_size": 1
-    }, "2 ranks"),
-    ({
-        "eval_steps": 3
-    }, "--eval_data"),
-    ({
-        "learning_rate": -1.0
-    }, "--learning_rate -1"),
-    ({
-        "pretrain": None
-    }, "--pretrain is missing"),
-    ({
-        "lora_dropout": 0.1
-    }, "--lora_rank"),
-    ({
-        "strategy": "single"
-    }, "2 ranks"),
-    ({
-        "chat_template": "no.jinja"
-    }, "no such file"),
-    ({
-        "best_metric": "eval/loss"
-    }, "--eval_data"),
-    ({
-        "best_metric": "reward/mean"
-    }, "sft/"),
+    ({"train_data": []}, "--train_data is missing"),
+    ({"train_data": ["no.jsonl"]}, "no such file"),
+    ({"train_batch_size": 1}, "2 ranks"),
+    ({"eval_steps": 3}, "--eval_data"),
+    ({"learning_rate": -1.0}, "--learning_rate -1"),
+    ({"pretrain": None}, "--pretrain is missing"),
+    ({"lora_dropout": 0.1}, "--lora_rank"),
+    ({"strategy": "single"}, "2 ranks"),
+    ({"chat_template": "no.jinja"}, "no such file"),
+    ({"best_metric": "eval/loss"}, "--eval_data"),
+    ({"best_metric": "reward/mean"}, "sft/"),
 ])
 def test_sft(values: dict[str, Any], part: str) -> None:
     config = build(SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]} | values)
