@@ -62,11 +62,18 @@ def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]
 def _options(c: Config) -> Iterator[str]:
     a = c.algorithm
     if a.use_kl_loss and a.kl_estimator == "k1":
-        yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k3, "
-               "or drop --use_kl_loss to subtract it from the reward")
+        yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k1+ (its value, the "
+               "gradient of k2) or k3, or drop --use_kl_loss to subtract it from the reward")
+    if a.init_kl_coef and not a.use_kl_loss and a.kl_estimator.endswith("+"):
+        yield (f"--kl_estimator {a.kl_estimator}: the + changes the gradient of a loss, and a reward has none; nearest "
+               f"valid value: {a.kl_estimator[:-1]}, or add --use_kl_loss")
     if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
                "use --loss_agg_mode seq-mean-token-sum-norm or drop it")
+    for name, value in changed(c, ("loss_agg_norm_seqs", )):
+        if a.loss_agg_mode != "seq-mean-token-sum-norm":
+            yield (f"--{name} {value}: has no effect under --loss_agg_mode {a.loss_agg_mode}; use --loss_agg_mode "
+                   "seq-mean-token-sum-norm or drop it")
 
 
 def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:

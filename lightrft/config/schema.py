@@ -6,6 +6,9 @@ this file, so an option that is not here does not exist. A part of the library r
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrft.config.recipes import RECIPES
+from lightrft.config.semantics import SEMANTICS
+
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
     """One option: its default, its help text and, for closed sets, its choices. Lists are copied per instance."""
@@ -68,6 +71,9 @@ class RolloutConfig:
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt")
     generate_max_len: int = option(1024, "longest response, in tokens")
+    stages: list[str] = option(
+        [], "LENGTH:STEPS of one stage after another, e.g. 8k:200,16k:200,32k: longest response (k: 1024 tokens) and "
+        "rollout steps; the last may leave out its steps. Evaluation always allows the longest")
     temperature: float = option(
         1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature")
     top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off")
@@ -131,6 +137,11 @@ class RewardConfig:
 @dataclass
 class AlgorithmConfig:
     """Advantage, loss and regularisation."""
+    recipe: str | None = option(None, "set the options of a paper's method at once; flags and YAML keys win",
+                                tuple(RECIPES))
+    semantics: str = option(
+        "lightrft", "give names that mean different mathematics in different trainers the meaning of this one",
+        tuple(SEMANTICS))
     advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
     policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
@@ -139,10 +150,27 @@ class AlgorithmConfig:
                                 ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
     loss_agg_norm: int = option(
         0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len")
-    eps_clip: float = option(0.2, "lower clip of the ratio: 1 - eps_clip")
-    eps_clip_high: float | None = option(None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip)")
+    loss_agg_norm_seqs: bool = option(
+        True, "seq-mean-token-sum-norm also divides by the number of sequences; off: by the constant alone")
+    eps_clip: float = option(
+        0.2, "lower clip of the ratio: 1 - eps_clip; the papers' values: 0.2, gspo 3e-4, gmpo 0.4 (bound exp(-0.4)), "
+        "cispo 1 (no lower bound)")
+    eps_clip_high: float | None = option(
+        None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip); gspo 4e-4, gmpo 0.4 (bound exp(0.4))")
     dual_clip: float | None = option(None,
                                      "bound on the ratio for negative advantages (dual-clip PPO, > 1); off by default")
+    cispo_max: float | None = option(
+        None, "cispo: clip the ratio at this alone, in place of 1 - eps_clip .. 1 + eps_clip_high; off by default")
+    policy_drift_coef: float = option(0.01, "cpgd: weight of the drift KL(rollout's policy || policy)")
+    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive")
+    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive")
+    dppo_delta: float | None = option(
+        None, "dppo_tv, dppo_kl: largest divergence of a token that still moves away (default: 0.15, 0.05)")
+    clip_cov_ratio: float = option(2e-4, "clip_cov: share of the mini-batch's tokens that get no gradient")
+    clip_cov_low: float = option(1.0, "clip_cov: they are drawn from the tokens with at least this covariance")
+    clip_cov_high: float = option(5.0, "clip_cov: and at most this one")
+    kl_cov_ratio: float = option(2e-3, "kl_cov: share of the mini-batch's tokens that get the penalty")
+    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty KL(rollout's policy || policy)")
     value_clip: float = option(0.2, "clip of the value update; 0 is off")
     gamma: float = option(1.0, "discount per action token")
     lambd: float = option(0.95, "lambda of GAE")
@@ -151,9 +179,12 @@ class AlgorithmConfig:
                                 "a group whose rewards differ by no more than this has advantage 0 and is counted")
     advantages_norm: bool = option(
         False, "whiten advantages over the whole rollout batch (refused where the estimator already does)")
+    whiten_unbiased: bool = option(
+        False, "whitening divides by the Bessel-corrected standard deviation, not by the population's")
     advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off")
     init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference")
-    kl_estimator: str = option("k3", "KL estimator", ("k1", "k2", "k3"))
+    kl_estimator: str = option("k3", "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss)",
+                               ("k1", "k2", "k3", "k1+", "k3+"))
     use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward")
     kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default")
     kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts")

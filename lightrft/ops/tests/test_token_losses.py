@@ -12,9 +12,7 @@ from lightrft.ops.tests.ragged import SEEDS, batch, spans
 @pytest.mark.parametrize("kind,expected", [("k1", [.5, -.5]), ("k2", [.125, .125]), ("k3", [.106531, .148721])])
 def test_kl_reference_numbers(kind, expected):
     ref = torch.tensor([-1., -2.])
-    torch.testing.assert_close(kl_estimate(ref + torch.tensor([.5, -.5]), ref, kind),
-                               torch.tensor(expected),
-                               rtol=0,
+    torch.testing.assert_close(kl_estimate(ref + torch.tensor([.5, -.5]), ref, kind), torch.tensor(expected), rtol=0,
                                atol=1e-6)
 
 
@@ -25,6 +23,17 @@ def test_kl_estimates_agree_with_the_exact_kl():
     for kind, bias in (("k1", 1e-12), ("k2", 0.02), ("k3", 1e-12)):
         assert float((p.exp() * kl_estimate(p, q, kind)).sum()) == pytest.approx(exact, abs=bias)
     assert not kl_estimate(p, p, "k3").any(), "exactly 0 when the policies are equal"
+
+
+@pytest.mark.parametrize("kind", ["k1+", "k3+"])
+def test_straight_through_kl_has_one_value_and_another_gradient(kind):
+    gen = torch.Generator().manual_seed(0)
+    new, ref = torch.randn(2, 20, generator=gen, dtype=torch.float64).requires_grad_()
+    value = kl_estimate(new, ref, kind)
+    assert torch.equal(value, kl_estimate(new, ref, kind[:-1]))
+    grads = [torch.autograd.grad(kl_estimate(new, ref, k).sum(), new)[0] for k in (kind, "k2", kind[:-1])]
+    assert torch.equal(grads[0], grads[1]) and not torch.allclose(grads[0], grads[2])
+    assert torch.equal(grads[0], (new - ref).detach())
 
 
 def test_kl_of_a_broken_token_is_finite_and_names_are_checked():
