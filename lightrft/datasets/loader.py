@@ -60,14 +60,22 @@ class PromptLoader(Generic[Item]):
 
     def steps(self, episodes: int) -> int:
         """Full batches in ``episodes`` episodes."""
-        return episodes * self.blend.rows // self.batch_size
+        return self.draws(episodes) // self.batch_size
+
+    def draws(self, episodes: int) -> int:
+        """Rows in ``episodes`` episodes."""
+        return episodes * self.blend.rows
 
     def __iter__(self) -> Iterator[list[Item]]:
         return self
 
     def __next__(self) -> list[Item]:
-        start, self.position = self.position, self.position + self.batch_size
-        return [self.dataset[self._row(place)] for place in range(start, self.position)]
+        return [row for _, row in self.draw(self.batch_size)]
+
+    def draw(self, count: int) -> list[tuple[int, Item]]:
+        """The next ``count`` rows, each with its number in the endless stream."""
+        start, self.position = self.position, self.position + count
+        return [(place, self.dataset[self._row(place)]) for place in range(start, self.position)]
 
     def _row(self, place: int) -> int:
         episode, offset = divmod(place, self.blend.rows)

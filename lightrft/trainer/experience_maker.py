@@ -4,6 +4,7 @@
 them. What comes out is the same.
 """
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -25,13 +26,15 @@ from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
 
+Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
+
 
 @dataclass
 class Rollout:
-    """One rollout batch of all ranks, ready for the update: the same on every rank."""
+    """One rollout batch of all ranks, ready for the update: the same on every rank. Without rows there is none."""
     exp: Experience
     buffer: ReplayBuffer
-    rows: list[dict[str, Any]]  # one per sample, in the order of ``exp``: text, parts, error ...
+    rows: Rows  # in the order of ``exp``
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -93,6 +96,12 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
     )
 
 
+def set_rewards(exp: Experience, rows: Rows) -> None:
+    """Fill ``scored`` and ``rewards`` (not shaped yet)."""
+    exp.scored = torch.tensor([row["reward"] is not None for row in rows])
+    exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)
+
+
 class NaiveExperienceMaker:
     """The stages of one rollout, in order.
 
@@ -112,23 +121,33 @@ class NaiveExperienceMaker:
 
     def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
         """One rollout over the global batch ``prompts`` (the same list on every rank)."""
-        world, rank = self.strategy.world_size, self.strategy.rank
-        groups = list(enumerate(prompts))[rank::world]
+        exp, rows = self.generate(list(enumerate(prompts)), step)
+        return self.complete(exp, rows, step, kl_coef)
+
+    def generate(self, groups: list[tuple[int, Prompt]], step: int | str) -> tuple[Experience, Callable[[], Rows]]:
+        """Responses to numbered prompts of all ranks, packed by number; the function waits for their rewards.
+
+        Args:
+            step: with the number of a prompt and of a sample it makes the sample's seed.
+        """
         with self.timer("rollout"):  # it ends when the slowest rank is done
-            samples = self.generate_samples(groups, step)
+            samples = self.generate_samples(groups[self.strategy.rank::self.strategy.world_size], step)
             self.strategy.barrier()
         with self.timer("gather"):
             exp = self._gather(pack_samples(samples, self.config.rollout.n_samples_per_prompt))
+        return exp, lambda: self._gather_rows(samples)
+
+    def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
+        """What comes after generation: ``exp`` with log-probs, values, rewards and advantages."""
         buffer = self._buffer(exp, step)
         self.logprobs.fill(exp, buffer, self.timer)
-        with self.timer("reward"):
-            rows = self._gather_rows(samples, self.score(samples))
-        metrics = response_metrics(exp, self.timer.seconds("rollout"), len(prompts))
+        rows = rows_of()
+        metrics = response_metrics(exp, self.timer.seconds("rollout"))
         with self.timer("advantage"):
             metrics |= self._advantages(exp, rows, kl_coef)
         return Rollout(exp, buffer, rows, metrics)
 
-    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int) -> list[Sample]:
+    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
         """Responses of this rank's prompts, group by group."""
         completions = self.engine.generate(self._requests(groups, step), self.sampling)
         return [
@@ -146,7 +165,7 @@ class NaiveExperienceMaker:
         return to_samples(self.tokenizer, group_id, prompt, completions, self.engine.weight_version,
                           self.sampling.stop_token_ids)
 
-    def _requests(self, groups: list[tuple[int, Prompt]], step: int) -> list[Request]:
+    def _requests(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Request]:
         seed, n = self.config.train.seed, self.config.rollout.n_samples_per_prompt
         return [
             Request(prompt.token_ids, [sample_seed(seed, step, group_id, j) for j in range(n)], prompt.mm_inputs)
@@ -161,24 +180,27 @@ class NaiveExperienceMaker:
         exp = Experience.cat(parts)
         return exp.select(exp.sample_ids.argsort().tolist())
 
-    def _gather_rows(self, samples: list[Sample], scores: list[Score]) -> list[dict[str, Any]]:
-        keep_text = self.config.log.save_trajectories
-        local = [{
-            "group_id": s.group_id, "index": s.index, "reward": score.total, "parts": score.parts, "error": score.error,
-            "finish_reason": s.finish_reason, "uid": s.prompt.uid
-        } | ({"prompt": s.prompt.text, "response": s.text, "reference": s.prompt.reference} if keep_text else {})
-                 for s, score in zip(samples, scores)]
-        rows = [row for part in self.strategy.all_gather_object(local) for row in part]
+    def _gather_rows(self, samples: list[Sample]) -> Rows:
+        """The scores of all ranks, in the order of ``sample_ids``."""
+        with self.timer("reward"):
+            local = [self._row(sample, score) for sample, score in zip(samples, self.score(samples))]
+            rows = [row for part in self.strategy.all_gather_object(local) for row in part]
         return sorted(rows, key=lambda row: (row["group_id"], row["index"]))
+
+    def _row(self, sample: Sample, score: Score) -> dict[str, Any]:
+        row = {"group_id": sample.group_id, "index": sample.index, "reward": score.total, "parts": score.parts,
+               "error": score.error, "finish_reason": sample.finish_reason, "uid": sample.prompt.uid}  # yapf: disable
+        if self.config.log.save_trajectories:
+            row |= {"prompt": sample.prompt.text, "response": sample.text, "reference": sample.prompt.reference}
+        return row
 
     def _buffer(self, exp: Experience, step: int) -> ReplayBuffer:
         train = self.config.train
         return ReplayBuffer(exp.seq_lens, train.train_batch_size, self.limits, self.strategy.rank,
                             self.strategy.world_size, f"{train.seed}/{step}")
 
-    def _advantages(self, exp: Experience, rows: list[dict[str, Any]], kl_coef: float) -> dict[str, float]:
-        exp.scored = torch.tensor([row["reward"] is not None for row in rows])
-        exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)
+    def _advantages(self, exp: Experience, rows: Rows, kl_coef: float) -> dict[str, float]:
+        set_rewards(exp, rows)
         metrics = reward_metrics(rows) | self.calculator(exp, kl_coef)
         kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens) > 0
         return metrics | {"rollout/kept_samples": kept.sum().item()}

@@ -8,7 +8,7 @@ from lightrft.types import Prompt, Sample
 class FastExperienceMaker(NaiveExperienceMaker):
     """Scoring starts as soon as a group is finished and is collected after the log-prob passes."""
 
-    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int) -> list[Sample]:
+    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
         """Drive the engine; every finished group is decoded and handed to the reward workers at once."""
         done: dict[int, list[Sample]] = {}
         self._handles = {}

@@ -7,7 +7,7 @@ from lightrft.ops.segment import segment_sum
 from lightrft.types import Experience
 
 
-def response_metrics(exp: Experience, seconds: float, prompts: int) -> dict[str, float]:
+def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
     """``rollout/*``: counts of prompts, samples and generated tokens, speed, lengths, share that hit the length limit.
 
     To be called while ``loss_mask`` still covers every generated token.
@@ -15,7 +15,7 @@ def response_metrics(exp: Experience, seconds: float, prompts: int) -> dict[str,
     lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     tokens = lengths.sum().item()
     return {
-        "rollout/prompts": prompts,
+        "rollout/prompts": len(exp.group_ids.unique()),
         "rollout/samples": exp.num_seqs,
         "rollout/tokens": tokens,
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
