@@ -4,7 +4,7 @@ Paper: Hu et al. 2025, https://arxiv.org/abs/2501.03262
 Equation: A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8), R_t the discounted sum with r_i - mean_group(r) as the outcome
 Degenerate: a group with one scored sample or no spread has outcome 0 and stays out of the batch statistics.
 Deviation: such groups are not shifted by the batch mean, which would reward or punish them for the others; the variance
-    is the population's.
+    is the population's (--whiten_unbiased: Bessel's correction).
 """
 import torch
 from torch import Tensor
@@ -22,4 +22,5 @@ def reinforce_baseline(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     returns = from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)
     kept = action_mask(exp) & expand(live, exp.cu_seqlens, exp.num_tokens)
     shifted = returns - torch.where(kept, masked_mean(returns, kept), 0)
-    return shifted * (masked_var(returns, kept) + 1e-8).rsqrt() if bool(kept.any()) else returns
+    variance = masked_var(returns, kept, cfg.whiten_unbiased)
+    return shifted * (variance + 1e-8).rsqrt() if bool(kept.any()) else returns

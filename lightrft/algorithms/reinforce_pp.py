@@ -3,7 +3,7 @@
 Paper: Hu et al. 2025, https://arxiv.org/abs/2501.03262
 Equation: A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8), R_t = sum_l gamma^l * r_{t+l}
 Degenerate: all returns equal: 0.
-Deviation: the variance is the population's, over the tokens of every rank (some systems use Bessel's correction).
+Deviation: the variance is the population's, over the tokens of every rank (--whiten_unbiased: Bessel's correction).
 """
 from torch import Tensor
 
@@ -18,4 +18,5 @@ from lightrft.types import Experience
 def reinforce_pp(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
     mask = action_mask(exp)
-    return masked_whiten(discounted_returns(exp.token_rewards, mask, exp.cu_seqlens, cfg.gamma), mask)
+    returns = discounted_returns(exp.token_rewards, mask, exp.cu_seqlens, cfg.gamma)
+    return masked_whiten(returns, mask, unbiased=cfg.whiten_unbiased)

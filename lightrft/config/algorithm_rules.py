@@ -3,7 +3,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrft.config.no_effect import CRITIC_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
+from lightrft.config.no_effect import CRITIC_OPTIONS, CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import Config
 from lightrft.utils.registry import Registry
@@ -30,19 +30,21 @@ class AlgorithmFacts:
     needs_group: frozenset[str]
     needs_critic: frozenset[str]
     whitens: frozenset[str]
-    ignores: dict[str, frozenset[str]]  # ESTIMATOR_OPTIONS, LOSS_OPTIONS -> entries that say they do not read it
+    ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that say they do not read it
 
     @classmethod
     def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
                corrections: Registry[Any]) -> "AlgorithmFacts":
-        """Read the three registries; the entries of the first are :class:`Needs`, of the second :class:`Reads`."""
+        """Read the three registries; the entries of the first are :class:`Needs`, of the others :class:`Reads`."""
         entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
         losses: dict[str, Reads] = {name: policy_losses.get(name) for name in policy_losses}
+        weights: dict[str, Reads] = {name: corrections.get(name) for name in corrections}
         return cls(frozenset(entries), frozenset(policy_losses), frozenset(corrections),
                    frozenset(name for name, entry in entries.items() if entry.needs_group),
                    frozenset(name for name, entry in entries.items() if entry.needs_critic),
                    frozenset(name for name, entry in entries.items() if entry.whitens),
-                   _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS))
+                   _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS)
+                   | _ignored(weights, CORRECTION_OPTIONS))
 
 
 def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -67,6 +69,12 @@ def _options(c: Config) -> Iterator[str]:
     if a.init_kl_coef and not a.use_kl_loss and a.kl_estimator.endswith("+"):
         yield (f"--kl_estimator {a.kl_estimator}: the + changes the gradient of a loss, and a reward has none; nearest "
                f"valid value: {a.kl_estimator[:-1]}, or add --use_kl_loss")
+    if a.entropy_target is not None and a.entropy_coef > a.entropy_coef_max:
+        yield (f"--entropy_coef {a.entropy_coef}: above --entropy_coef_max {a.entropy_coef_max}, the largest adaptive "
+               f"weight; nearest valid value: {a.entropy_coef_max}")
+    if a.high_entropy_token_ratio and a.rollout_correction == "bypass":
+        yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the pass that --rollout_correction "
+               "bypass leaves out; drop one of them")
     if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
                "use --loss_agg_mode seq-mean-token-sum-norm or drop it")
@@ -92,10 +100,13 @@ def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
                "or --advantage_estimator reinforce")
     if estimator in facts.whitens and a.advantages_norm:
         yield f"--advantages_norm True: {estimator} already whitens its advantages; drop --advantages_norm"
+    for name, value in changed(c, ("whiten_unbiased", )):
+        if estimator in facts.estimators - facts.whitens and not a.advantages_norm:
+            yield f"--{name} {value}: nothing is whitened with {estimator}; add --advantages_norm or drop it"
 
 
 def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Options that the chosen estimator or policy loss does not use."""
+    """Options that the chosen estimator, policy loss or correction does not use."""
     estimator = c.algorithm.advantage_estimator
     for name, value in changed(c, CRITIC_OPTIONS):
         if estimator in facts.estimators - facts.needs_critic:
@@ -103,6 +114,7 @@ def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
                    f"{' or '.join(sorted(facts.needs_critic))}")
     yield from _unread(c, facts, "advantage_estimator", facts.estimators, ESTIMATOR_OPTIONS)
     yield from _unread(c, facts, "policy_loss", facts.policy_losses, LOSS_OPTIONS)
+    yield from _unread(c, facts, "rollout_correction", facts.corrections, CORRECTION_OPTIONS)
 
 
 def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],

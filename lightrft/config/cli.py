@@ -1,4 +1,4 @@
-"""Command line -> option tree: defaults < script defaults < ``--config`` files < flags, each with its provenance."""
+"""Command line -> option tree: defaults < script < presets < ``--config`` files < flags, each with its provenance."""
 import argparse
 import os
 import sys
@@ -9,7 +9,8 @@ from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from lightrft.config.files import load_config
-from lightrft.config.flags import add_tree
+from lightrft.config.flags import add_tree, show
+from lightrft.config.layers import PRESETS, Layer, resolve
 from lightrft.config.options import ConfigError, build, did_you_mean, group_options, options
 from lightrft.config.refused import ALIASES, refusal
 from lightrft.config.schema import Config
@@ -20,7 +21,8 @@ Provenance = dict[str, str]
 
 
 class ParsedConfig(NamedTuple):
-    """What the command line says. ``provenance[option]`` is default, script, ``yaml:PATH`` or flag."""
+    """What the command line says. ``provenance[option]`` begins with default, script, ``recipe NAME``, stages,
+    ``semantics NAME``, ``yaml:PATH`` or flag; what a preset would have given follows after a semicolon."""
     config: Any
     provenance: Provenance
     dry_run: bool
@@ -95,17 +97,14 @@ def _parse(parser: _Parser, argv: list[str] | None, tree: type, defaults: dict[s
         known = [*options(tree), *ALIASES, "config", "plugin", "dry_run"]
         known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
         raise ConfigError(_unknown_words(rest, known))
-    values, provenance = dict(defaults), {name: "script" if name in defaults else "default" for name in options(tree)}
     flags = vars(namespace)
-    plugins = []
+    plugins, layers = [], []
     for path in flags.pop("config"):
         found, named = load_config(path, tree)
-        values.update(found)
-        provenance.update({name: f"yaml:{path}" for name in found})
+        layers.append(Layer(f"yaml:{path}", found))
         plugins += named
     plugins, dry_run = list(dict.fromkeys(plugins + flags.pop("plugin"))), flags.pop("dry_run")
-    values.update(flags)
-    provenance.update({name: "flag" for name in flags})
+    values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
     _import_plugins(plugins)
     return ParsedConfig(build(tree, values), provenance, dry_run, plugins)
 
@@ -128,7 +127,8 @@ def parse_config(argv: list[str] | None = None, prog: str | None = None, default
 
     Args:
         argv: words of the command line; ``None`` takes ``sys.argv[1:]``.
-        defaults: values of this script, by option name; they win over the tree's, and lose to YAML and flags.
+        defaults: values of this script, by option name; they win over the tree's and over a recipe that they name, and
+            lose to YAML, flags and the presets that those name.
         tree: the dataclass of option groups; :class:`lightrft.config.schema.Config` or a script's own.
 
     Raises:
@@ -145,7 +145,8 @@ def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
     Options that are missing, or ``None`` where that is no value of theirs, take the default; values are type-checked.
 
     Raises:
-        ConfigError: naming the option, the value and what was expected.
+        ConfigError: naming the option, the value and what was expected; a preset, which only :func:`parse_config` can
+            put between defaults and flags.
     """
     given, known = dict(vars(args)), group_options(cls)
     for alias, (name, value) in ALIASES.items():
@@ -155,4 +156,10 @@ def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
         name: given[name] for name, option in known.items()
         if name in given and (given[name] is not None or option.optional)
     }
-    return cls(**{name: known[name].convert(value) for name, value in taken.items()})
+    values = {name: known[name].convert(value) for name, value in taken.items()}
+    for name in PRESETS:
+        if name in values and values[name] != known[name].default:
+            raise ConfigError(
+                f"--{name} {show(values[name])}: a plain argparse parser cannot tell flags from defaults; "
+                "parse with lightrft.config.cli.parse_config")
+    return cls(**values)

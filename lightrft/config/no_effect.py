@@ -3,6 +3,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightrft.config.layers import preset_values
 from lightrft.config.options import did_you_mean, flatten, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
@@ -13,6 +14,8 @@ NEEDS: dict[str, tuple[str, str]] = {
     "kl_target": ("init_kl_coef", "0.01"),
     "kl_estimator": ("init_kl_coef", "0.01"),
     "kl_horizon": ("kl_target", "0.1"),
+    "entropy_step": ("entropy_target", "0.2"),
+    "entropy_coef_max": ("entropy_target", "0.2"),
     "ref_pretrain": ("init_kl_coef", "0.01"),
     "initial_model_shard_size": ("init_kl_coef", "0.01"),
     "lora_dropout": ("lora_rank", "16"),
@@ -24,16 +27,22 @@ NEEDS: dict[str, tuple[str, str]] = {
 }
 CRITIC_OPTIONS = ("critic_pretrain", "save_value_network", "freezing_actor_steps", "critic_learning_rate", "value_clip")
 ESTIMATOR_OPTIONS = ("lambd", "std_eps")
-LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip")
+LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_max", "policy_drift_coef", "sapo_tau_pos",
+                "sapo_tau_neg", "dppo_delta", "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio",
+                "kl_cov_coef")
+CORRECTION_OPTIONS = ("correction_low", "correction_high", "correction_veto")
 # first parts of the names of the metrics that a checkpoint has
 METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
 SFT_METRICS = ("sft", "eval")
 
 
 def changed(c: Config | SFTConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of the options ``names`` that ``c`` has and that differ from their default, with their values."""
+    """Those of the options ``names`` that ``c`` has and that are neither at their default nor what a preset that was
+    asked for gives them, with their values."""
     values, known = flatten(c), options(type(c))
-    return ((name, values[name]) for name in names if name in known and values[name] != known[name].default)
+    preset = preset_values(values)
+    return ((name, values[name]) for name in names if name in known and values[name] != known[name].default and (
+        name not in preset or values[name] != preset[name]))
 
 
 def unmet_needs(c: Config | SFTConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                     StrategyConfig)
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.stages import stage_problems
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
@@ -173,6 +174,7 @@ def _probabilities(probs: list[float], sources: int) -> Iterator[str]:
 
 
 def _rollout(c: Config) -> Iterator[str]:
+    yield from stage_problems(c)
     if any(not text for text in c.rollout.stop):
         yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
 

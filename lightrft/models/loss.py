@@ -70,7 +70,8 @@ class PolicyLoss(nn.Module):
         token_loss = token_loss * self.correction(exp, self.cfg).detach()
         metrics = {**metrics, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
         token_loss, extra = self._regularise(token_loss, logprobs, entropy, exp, kl_coef)
-        loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators)
+        loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators,
+                         self.cfg.loss_agg_norm_seqs)
         return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss}.items()}
 
     def _regularise(self, token_loss: Tensor, logprobs: Tensor, entropy: Tensor | None, exp: Experience,

@@ -33,7 +33,8 @@ def count(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.stack([per_seq.sum(), (per_seq > 0).sum()]).double()
 
 
-def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators) -> Tensor:
+def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators,
+              norm_seqs: bool = True) -> Tensor:
     """This cut's share of the loss, a scalar; 0 with a zero gradient where nothing is kept.
 
     With ``l_b = loss_b[mask_b]``, N the kept tokens and S the sequences that keep any, of the whole mini-batch:
@@ -47,6 +48,7 @@ def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denomin
         cu_seqlens: [B + 1]; a sequence is never cut.
         mode: one of :data:`MODES`.
         denominators: global counts.
+        norm_seqs: False leaves the S out of seq-mean-token-sum-norm.
     """
     kept, seqs = torch.where(mask, loss, 0), max(denominators.seqs, 1.0)
     if mode == "token-mean":
@@ -56,5 +58,5 @@ def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denomin
     if mode == "seq-mean-token-sum":
         return kept.sum() / seqs
     if mode == "seq-mean-token-sum-norm":
-        return kept.sum() / (denominators.norm * seqs)
+        return kept.sum() / (denominators.norm * (seqs if norm_seqs else 1.0))
     raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(MODES)}")

@@ -80,7 +80,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
     return (centred**2).sum() / (mask.sum() - int(unbiased)).clamp_min(1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=0) + eps)`` where mask, else 0: the population variance."""
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False) -> Tensor:
+    """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=int(unbiased)) + eps)`` where mask, else 0."""
     centred = torch.where(mask, x - masked_mean(x, mask), 0)
-    return centred * (masked_var(x, mask) + eps).rsqrt()
+    return centred * (masked_var(x, mask, unbiased) + eps).rsqrt()

@@ -108,7 +108,7 @@ class AdvantageCalculator:
         """At most one whitening, then the clip; statistics are taken before the clip."""
         mask, adv = exp.loss_mask, exp.advantages
         if self.cfg.advantages_norm:
-            adv = masked_whiten(adv, mask)
+            adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased)
         kept = adv[mask] if mask.any() else adv.new_zeros(1)
         metrics = {
             "advantage/mean": kept.mean().item(), "advantage/std": kept.std(correction=0).item(), "advantage/min":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import group_from_args, parse_config
+from lightrft.config.layers import PRESETS
 from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
 from lightrft.config.refused import ALIASES, REFUSED
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
@@ -17,6 +18,7 @@ from lightrft.utils.cli_args import add_arguments
 TREES = (Config, SFTConfig)
 CASES = [
     pytest.param(tree, option, id=f"{tree.__name__}-{option.name}") for tree in TREES for option in every_option(tree)
+    if option.name not in PRESETS
 ]
 
 # section 2.1 and 2.2 of the original's command line

@@ -1,0 +1,79 @@
+"""Which value wins: default < script < semantics < recipe < YAML < flags, and where each one came from."""
+from typing import Any, NamedTuple
+
+from lightrft.config.flags import show
+from lightrft.config.options import ConfigError, options
+from lightrft.config.recipes import RECIPES
+from lightrft.config.semantics import SEMANTICS
+from lightrft.config.stages import stage_options
+
+PRESETS = ("recipe", "semantics", "stages")
+
+
+class Layer(NamedTuple):
+    """Values by option name, all from one place."""
+    source: str
+    values: dict[str, Any]
+
+
+def preset_layers(values: dict[str, Any]) -> list[Layer]:
+    """What the presets named in ``values`` set; a later one wins."""
+    recipe, semantics = values.get("recipe"), SEMANTICS[values.get("semantics", "lightrft")]
+    layers = [Layer(f"semantics {values.get('semantics')}", semantics.options)]
+    if recipe:
+        own = semantics.grpo if recipe == "grpo" else {}
+        layers.append(Layer(f"recipe {recipe}", RECIPES[recipe].options | own))
+    if values.get("stages"):
+        layers.append(Layer("stages", stage_options(values["stages"])))
+    return layers
+
+
+def preset_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that the presets named in ``values`` set."""
+    return {name: value for layer in preset_layers(values) for name, value in layer.values.items()}
+
+
+def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and provenance by option name.
+
+    A preset that ``given`` names wins over the script; one that the script names loses to the script's own values.
+
+    Args:
+        script: the defaults of the script.
+        given: YAML files, then the command line.
+
+    Raises:
+        ConfigError: a stage that does not parse, or a ``--recipe`` that sets nothing.
+    """
+    named = {name: value for layer in (Layer("script", script), *given) for name, value in layer.values.items()}
+    theirs = {name for layer in given for name in layer.values}
+    presets = preset_layers(named)
+    above = [layer for layer in presets if layer.source.split()[0] in theirs]
+    below = [layer for layer in presets if layer not in above]
+    values: dict[str, Any] = {}
+    provenance = dict.fromkeys(options(tree), "default")
+    for source, found in (*below, Layer("script", script), *above, *given):
+        values |= found
+        provenance |= dict.fromkeys(found, source)
+    _check_recipe(values, provenance)
+    return values, provenance | _outvoted(values, provenance, presets)
+
+
+def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[Layer]) -> dict[str, str]:
+    """Provenance of the options to which a preset would give another value."""
+    return {
+        name: f"{provenance[name]}; {source}: {show(value)}"
+        for source, found in presets for name, value in found.items()
+        if source != provenance[name] and value != values[name]
+    }  # yapf: disable
+
+
+def _check_recipe(values: dict[str, Any], provenance: dict[str, str]) -> None:
+    """A recipe on the command line that a file outvotes altogether (the ``config.yaml`` of a run) is an error."""
+    if provenance.get("recipe") != "flag" or not values["recipe"]:
+        return
+    recipe = RECIPES[values["recipe"]].options
+    if f"recipe {values['recipe']}" not in provenance.values() and any(values[k] != v for k, v in recipe.items()):
+        files = sorted({provenance[name].removeprefix("yaml:") for name in recipe} - {"flag"})
+        raise ConfigError(f"--recipe {values['recipe']}: has no effect, because every option it sets is given "
+                          f"otherwise{' in ' + ', '.join(files) if files else ''}; drop it, or drop those options")

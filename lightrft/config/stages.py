@@ -1,0 +1,96 @@
+"""``--stages 8k:200,16k:200,32k``: how long responses may be, and for how many steps."""
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config
+
+_ITEM = re.compile(r"([1-9]\d*)(k?)(?::([1-9]\d*))?", re.IGNORECASE)
+_FORM = "a stage is LENGTH:STEPS, k is 1024 tokens, and the last may leave out its steps, e.g. 8k:200,16k:200,32k"
+
+
+class Stages:
+    """The longest response of every step; without stages that is the same number throughout.
+
+    Args:
+        entries: the items of ``--stages``.
+        generate_max_len: the longest response where there are none.
+
+    Raises:
+        ConfigError: naming the first item that does not parse.
+    """
+
+    def __init__(self, entries: list[str], generate_max_len: int = 0) -> None:
+        self.lengths, counts = [generate_max_len], []
+        if entries:
+            parsed = [_parse(entries, i) for i in range(len(entries))]
+            self.lengths, counts = [length for length, _ in parsed], [count for _, count in parsed if count]
+        self.starts = [0, *accumulate(counts)]  # of every stage; then, when the last one is counted, the end
+
+    @property
+    def longest(self) -> int:
+        """Over all stages, in tokens."""
+        return max(self.lengths)
+
+    @property
+    def end(self) -> int | None:
+        """Steps of the whole run; None when the last stage takes the rest of it."""
+        return self.starts[-1] if len(self.starts) > len(self.lengths) else None
+
+    def index(self, step: int) -> int:
+        """The stage of the step that follows ``step`` finished ones."""
+        return min(bisect_right(self.starts, step), len(self.lengths)) - 1
+
+    def length(self, step: int) -> int:
+        """The longest response, in tokens, of the step that follows ``step`` finished ones."""
+        return self.lengths[self.index(step)]
+
+    def boundary(self, step: int) -> str | None:
+        """What to tell where a stage begins, else None."""
+        if len(self.lengths) == 1 or step not in self.starts[:len(self.lengths)]:
+            return None
+        i = self.index(step)
+        until = f"to step {self.starts[i + 1]}" if i + 1 < len(self.starts) else "to the end"
+        return f"stage {i + 1} of {len(self.lengths)}: responses of at most {self.lengths[i]} tokens {until}"
+
+
+def _parse(entries: list[str], i: int) -> tuple[int, int | None]:
+    """Length in tokens and steps of item ``i``."""
+    where, found = f"--stages: item {i + 1} of {len(entries)}, {entries[i]!r},", _ITEM.fullmatch(entries[i].strip())
+    if found is None:
+        raise ConfigError(f"{where} does not parse: {_FORM}")
+    if found[3] is None and i + 1 < len(entries):
+        raise ConfigError(f"{where} has no number of steps: {_FORM}")
+    return int(found[1]) * (1024 if found[2] else 1), int(found[3]) if found[3] else None
+
+
+def stage_options(entries: list[str]) -> dict[str, Any]:
+    """The options that follow from ``--stages``."""
+    stages = Stages(entries)
+    return {"generate_max_len": stages.longest} | ({"max_steps": stages.end} if stages.end else {})
+
+
+def stage_problems(c: Config) -> Iterator[str]:
+    """Options that contradict the stages."""
+    entries = c.rollout.stages
+    if not entries:
+        return
+    try:
+        stages = Stages(entries)
+    except ConfigError as error:
+        yield str(error)
+        return
+    length, steps, text = c.rollout.generate_max_len, c.train.max_steps, ",".join(entries)
+    if length != stages.longest:
+        yield (f"--generate_max_len {length}: --stages {text} sets the lengths; nearest valid value: {stages.longest}, "
+               "or drop it")
+    if stages.end and steps != stages.end:
+        yield (f"--max_steps {steps}: --stages {text} runs for {stages.end} steps; nearest valid value: {stages.end}, "
+               "or leave out the steps of the last stage")
+    if not stages.end and 0 < steps <= stages.starts[-1]:
+        yield (
+            f"--max_steps {steps}: the last stage of --stages {text} begins after {stages.starts[-1]} steps; nearest "
+            f"valid value: {stages.starts[-1] + 1}")
