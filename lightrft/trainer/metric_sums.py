@@ -39,14 +39,13 @@ class MetricSums:
         self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def reduce(self, strategy: StrategyBase) -> None:
-        """Combine all ranks (a collective), in place."""
-        for table, op in ((self._sums, "sum"), (self._peaks, "max")):
-            if not table:
-                continue
-            keys = sorted(table)
-            sizes = [table[key].numel() for key in keys]
-            flat = strategy.all_reduce(torch.cat([table[key].reshape(-1) for key in keys]), op)
-            table.update({key: piece.view_as(table[key]) for key, piece in zip(keys, flat.split(sizes))})
+        """Combine all ranks (one collective), in place: every rank adds its maxima in a row of their own."""
+        sums, peaks = _flat(self._sums), _flat(self._peaks)
+        rows = peaks.new_zeros(strategy.world_size, len(peaks))
+        rows[strategy.rank] = peaks
+        total = strategy.all_reduce(torch.cat([sums, rows.flatten()]))
+        _unflatten(self._sums, total[:len(sums)])
+        _unflatten(self._peaks, total[len(sums):].view_as(rows).amax(0))
 
     def keys(self) -> list[str]:
         """The keys that have a mean."""
@@ -64,3 +63,15 @@ class MetricSums:
     def vector(self, key: str) -> Tensor:
         """A vector added with :meth:`add_vector`, or a maximum."""
         return self._sums[key] if key in self._sums else self._peaks[key]
+
+
+def _flat(table: dict[str, Tensor]) -> Tensor:
+    """All values, in the order of their keys."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(table[key].reshape(-1) for key in sorted(table))])
+
+
+def _unflatten(table: dict[str, Tensor], flat: Tensor) -> None:
+    """Undo :func:`_flat`, in place."""
+    keys = sorted(table)
+    pieces = flat.split([table[key].numel() for key in keys])
+    table.update({key: piece.view_as(table[key]) for key, piece in zip(keys, pieces)})

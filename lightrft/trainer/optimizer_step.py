@@ -3,7 +3,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightrft.config.schema import OptimConfig
@@ -50,20 +49,19 @@ class OptimizerStep:
             kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
         """
         prepared.model.train()
-        total, lr = torch.zeros((), dtype=torch.float64), prepared.scheduler.get_last_lr()[0]
+        total, lr = 0.0, prepared.scheduler.get_last_lr()[0]
         for number, part in enumerate(micro_batches):
             micro_batch = take(exp, part).to(self.strategy.device)
             with self.timer("forward"):  # it ends when the slowest rank is done
                 loss = loss_of(micro_batch)
-                value = loss.detach().double().cpu()
-                bad = self.strategy.any_rank(not math.isfinite(value.item()))
-            if bad:
+                value = self.strategy.all_reduce(
+                    loss.detach().double().cpu()).item()  # not finite where any rank's is not
+            if not math.isfinite(value):
                 self.strategy.discard_gradients(prepared)
-                return self._bad("loss", value.item(), lr)
+                return self._bad("loss", loss.item(), lr)
             with self.timer("backward"):
                 self.strategy.backward(loss, prepared, last=number == len(micro_batches) - 1)
             total += value
-        total = self.strategy.all_reduce(total).item()
         if not kept_tokens:
             self.strategy.discard_gradients(prepared)
             return StepResult(total, lr, outcome="empty")

@@ -41,20 +41,40 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """The value of every rank, in rank order; what ``dist.all_gather_object`` gives, three times as fast."""
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(value)
-    data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
-    world = dist.get_world_size()
-    sizes = torch.empty(world, dtype=torch.int64)
-    ALL_GATHER(sizes, torch.tensor([len(data)]))
-    longest = int(sizes.max())
-    mine, everything = torch.zeros(longest, dtype=torch.uint8), torch.empty(world * longest, dtype=torch.uint8)
-    mine[:len(data)] = data
-    ALL_GATHER(everything, mine)
-    parts = zip(everything.split(longest), sizes.tolist())
-    return [pickle.loads(part[:size].numpy()) for part, size in parts]
+class ObjectGather:
+    """``gather(value)``: the value of every rank, in rank order, as ``dist.all_gather_object``, but in one exchange.
+
+    Every rank sends its size and ``room`` bytes; only where a value needs more does a second exchange follow. All ranks
+    see all sizes, so ``room`` follows them in step on every rank.
+    """
+    header = 8
+
+    def __init__(self, room: int = 1 << 16) -> None:
+        self.room = room
+
+    def __call__(self, value: Any) -> list[Any]:
+        """A collective."""
+        stream = io.BytesIO(bytes(self.header))
+        stream.seek(self.header)
+        _Pickler(stream, protocol=5).dump(value)
+        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+        data[:self.header].view(torch.int64)[0] = len(data)
+        rows = self._exchange(data)
+        sizes = rows[:, :self.header].contiguous().view(torch.int64).flatten().tolist()
+        if max(sizes) > self.room:
+            self.room = max(sizes) * 5 // 4
+            rows = self._exchange(data)
+        elif max(sizes) * 8 < self.room:
+            self.room //= 2
+        return [pickle.loads(row[self.header:size].numpy()) for row, size in zip(rows, sizes)]
+
+    def _exchange(self, data: Tensor) -> Tensor:
+        """uint8 [ranks, room]: the first ``room`` bytes of every rank."""
+        world, kept = dist.get_world_size(), data[:self.room]
+        mine, everything = torch.zeros(self.room, dtype=torch.uint8), torch.empty(world * self.room, dtype=torch.uint8)
+        mine[:len(kept)] = kept
+        ALL_GATHER(everything, mine)
+        return everything.view(world, self.room)
 
 
 def buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:

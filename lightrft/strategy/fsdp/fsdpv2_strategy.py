@@ -30,7 +30,7 @@ class FSDPV2Strategy(CommonStrategy):
     def __init__(self, cfg: StrategyConfig, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
         super().__init__(cfg, bf16)
         self.wrap = wrap or WrapPolicy()
-        self._owns_group = False
+        self._owns_group, self._gather_object = False, collectives.ObjectGather()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -75,6 +75,11 @@ class FSDPV2Strategy(CommonStrategy):
         super().discard_gradients(prepared)
         self._placements[prepared.model].drop_unreduced()
 
+    def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
+        """See :class:`StrategyBase`."""
+        self._placements[prepared.model].free_full()
+        return super().gradients(prepared)
+
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """See :class:`StrategyBase`."""
         self._placements[prepared.model].free_full()
@@ -87,7 +92,7 @@ class FSDPV2Strategy(CommonStrategy):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :class:`StrategyBase`."""
-        return collectives.all_gather_object(value)
+        return self._gather_object(value)
 
     def barrier(self) -> None:
         """See :class:`StrategyBase`."""

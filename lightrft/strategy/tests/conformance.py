@@ -94,6 +94,8 @@ def collectives(case: Case) -> None:
     assert strategy.any_rank(False) is False
     assert strategy.sync_count(strategy.rank + 5) == len(ranks) + 4
     assert strategy.all_gather_object({"rank": strategy.rank}) == [{"rank": r} for r in ranks]
+    for size in (10, 100_000, 3, 1_000_000, 7, 7, 7):  # more and less than the room of the last ones
+        assert strategy.all_gather_object([strategy.rank] * size) == [[r] * size for r in ranks]
     with pytest.raises(ValueError, match="unknown reduction 'mean'"):
         strategy.all_reduce(flags, "mean")
     strategy.barrier()
@@ -111,6 +113,8 @@ def gradients(case: Case) -> None:
         for name, param in prepared.model.named_parameters():
             error = (full(param.grad) - expected[name].grad).norm() / norm
             assert error < 1e-6, f"gradient of {name} is off by {error}"
+        parts = list(case.strategy.gradients(prepared).values())
+        assert case.strategy.global_norm(prepared, parts) == pytest.approx(norm.item(), rel=1e-6)
         assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm.item(), rel=1e-6)
 
 

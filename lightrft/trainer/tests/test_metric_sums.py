@@ -7,13 +7,17 @@ from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.metric_sums import MetricSums
 
 
-class TwoAlike(FakeStrategy):
-    """What two ranks with equal numbers would see, and how often they talked."""
-    calls = 0
+class OneOfTwo(FakeStrategy):
+    """One of two ranks; the other one sends ``other`` (nothing: zeros). Keeps what this one sent."""
+
+    def __init__(self, rank, other=0.0):
+        super().__init__(StrategyConfig())
+        self.rank, self.world_size, self.other, self.sent = rank, 2, other, []
 
     def all_reduce(self, value, op="sum"):
-        self.calls += 1
-        return value * 2 if op == "sum" else value.clone()
+        assert op == "sum"
+        self.sent.append(value.clone())
+        return value + self.other
 
 
 def filled() -> MetricSums:
@@ -37,20 +41,24 @@ def test_means_are_over_tokens_not_over_micro_batches():
     assert sums.vector("p").item() == 3.0 and sums.vector("q").tolist() == [1.0, 5.0]
 
 
-def test_reduce_is_one_collective_per_kind():
-    sums, strategy = filled(), TwoAlike(StrategyConfig())
-    strategy.setup()
-    sums.reduce(strategy)
-    assert strategy.calls == 2
+def test_reduce_is_one_collective():
+    far, second = filled(), OneOfTwo(1)
+    far.peak("p", torch.tensor(7.0))
+    far.peak("q", torch.tensor([-1.0, 9.0]))
+    far.reduce(second)
+    sums, first = filled(), OneOfTwo(0, second.sent[0])
+    sums.peak("q", torch.tensor([2.0, -3.0]))
+    sums.reduce(first)
+    assert len(first.sent) == 1
     assert sums.mean("b") == 4.0 and sums.vector("v").tolist() == [2, 4, 6]
-    assert sums.vector("p").item() == 3.0 and sums.vector("q").tolist() == [1.0, 5.0]
+    assert sums.vector("p").item() == 7.0 and sums.vector("q").tolist() == [2.0, 9.0]
 
 
 def test_nothing_counted_is_zero_and_still_has_its_keys():
     sums = MetricSums()
     sums.add_tokens({"a": torch.full((2, ), torch.nan)}, torch.zeros(2, dtype=torch.bool))
     assert sums.keys() == ["a"] and sums.mean("a") == 0.0
-    MetricSums().reduce(TwoAlike(StrategyConfig()))
+    MetricSums().reduce(OneOfTwo(0))
 
 
 def test_a_vector_of_two_is_no_mean():
