@@ -83,6 +83,17 @@ class CommonStrategy(StrategyBase):
         """See :class:`StrategyBase`: the way to abandon a step half-way."""
         trained(prepared).zero_grad()
 
+    def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
+        """See :class:`StrategyBase`."""
+        optimizer = trained(prepared)
+        optimizer.bind()
+        return {name: shard.grad for name, shard in optimizer.shards.items() if shard.grad is not None}
+
+    def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
+        """See :class:`StrategyBase`."""
+        square = squared_norm(parts, self.device) / self._replicas(prepared.model)
+        return math.sqrt(self.all_reduce(square).item())
+
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """See :class:`StrategyBase`."""
         optimizer = trained(prepared)

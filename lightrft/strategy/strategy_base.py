@@ -72,6 +72,17 @@ class StrategyBase(ABC):
     def discard_gradients(self, prepared: Prepared) -> None:
         """Forget every gradient accumulated since the last optimizer step, reduced or not."""
 
+    @abstractmethod
+    def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
+        """This rank's part of every gradient accumulated since the last optimizer step, by parameter name.
+
+        They share storage with the model. To be called after a backward pass that was the ``last``.
+        """
+
+    @abstractmethod
+    def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
+        """The norm over all ranks of tensors that lie as :meth:`gradients` do; a collective."""
+
     # -- collectives --------------------------------------------------------------------------------------------------
     @abstractmethod
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
