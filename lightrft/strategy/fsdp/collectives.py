@@ -60,7 +60,7 @@ class ObjectGather:
         data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
         data[:self.header].view(torch.int64)[0] = len(data)
         rows = self._exchange(data)
-        sizes = rows[:, :self.header].contiguous().view(torch.int64).flatten().tolist()
+        sizes = rows[:, :self.header].flatten().view(torch.int64).tolist()
         if max(sizes) > self.room:
             self.room = max(sizes) * 5 // 4
             rows = self._exchange(data)
