@@ -69,6 +69,10 @@ class RolloutConfig:
     engine_type: str = option("hf", "rollout engine", ("hf", ))
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
+    dynamic_sampling: bool = option(
+        False, "replace groups whose rewards differ by no more than --zero_spread by those of further prompts (DAPO)")
+    max_gen_rounds: int = option(
+        10, "most rounds of generation per step under --dynamic_sampling; then the step trains on the groups it has")
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt")
     generate_max_len: int = option(1024, "longest response, in tokens")
     stages: list[str] = option(
@@ -129,7 +133,8 @@ class RewardConfig:
     reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
     reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean")
     overlong_buffer: bool = option(False, "DAPO soft penalty on responses that come near --generate_max_len")
-    overlong_buffer_len: int = option(1024, "length of the penalty zone before --generate_max_len, in tokens")
+    overlong_buffer_len: int = option(
+        0, "length of the penalty zone before --generate_max_len, in tokens; 0: a fifth of it, DAPO's share")
     overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)")
     mask_truncated: bool = option(False, "leave responses that hit the length limit out of the loss")
 
@@ -145,6 +150,12 @@ class AlgorithmConfig:
     advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
     policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
+    correction_low: float | None = option(
+        None, "lower bound of the correction's weight (default: that of the correction: 0, icepop 0.5, geo_mis 0.999)")
+    correction_high: float | None = option(
+        None, "upper bound of the correction's weight (default: that of the correction: 2, icepop 5, geo_mis 1.001)")
+    correction_veto: float = option(
+        0.0, "drop a response from the loss if one of its tokens has a weight below this; 0 is off")
     loss_agg_mode: str = option("token-mean",
                                 "how token losses become one number; denominators are global over the mini-batch",
                                 ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
@@ -175,6 +186,8 @@ class AlgorithmConfig:
     gamma: float = option(1.0, "discount per action token")
     lambd: float = option(0.95, "lambda of GAE")
     std_eps: float = option(1e-6, "added to a group's standard deviation before dividing")
+    pass_k: int = option(
+        0, "k of grpo_passk: what is trained is the best of k responses to a prompt; 0: of all that are scored")
     zero_spread: float = option(1e-3,
                                 "a group whose rewards differ by no more than this has advantage 0 and is counted")
     advantages_norm: bool = option(
@@ -188,7 +201,14 @@ class AlgorithmConfig:
     use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward")
     kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default")
     kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus, at the sampling temperature")
+    entropy_coef: float = option(
+        0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target")
+    entropy_target: float | None = option(
+        None, "adapt the weight of the bonus to keep the entropy (nats per token) at this; off by default")
+    entropy_step: float = option(1e-4, "what the adaptive weight moves by after each rollout step")
+    entropy_coef_max: float = option(0.005, "largest adaptive weight")
+    high_entropy_token_ratio: float = option(
+        0.0, "share of a rollout batch's action tokens, those of highest entropy, that get a policy gradient; 0: all")
 
 
 @dataclass

@@ -73,24 +73,37 @@ def stage_options(entries: list[str]) -> dict[str, Any]:
     return {"generate_max_len": stages.longest} | ({"max_steps": stages.end} if stages.end else {})
 
 
-def stage_problems(c: Config) -> Iterator[str]:
-    """Options that contradict the stages."""
-    entries = c.rollout.stages
-    if not entries:
-        return
+def check_total(entries: list[str], total: int) -> None:
+    """Raise :class:`ConfigError` where a run of ``total`` steps, as the data has them, ends before the last stage."""
+    last = Stages(entries).starts[-1] if entries else 0
+    if total <= last and Stages(entries).end is None:
+        raise ConfigError(f"--stages {','.join(entries)}: the last stage begins after {last} steps, and the data gives "
+                          f"{total}; raise --num_episodes or set --max_steps")
+
+
+def length_problems(c: Config) -> Iterator[str]:
+    """Stages that do not parse, and options that contradict how long responses may be."""
+    entries, length, buffer = c.rollout.stages, c.rollout.generate_max_len, c.reward.overlong_buffer_len
     try:
-        stages = Stages(entries)
+        stages = Stages(entries, length)
     except ConfigError as error:
         yield str(error)
         return
-    length, steps, text = c.rollout.generate_max_len, c.train.max_steps, ",".join(entries)
-    if length != stages.longest:
-        yield (f"--generate_max_len {length}: --stages {text} sets the lengths; nearest valid value: {stages.longest}, "
-               "or drop it")
-    if stages.end and steps != stages.end:
-        yield (f"--max_steps {steps}: --stages {text} runs for {stages.end} steps; nearest valid value: {stages.end}, "
-               "or leave out the steps of the last stage")
-    if not stages.end and 0 < steps <= stages.starts[-1]:
-        yield (
-            f"--max_steps {steps}: the last stage of --stages {text} begins after {stages.starts[-1]} steps; nearest "
-            f"valid value: {stages.starts[-1] + 1}")
+    shortest = min(stages.lengths)
+    if c.reward.overlong_buffer and buffer >= shortest:
+        yield (f"--overlong_buffer_len {buffer}: the penalty zone must be shorter than a response may be, {shortest} "
+               f"tokens; nearest valid value: {shortest - 1}")
+    if entries and length != stages.longest:
+        yield (f"--generate_max_len {length}: --stages {','.join(entries)} sets the lengths; nearest valid value: "
+               f"{stages.longest}, or drop it")
+    if entries:
+        yield from _step_problems(stages, c.train.max_steps, ",".join(entries))
+
+
+def _step_problems(stages: Stages, max_steps: int, text: str) -> Iterator[str]:
+    if stages.end and max_steps != stages.end:
+        yield (f"--max_steps {max_steps}: --stages {text} runs for {stages.end} steps; nearest valid value: "
+               f"{stages.end}, or leave out the steps of the last stage")
+    if not stages.end and 0 < max_steps <= stages.starts[-1]:
+        yield (f"--max_steps {max_steps}: the last stage of --stages {text} begins after {stages.starts[-1]} steps; "
+               f"nearest valid value: {stages.starts[-1] + 1}")

@@ -13,7 +13,7 @@ from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                     StrategyConfig)
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.stages import stage_problems
+from lightrft.config.stages import length_problems
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
@@ -174,17 +174,16 @@ def _probabilities(probs: list[float], sources: int) -> Iterator[str]:
 
 
 def _rollout(c: Config) -> Iterator[str]:
-    yield from stage_problems(c)
+    yield from length_problems(c)
     if any(not text for text in c.rollout.stop):
         yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
+    if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
+        yield ("--dynamic_sampling True: one response per prompt never differs, so no batch would ever fill; nearest "
+               "valid value: --n_samples_per_prompt 2, or drop it")
 
 
 def _reward(c: Config) -> Iterator[str]:
     r = c.reward
-    if r.overlong_buffer and r.overlong_buffer_len >= c.rollout.generate_max_len:
-        yield (
-            f"--overlong_buffer_len {r.overlong_buffer_len}: the penalty zone must be shorter than --generate_max_len "
-            f"{c.rollout.generate_max_len}; nearest valid value: {c.rollout.generate_max_len - 1}")
     for url in r.remote_rm_url:
         if not re.match(r"https?://[^/]", url):
             yield f"--remote_rm_url {url}: must start with http:// or https://; did you mean http://{url}?"

@@ -24,7 +24,8 @@ def test_round_trip_of_every_option(tree: type, tmp_path: Path) -> None:
     again = parse_config(["--config", str(path)], tree=tree)
     assert again.config == config and to_yaml(
         again.config) == path.read_text(), "a stored configuration reproduces itself"
-    assert set(again.provenance.values()) == {f"yaml:{path}"}, "every value is in the file"
+    sources = {source.partition("; ")[0] for source in again.provenance.values()}
+    assert sources == {f"yaml:{path}"}, "every value is in the file"
 
 
 def test_round_trip_of_awkward_values(tmp_path: Path) -> None:
