@@ -63,6 +63,10 @@ class Experience:
     sample_ids: Tensor = _per("B")  # int64 [B], position in the global rollout batch
     rewards: Tensor = _per("B")  # float32 [B], after shaping; meaningless where not scored
     scored: Tensor = _per("B")  # bool [B]
+    reward_parts: Tensor = _per("B")  # float32 [B, K], every reward part before its weight; NaN where it does not judge
+    part_weights: Tensor = _per("B")  # float32 [B, K], the weights of the parts in the sample's reward
+    baseline_rewards: Tensor = _per("B")  # float32 [B], of the prompt's greedy response, shaped alike; NaN: unscored
+    baseline_lengths: Tensor = _per("B")  # float32 [B], tokens of that response
     truncated: Tensor = _per("B")  # bool [B], the response hit the length limit
     weight_version: Tensor = _per("B")  # int64 [B]
     rollout_logprobs: Tensor = _per("T")
@@ -71,6 +75,9 @@ class Experience:
     values: Tensor = _per("T")
     token_rewards: Tensor = _per("T")
     advantages: Tensor = _per("T")
+    entropies: Tensor = _per("T")  # of the old policy, in nats; set with high_entropy_token_ratio only
+    forking: Tensor = _per("T")  # bool [T], the tokens of high entropy, which alone get a policy gradient; None: all
+    selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
     mm_inputs: list[dict[str, Any]] | None = field(default=None, metadata={"axis": "list"})
 

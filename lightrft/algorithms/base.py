@@ -1,6 +1,6 @@
 """Registries of the algorithm suite, the contract of their entries and what outcome-based advantages share.
 
-advantage       ``(exp, cfg) -> [T]``                    from ``token_rewards``, ``rewards``, ``values``, ``group_ids``
+advantage       ``(exp, cfg) -> [T]``                    from ``token_rewards``, ``rewards``, ``group_ids`` ...
 policy loss     ``(logprobs, exp, cfg) -> (loss [T], metrics)``, metrics with ``ratio`` and ``clip_frac_{low,high}``
 correction      ``(exp, cfg) -> weights [T]``            train / rollout mismatch, detached
 
@@ -16,7 +16,7 @@ A module's docstring is data as well: its first line and its fields ``Paper:``, 
 ``Deviation:`` make the table of algorithms (:func:`lightrft.algorithms.table`).
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,15 +40,19 @@ class Advantage:
     needs_group: bool = False  # refuses n_samples_per_prompt = 1
     needs_critic: bool = False
     whitens: bool = False  # already normalises over the whole rollout batch
-    reads: tuple[str, ...] | None = None  # those of --lambd and --std_eps that it reads; None: not said
+    needs_greedy: bool = False  # reads exp.baseline_rewards, the reward of one greedy response per prompt
+    needs_parts: bool = False  # reads exp.reward_parts and exp.part_weights in place of exp.rewards
+    needs_positive: bool = False  # a group whose mean reward is not above 0 cannot be used
+    reads: tuple[str, ...] | None = None  # those of config.no_effect.ESTIMATOR_OPTIONS that it reads; None: not said
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """A registered policy loss and what the trainer must know of it before it runs.
 
-    ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` sees a whole mini-batch (all ranks and micro-batches, current
-    log-probs) before its backward passes, the same on every rank; ``fn`` finds the result in ``exp.selected``.
+    ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` is called before the backward passes of a mini-batch with the
+    rollout batch of all ranks, its ``loss_mask`` narrowed to the mini-batch, and the current log-probs there. The same
+    on every rank; ``fn`` finds the result in ``exp.selected``.
     """
     fn: PolicyLossFn
     needs_old: bool = True  # its value depends on the policy of the rollout; False: it has no ratio
@@ -56,17 +60,41 @@ class Surrogate:
     reads: tuple[str, ...] | None = None  # those of config.no_effect.LOSS_OPTIONS that it reads; None: not said
 
 
+@dataclass(frozen=True)
+class Correction:
+    """A registered correction; ``low`` and ``high`` are its defaults of the options (None: it has no bounds).
+
+    ``fn`` finds the bounds in force in ``cfg.correction_low`` and ``cfg.correction_high``.
+    """
+    fn: CorrectionFn
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The options of corrections that it reads."""
+        return () if self.low is None else ("correction_low", "correction_high", "correction_veto")
+
+    def resolve(self, cfg: AlgorithmConfig) -> AlgorithmConfig:
+        """``cfg`` with the defaults in place of bounds that were not given."""
+        low, high = cfg.correction_low, cfg.correction_high
+        return replace(cfg, correction_low=self.low if low is None else low,
+                       correction_high=self.high if high is None else high)
+
+
 ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
 POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss")
-CORRECTIONS: Registry[CorrectionFn] = Registry("rollout correction")
+CORRECTIONS: Registry[Correction] = Registry("rollout correction")
 
 
 def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False, whitens: bool = False,
+              needs_greedy: bool = False, needs_parts: bool = False, needs_positive: bool = False,
               reads: tuple[str, ...] | None = None) -> Callable[[AdvantageFn], AdvantageFn]:
     """Register an advantage estimator under ``names`` with its requirements."""
 
     def add(fn: AdvantageFn) -> AdvantageFn:
-        ADVANTAGES.register(*names)(Advantage(fn, needs_group, needs_critic, whitens, reads))
+        entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, needs_positive, reads)
+        ADVANTAGES.register(*names)(entry)
         return fn
 
     return add
@@ -83,6 +111,27 @@ def policy_loss(*names: str, needs_old: bool = True, selects: SelectFn | None = 
     return add
 
 
+def correction(*names: str, low: float | None = None,
+               high: float | None = None) -> Callable[[CorrectionFn], CorrectionFn]:
+    """Register a correction under ``names`` with its default bounds; what it masks stays in the denominators."""
+
+    def add(fn: CorrectionFn) -> CorrectionFn:
+        CORRECTIONS.register(*names)(Correction(fn, low, high))
+        return fn
+
+    return add
+
+
+def clip_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
+    """How far a ratio may fall below and rise above 1."""
+    return cfg.eps_clip, cfg.eps_clip if cfg.eps_clip_high is None else cfg.eps_clip_high
+
+
+def ratio_metrics(ratio: Tensor, low: Tensor, high: Tensor, **more: Tensor) -> dict[str, Tensor]:
+    """The metrics of a policy loss, [T]: its ratio, and (bool) where the lower and the upper bound were active."""
+    return {"ratio": ratio, "clip_frac_low": low.float(), "clip_frac_high": high.float(), **more}
+
+
 def action_mask(exp: Experience) -> Tensor:
     """bool [T]: the action tokens of scored samples."""
     return exp.loss_mask & expand(exp.scored, exp.cu_seqlens, exp.num_tokens)
@@ -93,8 +142,13 @@ def reward_groups(exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Te
 
     A sample is live when it was scored and its group has scored samples that differ by more than ``cfg.zero_spread``.
     """
-    stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
-    return stats, exp.scored & (stats.size >= 2) & (stats.spread > cfg.zero_spread)
+    return live_groups(exp.rewards, exp.scored, exp, cfg)
+
+
+def live_groups(values: Tensor, valid: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Tensor]:
+    """:func:`reward_groups` of any ``values`` [B]; those that are not ``valid`` [B] may be NaN."""
+    stats = group_stats(values, exp.group_ids, valid)
+    return stats, valid & (stats.size >= 2) & (stats.spread > cfg.zero_spread)
 
 
 def from_outcome(exp: Experience, outcome: Tensor, cfg: AlgorithmConfig) -> Tensor:

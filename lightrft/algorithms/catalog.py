@@ -3,7 +3,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 
-from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Surrogate
+from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Correction, Surrogate
 
 COLUMNS = ("name", "kind", "what it does", "equation", "paper", "needs", "degenerate case", "deviation")
 _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)", re.MULTILINE | re.DOTALL)
@@ -31,20 +31,22 @@ def _entries() -> Iterator[list[str]]:
             yield _cells(registry.kind, aliases, registry.get(aliases[0]))
 
 
-def _cells(kind: str, aliases: list[str], entry: Advantage | Surrogate | Callable) -> list[str]:
-    fn, needs = (entry.fn, _needs(entry)) if isinstance(entry, Advantage | Surrogate) else (entry, "")
-    doc = fields_of(fn)
+def _cells(kind: str, aliases: list[str], entry: Advantage | Surrogate | Correction) -> list[str]:
+    doc = fields_of(entry.fn)
     equation = f"`{doc['equation']}`" if "equation" in doc else ""
     named = ", ".join(f"`{alias}`" for alias in aliases)
     return [
         named, kind, doc["summary"], equation,
-        doc.get("paper", ""), needs,
+        doc.get("paper", ""),
+        _needs(entry),
         doc.get("degenerate", ""),
         doc.get("deviation", "")
     ]
 
 
-def _needs(entry: Advantage | Surrogate) -> str:
+def _needs(entry: Advantage | Surrogate | Correction) -> str:
+    if isinstance(entry, Correction):
+        return ""
     if isinstance(entry, Surrogate):
         return "current log-probs of the whole mini-batch (one more forward pass)" if entry.selects else ""
     flags = {

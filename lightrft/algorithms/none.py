@@ -8,12 +8,12 @@ Deviation: none.
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import CORRECTIONS
+from lightrft.algorithms.base import correction
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.types import Experience
 
 
-@CORRECTIONS.register("none")
+@correction("none")
 def none(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T] of ones."""
     return torch.ones_like(exp.loss_mask, dtype=torch.float32)

@@ -75,6 +75,12 @@ def _options(c: Config) -> Iterator[str]:
     if a.high_entropy_token_ratio and a.rollout_correction == "bypass":
         yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the pass that --rollout_correction "
                "bypass leaves out; drop one of them")
+    if a.cispo_max is not None:
+        for name, value in changed(c, ("eps_clip", "eps_clip_high")):
+            yield f"--{name} {value}: has no effect with --cispo_max {a.cispo_max}; drop one of them"
+    if a.policy_loss == "clip_cov" and a.clip_cov_low >= a.clip_cov_high:
+        yield (f"--clip_cov_low {a.clip_cov_low}: no covariance lies between it and --clip_cov_high {a.clip_cov_high}; "
+               "nearest valid value: a little less than that")
     if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
                "use --loss_agg_mode seq-mean-token-sum-norm or drop it")

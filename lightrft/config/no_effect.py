@@ -19,6 +19,7 @@ NEEDS: dict[str, tuple[str, str]] = {
     "ref_pretrain": ("init_kl_coef", "0.01"),
     "initial_model_shard_size": ("init_kl_coef", "0.01"),
     "lora_dropout": ("lora_rank", "16"),
+    "max_gen_rounds": ("dynamic_sampling", ""),
     "prompt_data_probs": ("prompt_data", "A,B"),
     "eval_at_start": ("eval_data", "PATH"),
     "print_samples": ("eval_data", "PATH"),
@@ -26,7 +27,7 @@ NEEDS: dict[str, tuple[str, str]] = {
     "num_trajectories_to_save": ("save_trajectories", ""),
 }
 CRITIC_OPTIONS = ("critic_pretrain", "save_value_network", "freezing_actor_steps", "critic_learning_rate", "value_clip")
-ESTIMATOR_OPTIONS = ("lambd", "std_eps")
+ESTIMATOR_OPTIONS = ("lambd", "std_eps", "pass_k")
 LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_max", "policy_drift_coef", "sapo_tau_pos",
                 "sapo_tau_neg", "dppo_delta", "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio",
                 "kl_cov_coef")

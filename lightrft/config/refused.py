@@ -72,9 +72,6 @@ REFUSED: dict[str, str] = {
     # reward and algorithm
     "reward_pretrain": "reward models in the trainer are not part of this release; use --reward or --remote_rm_url",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
-    "dynamic_sampling":
-    "resampling of groups is not part of this release; groups without spread are counted, see --zero_spread",
-    "high_entropy_token_ratio": "the entropy mask is not part of this release; drop the flag",
     "use_cpg_loss": "choose the loss with --policy_loss and the estimator with --advantage_estimator",
     "use_gspo": "it never had an effect; choose the loss with --policy_loss",
     "normalize_advantages": _ADVANTAGE,

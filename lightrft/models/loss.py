@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lightrft.algorithms import CORRECTIONS, POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.aggregate import Denominators, aggregate
+from lightrft.ops.importance import any_below
 from lightrft.ops.kl import kl_estimate
+from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -30,6 +32,8 @@ def _clean(exp: Experience) -> Experience:
 class PolicyLoss(nn.Module):
     """``aggregate(w * policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy)`` over the loss mask.
 
+    A token that ``w`` or ``exp.forking`` leaves out stays in the denominators and in the other two terms.
+
     Args:
         cfg: names the policy loss, the correction ``w`` and the aggregation; the KL term is there with ``use_kl_loss``.
         norm: the constant of ``seq-mean-token-sum-norm``, in tokens (``loss_agg_norm``, resolved).
@@ -37,46 +41,67 @@ class PolicyLoss(nn.Module):
 
     def __init__(self, cfg: AlgorithmConfig, norm: float) -> None:
         super().__init__()
-        self.cfg, self.norm = cfg, float(norm)
-        self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss).fn, CORRECTIONS.get(
-            cfg.rollout_correction)
+        correction = CORRECTIONS.get(cfg.rollout_correction)
+        self.cfg, self.norm = correction.resolve(cfg), float(norm)
+        self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss).fn, correction.fn
 
     def denominators(self, counts: Tensor) -> Denominators:
         """From :func:`lightrft.ops.aggregate.count`, summed over the micro-batches and ranks of one optimizer step."""
         return Denominators.of(counts, self.norm)
 
     def forward(self, logprobs: Tensor, entropy: Tensor | None, exp: Experience, denominators: Denominators,
-                kl_coef: float) -> Loss:
+                kl_coef: float, entropy_coef: float | None = None) -> Loss:
         """The loss of one micro-batch.
 
         Args:
             logprobs: [T], differentiable, at the sampling temperature.
-            entropy: [T], or None when ``cfg.entropy_coef`` is 0 and nobody wants to see it.
+            entropy: [T], or None when its coefficient is 0 and nobody wants to see it.
             exp: ``loss_mask`` and ``advantages``; ``old_logprobs`` None means that this is the first update on the
                 rollout: the old policy is this one (ratio exactly 1); ``ref_logprobs`` when the KL is in the loss.
             denominators: global counts, see :meth:`denominators`.
             kl_coef: of the KL term now (fixed or adaptive).
+            entropy_coef: of the entropy bonus now (default: the fixed ``cfg.entropy_coef``).
 
         Returns:
             ``(loss, metrics)``; metrics: ``loss`` (all terms per token), those of the policy loss (``ratio``,
-            ``clip_frac_low``, ``clip_frac_high``), ``kl_old`` (k3 estimate of KL(old || policy)), ``kl_ref`` (by
-            ``cfg.kl_estimator``; with a reference) and ``entropy`` (when given).
+            ``clip_frac_low``, ``clip_frac_high``) and of the correction (``correction_weight``,
+            ``correction_bound_frac``, ``correction_veto_frac``), ``kl_old`` (k3 estimate of KL(old || policy)),
+            ``kl_ref`` (by ``cfg.kl_estimator``; with a reference) and ``entropy`` (when given).
         """
         mask, exp = exp.loss_mask, _clean(exp)
         logprobs = torch.where(mask, logprobs, 0)
         if exp.old_logprobs is None:
             exp = replace(exp, old_logprobs=logprobs.detach())
         token_loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
-        token_loss = token_loss * self.correction(exp, self.cfg).detach()
-        metrics = {**metrics, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
-        token_loss, extra = self._regularise(token_loss, logprobs, entropy, exp, kl_coef)
+        weights, corrected = self._weights(exp)
+        token_loss = token_loss * weights
+        if exp.forking is not None:
+            token_loss = torch.where(exp.forking, token_loss, 0)
+        metrics = {**metrics, **corrected, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
+        coefs = kl_coef, self.cfg.entropy_coef if entropy_coef is None else entropy_coef
+        token_loss, extra = self._regularise(token_loss, logprobs, entropy, exp, coefs)
         loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators,
                          self.cfg.loss_agg_norm_seqs)
         return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss}.items()}
 
+    def _weights(self, exp: Experience) -> Loss:
+        """The correction [T] after its bounds and the veto, and its metrics."""
+        cfg, weights, vetoed = self.cfg, self.correction(exp, self.cfg).detach(), torch.zeros_like(exp.loss_mask)
+        bound = vetoed
+        if cfg.correction_low is not None:
+            bound = (weights <= cfg.correction_low) | (weights >= cfg.correction_high)  # masked ones are 0
+        if cfg.correction_veto:
+            ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+            vetoed = any_below(ratio, cfg.correction_veto, exp.loss_mask, exp.cu_seqlens)
+            weights = torch.where(vetoed, 0, weights)
+        return weights, {
+            "correction_weight": weights, "correction_bound_frac": bound.float(), "correction_veto_frac":
+            vetoed.float()
+        }
+
     def _regularise(self, token_loss: Tensor, logprobs: Tensor, entropy: Tensor | None, exp: Experience,
-                    kl_coef: float) -> Loss:
-        extra = {}
+                    coefs: tuple[float, float]) -> Loss:
+        extra, (kl_coef, entropy_coef) = {}, coefs
         if exp.ref_logprobs is not None:
             extra["kl_ref"] = kl_estimate(logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
         if entropy is not None:
@@ -85,10 +110,10 @@ class PolicyLoss(nn.Module):
             if "kl_ref" not in extra:
                 raise ValueError(f"use_kl_loss with a KL coefficient of {kl_coef} needs ref_logprobs in the experience")
             token_loss = token_loss + kl_coef * extra["kl_ref"]
-        if self.cfg.entropy_coef:
+        if entropy_coef:
             if "entropy" not in extra:
-                raise ValueError(f"entropy_coef {self.cfg.entropy_coef} needs the entropy of each token; got None")
-            token_loss = token_loss - self.cfg.entropy_coef * extra["entropy"]
+                raise ValueError(f"entropy_coef {entropy_coef} needs the entropy of each token; got None")
+            token_loss = token_loss - entropy_coef * extra["entropy"]
         return token_loss, extra
 
 

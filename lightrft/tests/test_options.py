@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lightrft
-from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES, Surrogate
+from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES, Correction, Surrogate
 from lightrft.config.cli import parse_config
 from lightrft.config.options import group_options, options
 from lightrft.config.schema import Config, LogConfig
@@ -169,10 +169,10 @@ def test_a_registered_name_reaches_the_update(option, registry, observe, home, t
     is_loss = option == "policy_loss"
 
     def half(*args):
-        result = entry.fn(*args) if is_loss else entry(*args)
+        result = entry.fn(*args)
         return (result[0] / 2, result[1]) if is_loss else result / 2
 
-    added = Surrogate(half) if is_loss else half
+    added = Surrogate(half) if is_loss else Correction(half)
     monkeypatch.setattr(registry, "_entries", {**registry._entries, "half": added})
     halved = run_rl(home, tmp_path, {option: "half"})
     whole = observe(run_rl, {})

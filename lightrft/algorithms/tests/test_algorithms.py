@@ -1,6 +1,7 @@
 """Every estimator against a naive loop over samples, the reference numbers, and the shape of the suite itself."""
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 import lightrft.algorithms as suite
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.catalog import fields_of
+from lightrft.algorithms.grpo_passk import added_to_best
+from lightrft.algorithms.tests.naive_outcomes import NAIVE
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.tests.ragged import SEEDS, batch, spans
 from lightrft.ops.tests.test_returns import naive_gae, naive_returns
@@ -26,12 +29,22 @@ def reference_batch(dtype=torch.float32):
     return Experience(
         torch.zeros(8).long(), cu,
         torch.ones(8).bool(), torch.tensor([7, 7, 3, 3]), rewards=rewards, token_rewards=token_rewards,
-        scored=torch.ones(4).bool(), values=torch.tensor([.1, .2, .3, .2, .1, .5, .4, .6], dtype=dtype))
+        scored=torch.ones(4).bool(), values=torch.tensor([.1, .2, .3, .2, .1, .5, .4, .6], dtype=dtype),
+        reward_parts=torch.tensor([[1, 0], [0, 0], [1, 0], [0, 1]], dtype=dtype),
+        part_weights=torch.tensor([[1, 0.5]], dtype=dtype).repeat(4, 1), baseline_rewards=torch.tensor([0, 0, 1, 1],
+                                                                                                       dtype=dtype))
+
+
+def rewarded(rewards, **changes):
+    """The reference batch with other rewards."""
+    exp = replace(reference_batch(), rewards=torch.tensor(rewards), **changes)
+    exp.token_rewards[exp.cu_seqlens[1:].long() - 1] = exp.rewards
+    return exp
 
 
 def random_batch(seed, penalties):
     """Groups of any size in any order, unscored samples with NaN rewards, empty masks, gaps."""
-    _, cu, mask, gen = batch(seed)
+    _, cu, mask, gen = batch(seed, max_seqs=9)
     seqs, total = len(cu) - 1, len(mask)
     groups, scored = torch.randint(3, (seqs, ), generator=gen) * 5, torch.rand(seqs, generator=gen) < 0.8
     rewards = torch.randint(3, (seqs, ), generator=gen).double() / 2
@@ -43,21 +56,14 @@ def random_batch(seed, penalties):
         if not scored[b]:
             rewards[b], tokens[start:end] = torch.nan, torch.nan
     values = torch.randn(total, generator=gen, dtype=torch.float64)
+    parts = torch.randint(3, (seqs, 3), generator=gen).double() / 2
+    parts[torch.rand(seqs, 3, generator=gen) < 0.2] = torch.nan
+    baselines = torch.randint(3, (3, ), generator=gen).double() / 2
+    baselines[torch.rand(3, generator=gen) < 0.2] = torch.nan
     return Experience(
         torch.zeros(total).long(), cu, mask, groups, rewards=rewards, token_rewards=tokens, scored=scored,
-        values=values)
-
-
-def naive_outcomes(exp, shape):
-    """Shaped reward of each sample by a loop, and whether its group is alive."""
-    out, live = torch.zeros_like(exp.rewards), torch.zeros_like(exp.scored)
-    for b in range(exp.num_seqs):
-        peers = [
-            float(exp.rewards[i]) for i in range(exp.num_seqs) if exp.group_ids[i] == exp.group_ids[b] and exp.scored[i]
-        ]
-        if exp.scored[b] and len(peers) > 1 and max(peers) - min(peers) > CFG.zero_spread:
-            out[b], live[b] = shape(float(exp.rewards[b]), torch.tensor(peers, dtype=torch.float64)), True
-    return out, live
+        values=values, reward_parts=parts, part_weights=torch.rand(seqs, 3, generator=gen, dtype=torch.float64),
+        baseline_rewards=baselines[groups // 5])
 
 
 def naive_tokens(exp, outcomes, gamma):
@@ -71,32 +77,36 @@ def naive_tokens(exp, outcomes, gamma):
     return naive_returns(rewards, keep, exp.cu_seqlens, gamma), keep
 
 
-SHAPES = {
-    "rloo": lambda r, peers: r - (peers.sum() - r) / (len(peers) - 1),
-    "group_norm": lambda r, peers: (r - peers.mean()) / peers.std(),
-    "dr_grpo": lambda r, peers: r - peers.mean(),
-    "reinforce_baseline": lambda r, peers: r - peers.mean(),
-}
-
-
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_estimators_equal_a_loop(seed):
-    exp, cfg = random_batch(seed, penalties=seed % 2), replace(CFG, gamma=[1.0, 0.9][seed % 3 == 0])
+    exp = random_batch(seed, penalties=seed % 2)
+    cfg = replace(CFG, gamma=[1.0, 0.9][seed % 3 == 0], pass_k=[0, 2, 3][seed % 3])
     for name, entry in ADVANTAGES._entries.items():
         got = entry.fn(exp, cfg)
-        outcomes, live = naive_outcomes(
-            exp, SHAPES["group_norm" if name == "grpo" else name]) if entry.needs_group else (None, None)
+        assert name in NAIVE or not entry.needs_group, f"{name} has no loop"
+        outcomes, live = NAIVE[name](exp, cfg) if name in NAIVE else (None, None)
         want, keep = naive_tokens(exp, outcomes, cfg.gamma)
         if name == "gae":
             want, _ = naive_gae(exp.token_rewards, exp.values, keep, exp.cu_seqlens, cfg.gamma, cfg.lambd)
-        if entry.whitens:
-            stat = keep if live is None else keep & live.repeat_interleave(exp.seq_lens)
+        if name in ("reinforce++", "reinforce_baseline"):
+            stat = keep if live is None else keep & torch.tensor(live).repeat_interleave(exp.seq_lens)
             if stat.any():
                 scale = (want[stat].var(correction=0) + 1e-8).sqrt()
                 want = torch.where(stat, want - want[stat].mean(), want) / scale
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
         assert not got[~keep].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS)
+def test_the_order_of_samples_does_not_matter(seed):
+    exp, cfg = random_batch(seed, penalties=1), replace(CFG, pass_k=seed % 3 and 2)
+    order = torch.randperm(exp.num_seqs, generator=torch.Generator().manual_seed(seed)).tolist()
+    for name, entry in ADVANTAGES._entries.items():
+        exp.advantages = entry.fn(exp, cfg)
+        torch.testing.assert_close(entry.fn(exp.select(order), cfg),
+                                   exp.select(order).advantages, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("name,expected", [
@@ -106,6 +116,13 @@ def test_estimators_equal_a_loop(seed):
     ("grpo", [.707107, -.707107, 0, 0]),
     ("reinforce++", [.774597, -1.290994, .774597, .774597]),
     ("reinforce", [1, 0, 1, 1]),
+    ("remax", [1, 0, 0, 0]),
+    ("opo", [.6, -.4, 0, 0]),
+    ("gpg", [1, -1, 0, 0]),
+    ("cpgd", [.5, -.5, 0, 0]),
+    ("maxrl", [1, -1, 0, 0]),
+    ("grpo_passk", [1, 0, 0, 0]),
+    ("gdpo", [1.264911, -1.264911, .632456, -.632456]),
 ])
 def test_reference_numbers(name, expected):
     exp = reference_batch()
@@ -122,12 +139,73 @@ def test_reference_gae():
 
 def test_a_dead_group_gets_exactly_zero():
     exp = reference_batch()
-    for name in ("rloo", "dr_grpo", "group_norm", "reinforce_baseline"):
+    for name in sorted(NAIVE.keys() - {"remax", "gdpo"}):
         assert not ADVANTAGES.get(name).fn(exp, CFG)[5:].any(), name
         alone = replace(exp, scored=torch.tensor([True, False, True, True]))
         assert not ADVANTAGES.get(name).fn(alone, CFG).any(), f"{name}: one scored sample"
         wide = replace(CFG, zero_spread=2.0)
         assert not ADVANTAGES.get(name).fn(exp, wide).any(), f"{name}: the spread threshold"
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_pass_k_is_the_gradient_of_the_expected_best_of_k(k):
+    """A policy over four responses: the expected sum of advantage times score, over every draw of k, is exact."""
+    rewards = torch.tensor([0.3, 1.0, 0.0, 0.6], dtype=torch.float64)
+    logits = torch.tensor([0.1, -0.4, 0.7, 0.2], dtype=torch.float64, requires_grad=True)
+    p = logits.softmax(0)
+    draws = list(product(range(4), repeat=k))
+    best = torch.stack([p[list(draw)].prod() * rewards[list(draw)].max() for draw in draws]).sum()
+    wanted, = torch.autograd.grad(best, logits)
+    got = torch.zeros(4, dtype=torch.float64)
+    for draw in draws:
+        advantages = added_to_best(rewards[list(draw)], k)
+        for i, action in enumerate(draw):
+            score = torch.nn.functional.one_hot(torch.tensor(action), 4) - p.detach()
+            got += p.detach()[list(draw)].prod() * advantages[i] * score
+    torch.testing.assert_close(got, wanted)
+
+
+def test_pass_k_values():
+    values = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])
+    assert not added_to_best(values, 8).any(), "two right answers: neither is missed among all eight"
+    one = torch.tensor([1.0, 0, 0, 0])
+    assert all(added_to_best(one, k).tolist() == [1, 0, 0, 0] for k in (2, 4, 0, 9)), "no k is above the group's size"
+    two = torch.tensor([1.0, 1, 0, 0])
+    torch.testing.assert_close(added_to_best(two, 2), torch.tensor([2 / 3, 2 / 3, 0, 0]))
+
+
+def test_length_weights_of_opo_are_those_of_the_loss():
+    exp = reference_batch()
+    exp.loss_mask[2:4] = False  # the second response has one token left
+    torch.testing.assert_close(ADVANTAGES.get("opo").fn(exp, CFG)[[0, 4]], torch.tensor([1 / 3, -2 / 3]))
+    exp.loss_mask[4] = False
+    assert not ADVANTAGES.get("opo").fn(exp, CFG).any(), "alone in the loss, the first response is its own baseline"
+
+
+def test_gpg_scales_by_the_groups_that_teach():
+    exp = reference_batch()
+    plain = ADVANTAGES.get("dr_grpo").fn(exp, CFG)
+    assert torch.equal(ADVANTAGES.get("gpg").fn(exp, CFG), 2 * plain)
+    exp.scored = torch.tensor([True, True, True, False])
+    assert torch.equal(ADVANTAGES.get("gpg").fn(exp, CFG), 1.5 * plain)
+
+
+def test_gdpo_tells_apart_what_a_sum_hides():
+    """Rewards (0, 1) and (1, 0) with weights 1 and 1: the same total, another rarity of the parts."""
+    parts, one = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]), torch.zeros(4).long()
+    exp = rewarded([1.0, 1.0, 1.0, 0.0], group_ids=one, reward_parts=parts, part_weights=torch.ones(4, 2))
+    got = ADVANTAGES.get("gdpo").fn(exp, CFG)
+    assert got[0] > got[2] > 0
+    lone = rewarded([1.0, 0.0, 0.0, 0.0], group_ids=one, reward_parts=parts[:, :1], part_weights=torch.ones(4, 1))
+    single, grpo = ADVANTAGES.get("gdpo").fn(lone, CFG), ADVANTAGES.get("group_norm").fn(lone, CFG)
+    scale = grpo[[0, 2, 5, 6]].std(correction=0)
+    torch.testing.assert_close(single, grpo / scale, msg="one part is group_norm on another scale")
+
+
+def test_maxrl_never_flips_a_sign():
+    got = ADVANTAGES.get("maxrl").fn(rewarded([0.0, -1.0, 1.0, 0.25]), CFG)
+    assert not got[:5].any(), "a group whose mean is negative"
+    torch.testing.assert_close(got[5:7], torch.tensor([0.6, -0.6]))
 
 
 def test_unscored_samples_leave_the_baseline():
@@ -173,14 +251,9 @@ def test_ppo_reference_numbers():
     assert loss == pytest.approx(.373707, abs=1e-6) and metrics["clip_frac_dual"] == .25
 
 
-def test_no_correction_is_one():
-    exp = reference_batch()
-    assert CORRECTIONS.get("none")(exp, CFG).tolist() == [1.0] * 8
-
-
 def registered():
     functions = [ADVANTAGES.get(n).fn for n in ADVANTAGES]
-    return functions + [POLICY_LOSSES.get(n).fn for n in POLICY_LOSSES] + [CORRECTIONS.get(n) for n in CORRECTIONS]
+    return functions + [POLICY_LOSSES.get(n).fn for n in POLICY_LOSSES] + [CORRECTIONS.get(n).fn for n in CORRECTIONS]
 
 
 def test_each_algorithm_is_one_short_documented_file():

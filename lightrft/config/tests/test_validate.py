@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.no_effect import LOSS_OPTIONS
+from lightrft.config.no_effect import CORRECTION_OPTIONS, LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
@@ -18,10 +18,12 @@ from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(
     estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}), policy_losses=frozenset({"ppo", "plain"}),
-    corrections=frozenset({"none"}), needs_group=frozenset({"group_norm"}), needs_critic=frozenset({"gae"}),
-    whitens=frozenset({"reinforce++"}), ignores={
-        "lambd": frozenset({"group_norm", "reinforce", "reinforce++"}), "std_eps":
-        frozenset({"gae", "reinforce", "reinforce++"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain"}))
+    corrections=frozenset({"none", "tis", "bypass"}), needs_group=frozenset({"group_norm"}),
+    needs_critic=frozenset({"gae"}), whitens=frozenset({"reinforce++"}), ignores={
+        "lambd": frozenset({"group_norm", "reinforce",
+                            "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}),
+        **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain"})), **dict.fromkeys(CORRECTION_OPTIONS,
+                                                                             frozenset({"none", "bypass"}))
     })
 
 
@@ -170,6 +172,7 @@ def test_facts_are_read_from_the_registries() -> None:
     both = frozenset({"mine", "alias"})
     unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
     ignores = {"lambd": frozenset(), "std_eps": both, LOSS_OPTIONS[0]: frozenset()} | unread
+    ignores |= dict.fromkeys(CORRECTION_OPTIONS, frozenset())
     assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores)
     advantages.register("silent")(Silent())
     assert AlgorithmFacts.gather(advantages, losses, Registry("correction")).ignores == ignores

@@ -45,7 +45,8 @@ def test_policy_loss_equals_its_formula(mode):
     torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
     for got, naive in zip(torch.autograd.grad(loss, (new, entropy)), torch.autograd.grad(want, (new, entropy))):
         torch.testing.assert_close(got, naive, rtol=1e-9, atol=1e-9)
-    names = {"ratio", "clip_frac_low", "clip_frac_high", "clip_frac_dual", "kl_old", "kl_ref", "entropy", "loss"}
+    names = {"ratio", "clip_frac_low", "clip_frac_high", "clip_frac_dual", "kl_old", "kl_ref", "entropy", "loss",
+             "correction_weight", "correction_bound_frac", "correction_veto_frac"}  # yapf: disable
     assert set(metrics) == names and all(m.shape == new.shape and not m.requires_grad for m in metrics.values())
     torch.testing.assert_close(metrics["loss"][exp.loss_mask], token[exp.loss_mask].detach())
     lr = (exp.old_logprobs - new).detach()[exp.loss_mask]
