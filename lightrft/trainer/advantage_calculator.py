@@ -44,7 +44,7 @@ class AdvantageCalculator:
     Args:
         cfg: estimator, KL and normalisation options.
         reward: shaping options.
-        generate_max_len: longest response in tokens (the overlong penalty is relative to it).
+        generate_max_len: longest response in tokens (the overlong penalty is relative to it); ``max_len`` is it now.
     """
 
     def __init__(self, cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> None:
@@ -76,8 +76,8 @@ class AdvantageCalculator:
         cfg = self.reward
         if cfg.overlong_buffer:
             lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
-            penalty = overlong_penalty(lengths, self.max_len, cfg.overlong_buffer_len,
-                                       cfg.overlong_buffer_penalty_factor)
+            buffer = cfg.overlong_buffer_len or max(self.max_len // 5, 1)  # the paper: 4096 of 20480
+            penalty = overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
             exp.rewards = exp.rewards + penalty
             metrics["reward/overlong_penalty"] = _mean(penalty[exp.scored])
         if cfg.reward_running_norm:

@@ -5,7 +5,7 @@ them. What comes out is the same.
 """
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -118,6 +118,11 @@ class NaiveExperienceMaker:
         self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
                                        rollout.min_p, stop_token_ids(rollout.stop, tokenizer))
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
+
+    def limit_responses(self, max_len: int) -> None:
+        """Let responses have at most ``max_len`` tokens from now on."""
+        self.sampling = replace(self.sampling, max_new_tokens=max_len)
+        self.calculator.max_len = max_len
 
     def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
         """One rollout over the global batch ``prompts`` (the same list on every rank)."""

@@ -4,6 +4,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
+from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.weight_sync import sync_weights
@@ -15,6 +16,7 @@ from lightrft.trainer.kl_controller import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.step_facts import check_step_facts
+from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
 
@@ -29,6 +31,7 @@ class PPOTrainer(BaseTrainer):
                          config.eval.eval_steps)
         self.config, self.engine, self.maker, self.update = config, engine, maker, update
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
+        self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         self.fresh = self.facts_due = True
 
     def before_loop(self, fresh: bool) -> None:
@@ -40,7 +43,7 @@ class PPOTrainer(BaseTrainer):
 
     def train_step(self) -> dict[str, float]:
         """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
-        coef = self.kl.value
+        coef, length = self.kl.value, self._begin_stage()
         self.prepared["actor"].model.eval()
         rollout = self.maker.make(next(self.loader), self.step, coef)
         self.engine.sleep()
@@ -54,7 +57,16 @@ class PPOTrainer(BaseTrainer):
             self.facts_due = False
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)
-        return metrics | self._adapt_kl(metrics)
+        return metrics | {"rollout/generate_max_len": length} | self._adapt_kl(metrics)
+
+    def _begin_stage(self) -> int:
+        """Tell the parts that depend on it how long the responses of this step may be; returns that length."""
+        length, news = self.stages.length(self.step), self.stages.boundary(self.step)
+        if news:
+            get_logger().info(news)
+        self.maker.limit_responses(length)
+        self.update.limit_responses(length)
+        return length
 
     def sync_weights(self, version: int) -> None:
         """Strategy -> engine."""

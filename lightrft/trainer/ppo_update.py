@@ -37,6 +37,10 @@ class PolicyUpdate:
             for name, prepared in (("policy", actor), ("critic", critic)) if prepared is not None
         }
 
+    def limit_responses(self, max_len: int) -> None:
+        """Let responses have at most ``max_len`` tokens from now on: the constant of seq-mean-token-sum-norm."""
+        self.norm = self.policy_loss.norm = float(self.config.algorithm.loss_agg_norm or max_len)
+
     def run(self, rollout: Rollout, step: int, kl_coef: float) -> dict[str, float]:
         """All optimizer steps on ``rollout``; returns ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``."""
         prepared = [p for p in (self.actor, self.critic) if p is not None]

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
+from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
 from lightrft.rewards.manager import RewardManager
@@ -70,6 +71,7 @@ class SPMDPPOTrainer(PPOTrainer):
         train = config.train
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
         total = train.max_steps or loader.steps(train.num_episodes)
+        check_total(config.rollout.stages, total)
         updates = total * updates_per_rollout(config)
         trained = max(total - train.freezing_actor_steps, 1) * updates_per_rollout(config)
         actor = strategy.prepare(models.actor, _optim(config, train.actor_learning_rate, trained),
