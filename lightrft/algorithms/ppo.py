@@ -9,7 +9,7 @@ Deviation: the log-ratio is limited to +-20 nats.
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import policy_loss
+from lightrft.algorithms.base import clip_bounds, policy_loss, ratio_metrics
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
 from lightrft.types import Experience
@@ -19,9 +19,8 @@ from lightrft.types import Experience
 def ppo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
-    high = cfg.eps_clip if cfg.eps_clip_high is None else cfg.eps_clip_high
-    clipped = clipped_surrogate(ratio, exp.advantages, cfg.eps_clip, high, cfg.dual_clip)
-    metrics = {"ratio": ratio, "clip_frac_low": clipped.low.float(), "clip_frac_high": clipped.high.float()}
+    clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg), cfg.dual_clip)
+    metrics = ratio_metrics(ratio, clipped.low, clipped.high)
     if cfg.dual_clip is not None:
         metrics["clip_frac_dual"] = clipped.dual.float()
     return clipped.loss, metrics

@@ -25,3 +25,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "k3":
         return torch.expm1((-ratio).clamp_max(MAX_LOG_RATIO)) + ratio
     raise ValueError(f"unknown KL estimator {kind!r}; known: k1, k2, k3, k1+, k3+")
+
+
+def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    """``p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))`` of ``p = exp(logprobs)`` and ``q = exp(other)``: [T] nats.
+
+    The KL between "this token" and "any other"; finite, also where a probability rounds to 1.
+    """
+    rest, other_rest = (-torch.expm1(x).clamp_max(-torch.finfo(x.dtype).tiny) for x in (logprobs, other))
+    return logprobs.exp() * (logprobs - other) + rest * (rest.log() - other_rest.log())

@@ -1,8 +1,10 @@
-"""Importance ratios and the clipped surrogate of PPO, per token."""
+"""Importance ratios of tokens and sequences, and the clipped surrogate of PPO, per token."""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightrft.ops.segment import expand, segment_mean
 
 MAX_LOG_RATIO = 20.0
 
@@ -12,7 +14,17 @@ def safe_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
     The log-ratio is limited to +-20 nats, beyond which the gradient is 0.
     """
-    return torch.where(mask, new - old, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return safe_log_ratio(new, old, mask).exp()
+
+
+def safe_log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """``new - old`` where mask, else 0, limited to +-20 nats: [T]."""
+    return torch.where(mask, new - old, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``log_ratio_b[mask_b].mean().exp()`` on each token of sequence b: [T]; 1 where a sequence keeps nothing."""
+    return expand(segment_mean(log_ratio, cu_seqlens, mask).exp(), cu_seqlens, len(log_ratio))
 
 
 class Clipped(NamedTuple):
@@ -28,10 +40,23 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
     PPO (arXiv:1707.06347, eq. 7); bounds apart: DAPO's Clip-Higher (arXiv:2503.14476); dual clip: arXiv:1912.09729.
     """
-    plain, bounded = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
-    loss, replaced = torch.maximum(plain, bounded), bounded > plain
-    capped = torch.zeros_like(replaced)
-    if dual is not None:
-        capped = (advantages < 0) & (loss > -dual * advantages)
-        loss = torch.where(capped, -dual * advantages, loss)
-    return Clipped(loss, replaced & (advantages < 0), replaced & (advantages > 0), capped)
+    clipped = pessimistic(ratio, advantages, 1 - low, 1 + high)
+    if dual is None:
+        return clipped
+    capped = (advantages < 0) & (clipped.loss > -dual * advantages)
+    return clipped._replace(loss=torch.where(capped, -dual * advantages, clipped.loss), dual=capped)
+
+
+def pessimistic(x: Tensor, advantages: Tensor, smallest: float, largest: float) -> Clipped:
+    """``max(-x * A, -x.clamp(smallest, largest) * A)`` of a ratio or a log-ratio ``x``, all [T]."""
+    plain, bounded = -x * advantages, -x.clamp(smallest, largest) * advantages
+    replaced = bounded > plain
+    return Clipped(torch.maximum(plain, bounded), replaced & (advantages < 0), replaced & (advantages > 0),
+                   torch.zeros_like(replaced))
+
+
+def divergence_bounded(ratio: Tensor, advantages: Tensor, divergence: Tensor, delta: float) -> Clipped:
+    """``-ratio * A``, but 0 where the token already moved by more than ``delta`` and A would move it on, all [T]."""
+    away = ((ratio - 1) * advantages > 0) & (divergence > delta)
+    return Clipped(torch.where(away, 0, -ratio * advantages), away & (advantages < 0), away & (advantages > 0),
+                   torch.zeros_like(away))

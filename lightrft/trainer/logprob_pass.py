@@ -11,10 +11,29 @@ from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
+Forward = Callable[[Experience], Tensor]  # -> [T] of its argument
+
 
 def on_update_packs(config: Config) -> bool:
     """Whether the no-grad passes run on the micro-batches of the first update epoch (then log-probs agree exactly)."""
     return config.rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
+
+
+@torch.no_grad()
+def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
+    """``model`` on the sequences of all ranks' ``passes``: [T] of ``exp`` on every rank, 0 elsewhere (a collective).
+
+    Each rank computes its own; the sum over ranks of zero-filled rows is the whole (exactly).
+    """
+    whole = torch.zeros(exp.num_tokens)
+    starts, lens = exp.cu_seqlens.tolist(), exp.seq_lens.tolist()
+    for part in passes:
+        values = model(take(exp, part).to(strategy.device)).float().cpu()
+        offset = 0
+        for i in part:
+            whole[starts[i]:starts[i] + lens[i]] = values[offset:offset + lens[i]]
+            offset += lens[i]
+    return strategy.all_reduce(whole)
 
 
 class LogprobPass:
@@ -66,15 +85,5 @@ class LogprobPass:
         limits = MicroBatchLimits(self.config.rollout.micro_rollout_batch_size, buffer.limits.tokens)
         return plan_mini_batch(list(range(len(buffer.lens))), buffer.lens, buffer.world, limits)[buffer.rank]
 
-    @torch.no_grad()
-    def _run(self, exp: Experience, passes: list[list[int]], model: Callable[[Experience], Tensor]) -> Tensor:
-        """Each rank computes its sequences; the sum over ranks of zero-filled rows is the whole (exactly)."""
-        whole = torch.zeros(exp.num_tokens)
-        starts, lens = exp.cu_seqlens.tolist(), exp.seq_lens.tolist()
-        for part in passes:
-            values = model(take(exp, part).to(self.strategy.device)).float().cpu()
-            offset = 0
-            for i in part:
-                whole[starts[i]:starts[i] + lens[i]] = values[offset:offset + lens[i]]
-                offset += lens[i]
-        return self.strategy.all_reduce(whole)
+    def _run(self, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
+        return run_passes(self.strategy, exp, passes, model)

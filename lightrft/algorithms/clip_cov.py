@@ -1,0 +1,35 @@
+"""Clip-Cov: PPO in which a few tokens, drawn from those that lower the entropy most, get no gradient.
+
+Paper: Cui et al. 2025, https://arxiv.org/abs/2505.22617
+Equation: loss_t = PPO's, 0 on the drawn tokens: share * N (rounded down) of those with low <= Cov_t <= high,
+    Cov_t = (log pi_t - mean(log pi)) * (A_t - mean(A)) (eq. 10 to 12)
+Degenerate: no token between the bounds: PPO.
+Deviation: N and both means count the action tokens of the whole mini-batch, on all ranks, under the policy as it enters
+    the optimizer step; the choice is seeded, and at least one candidate is drawn. PPO's clip (without dual clip) stays
+    on, which the paper's formula leaves out.
+"""
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.base import clip_bounds, policy_loss, ratio_metrics
+from lightrft.config.schema import AlgorithmConfig
+from lightrft.ops.selection import covariance, draw, share
+from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
+from lightrft.types import Experience
+
+
+def high_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, seed: int) -> Tensor:
+    """bool [T]: the drawn tokens of a whole mini-batch."""
+    cov = covariance(logprobs, exp.advantages, exp.loss_mask)
+    candidates = exp.loss_mask & (cov >= cfg.clip_cov_low) & (cov <= cfg.clip_cov_high)
+    return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask), seed)
+
+
+@policy_loss("clip_cov", selects=high_covariance,
+             reads=("eps_clip", "eps_clip_high", "clip_cov_ratio", "clip_cov_low", "clip_cov_high"))
+def clip_cov(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """([T], metrics); ``selected_frac``: the drawn tokens."""
+    ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
+    clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))
+    metrics = ratio_metrics(ratio, clipped.low, clipped.high, selected_frac=exp.selected.float())
+    return torch.where(exp.selected, 0, clipped.loss), metrics
