@@ -14,9 +14,10 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.experience_maker import Rollout, sample_seed
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
+from lightrft.trainer.token_selection import TokenSelection
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -32,6 +33,7 @@ class PolicyUpdate:
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
+        self.selection, self.timer = TokenSelection(config, strategy, actor), timer
         self.steps = {
             name: OptimizerStep(config.train, strategy, timer)
             for name, prepared in (("policy", actor), ("critic", critic)) if prepared is not None
@@ -58,11 +60,14 @@ class PolicyUpdate:
         sums, results = MetricSums(), {"policy": [], "critic": []}
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
         for epoch in range(self.config.train.max_epochs):
-            for mini in rollout.buffer.epoch(epoch):
+            for number, mini in enumerate(rollout.buffer.epoch(epoch)):
                 counts = kept[mini.samples]
                 denominators = Denominators(counts.sum().item(), (counts > 0).sum().item(), self.norm)
                 losses = {}
                 if train_actor:
+                    with self.timer("forward"):
+                        seed = sample_seed(rollout.buffer.seed, epoch, number)
+                        self.selection.mark(rollout.exp, mini, seed, fresh=not results["policy"])
                     losses["policy"] = self._policy_loss(sums, denominators, kl_coef, not results["policy"], epoch == 0)
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
