@@ -1,0 +1,28 @@
+"""GDPO: every reward part is standardised within its group, then the weighted sum over the rollout batch.
+
+Paper: Liu et al. 2026, https://arxiv.org/abs/2601.05242
+Equation: S_i = sum_k w_k * (r_ik - mean(r_k)) / (std(r_k) + eps), A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8)
+Degenerate: a part without spread in a group adds 0; one part: group_norm, scaled over the batch.
+Deviation: eps is --std_eps, the group's deviation is unbiased and the batch's variance the population's, over scored
+    samples (--whiten_unbiased: Bessel's correction). With several data sources each sample has the parts of its own,
+    and the batch is one for all. The overlong penalty is one more part, of weight 1.
+"""
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.base import advantage, from_outcome, live_groups
+from lightrft.config.schema import AlgorithmConfig
+from lightrft.ops.segment import masked_whiten
+from lightrft.types import Experience
+
+
+@advantage("gdpo", needs_group=True, whitens=True, needs_parts=True, reads=("std_eps", ))
+def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
+    """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    total, taught = torch.zeros_like(exp.rewards), torch.zeros_like(exp.scored)
+    for values, weights in zip(exp.reward_parts.unbind(1), exp.part_weights.unbind(1)):
+        group, live = live_groups(values, exp.scored & ~values.isnan(), exp, cfg)
+        total = total + torch.where(live, weights * (values - group.mean) / (group.std + cfg.std_eps), 0)
+        taught = taught | live
+    return from_outcome(exp, torch.where(taught, masked_whiten(total, exp.scored, unbiased=cfg.whiten_unbiased), 0),
+                        cfg)
