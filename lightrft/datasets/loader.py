@@ -58,9 +58,9 @@ class PromptLoader(Generic[Item]):
         """Episodes whose rows were all handed out."""
         return self.position // self.blend.rows
 
-    def steps(self, episodes: int) -> int:
-        """Full batches in ``episodes`` episodes."""
-        return self.draws(episodes) // self.batch_size
+    def steps(self, episodes: int, partial: bool = False) -> int:
+        """Full batches in ``episodes`` episodes; with ``partial`` the rows left at the end are one more."""
+        return (self.draws(episodes) + (self.batch_size - 1 if partial else 0)) // self.batch_size
 
     def draws(self, episodes: int) -> int:
         """Rows in ``episodes`` episodes."""
