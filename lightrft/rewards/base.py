@@ -23,6 +23,7 @@ class Score:
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    weights: dict[str, float] = field(default_factory=dict)  # of the parts that make the total
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class RewardManager:
                 self._log_once(name, outcome)
             else:
                 total += weight * outcome.value
-        return Score(None if error else total, parts, error)
+        return Score(None if error else total, parts, error, dict(weights))
 
     def _log_once(self, name: str, outcome: Outcome) -> None:
         cause = f"{name}: {outcome.error}"

@@ -2,6 +2,8 @@
 
 Every rank holds the whole rollout batch when this runs, so batch statistics are global without any communication.
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.kl import kl_estimate
 from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, segment_sum
+from lightrft.ops.selection import largest, share
 from lightrft.trainer.running_moments import RunningMoments
 from lightrft.types import Experience
 
@@ -38,8 +41,16 @@ def _mean(values: Tensor) -> float:
     return values.float().mean().item() if len(values) else 0.0
 
 
+def _shape_each(exp: Experience, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the rewards and, where there is one, their baseline alike, or their difference would mean nothing."""
+    exp.rewards = change(exp.rewards)
+    if exp.baseline_rewards is not None:
+        exp.baseline_rewards = change(exp.baseline_rewards)
+
+
 class AdvantageCalculator:
-    """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns`` and the final ``loss_mask`` of a rollout batch.
+    """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns``, ``forking`` and the final ``loss_mask`` of a
+    rollout batch.
 
     Args:
         cfg: estimator, KL and normalisation options.
@@ -61,6 +72,8 @@ class AdvantageCalculator:
         exp.advantages = torch.where(exp.loss_mask, self.estimator.fn(exp, self.cfg), 0.0)
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
+        if exp.entropies is not None:
+            exp.forking = largest(exp.entropies, share(self.cfg.high_entropy_token_ratio, exp.loss_mask), exp.loss_mask)
         metrics |= self._group_metrics(exp) | self._normalise(exp)
         if kl is not None:
             metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()
@@ -75,18 +88,31 @@ class AdvantageCalculator:
         } if len(raw) else dict.fromkeys(("reward/mean", "reward/std", "reward/min", "reward/max"), 0.0)
         cfg = self.reward
         if cfg.overlong_buffer:
-            lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
-            buffer = cfg.overlong_buffer_len or max(self.max_len // 5, 1)  # the paper: 4096 of 20480
-            penalty = overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
-            exp.rewards = exp.rewards + penalty
-            metrics["reward/overlong_penalty"] = _mean(penalty[exp.scored])
+            metrics["reward/overlong_penalty"] = self._penalise(exp)
         if cfg.reward_running_norm:
             self.moments.update(exp.rewards[exp.scored])
-            exp.rewards = self.moments.normalise(exp.rewards, cfg.reward_running_norm_minus_mean)
+            _shape_each(exp, lambda rewards: self.moments.normalise(rewards, cfg.reward_running_norm_minus_mean))
         if cfg.reward_clip:
             metrics["reward/clip_frac"] = _mean(exp.rewards[exp.scored].abs() > cfg.reward_clip)
-            exp.rewards = exp.rewards.clamp(-cfg.reward_clip, cfg.reward_clip)
+            _shape_each(exp, lambda rewards: rewards.clamp(-cfg.reward_clip, cfg.reward_clip))
         return metrics
+
+    def _penalise(self, exp: Experience) -> float:
+        """Add the overlong penalty to rewards and baseline, and to the parts as one of weight 1; returns its mean."""
+        cfg = self.reward
+        buffer = cfg.overlong_buffer_len or max(self.max_len // 5, 1)  # the paper: 4096 of 20480
+
+        def penalty(lengths: Tensor) -> Tensor:
+            return overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
+
+        own = penalty(segment_sum(exp.loss_mask.float(), exp.cu_seqlens))
+        exp.rewards = exp.rewards + own
+        if exp.baseline_rewards is not None:
+            exp.baseline_rewards = exp.baseline_rewards + penalty(exp.baseline_lengths)
+        if exp.reward_parts is not None:
+            exp.reward_parts = torch.cat([exp.reward_parts, own[:, None]], dim=1)
+            exp.part_weights = torch.cat([exp.part_weights, torch.ones(len(own), 1)], dim=1)
+        return _mean(own[exp.scored])
 
     def _drop_from_loss(self, exp: Experience) -> None:
         """Unscored samples, and truncated ones when asked, teach nothing."""
@@ -99,10 +125,14 @@ class AdvantageCalculator:
         return kl_estimate(exp.old_logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
 
     def _group_metrics(self, exp: Experience) -> dict[str, float]:
-        _, _, count, spread = group_stats(exp.rewards, exp.group_ids, exp.scored)
+        mean, _, count, spread = group_stats(exp.rewards, exp.group_ids, exp.scored)
         flat = (count > 1) & (spread <= self.cfg.zero_spread)
         alone = (count == 1) & exp.scored
-        return {"group/zero_spread_frac": flat.float().mean().item(), "group/singletons": alone.sum().item()}
+        metrics = {"group/zero_spread_frac": flat.float().mean().item(), "group/singletons": alone.sum().item()}
+        if self.estimator.needs_positive:
+            lost = (count > 1) & ~flat & (mean <= 0)
+            metrics["group/nonpositive_mean_frac"] = lost.float().mean().item()
+        return metrics
 
     def _normalise(self, exp: Experience) -> dict[str, float]:
         """At most one whitening, then the clip; statistics are taken before the clip."""

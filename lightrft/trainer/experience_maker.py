@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,16 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
+from lightrft.trainer.estimator_inputs import fill_inputs
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.rollout_metrics import response_metrics, reward_metrics
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
+
+if TYPE_CHECKING:
+    from lightrft.trainer.greedy_baseline import GreedyBaseline
 
 Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
 
@@ -98,7 +102,7 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
 
 def set_rewards(exp: Experience, rows: Rows) -> None:
     """Fill ``scored`` and ``rewards`` (not shaped yet)."""
-    exp.scored = torch.tensor([row["reward"] is not None for row in rows])
+    exp.scored = torch.tensor([row["reward"] is not None for row in rows], dtype=torch.bool)
     exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)
 
 
@@ -111,9 +115,10 @@ class NaiveExperienceMaker:
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
-                 timer: Timer) -> None:
+                 timer: Timer, greedy: "GreedyBaseline | None" = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
+        self.greedy = greedy
         rollout = config.rollout
         self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
                                        rollout.min_p, stop_token_ids(rollout.stop, tokenizer))
@@ -138,13 +143,23 @@ class NaiveExperienceMaker:
         with self.timer("rollout"):  # it ends when the slowest rank is done
             samples = self.generate_samples(groups[self.strategy.rank::self.strategy.world_size], step)
             self.strategy.barrier()
+        baseline = self._answer_greedily(samples)
         with self.timer("gather"):
             exp = self._gather(pack_samples(samples, self.config.rollout.n_samples_per_prompt))
-        return exp, lambda: self._gather_rows(samples)
+        return exp, lambda: self._gather_rows(samples, baseline)
+
+    def _answer_greedily(self, samples: list[Sample]) -> Callable[[], dict[int, dict[str, Any]]]:
+        """What the rows of each group get from its prompt's greedy response; nothing where none is needed."""
+        if self.greedy is None:
+            return dict
+        with self.timer("greedy"):
+            baseline = self.greedy.start(samples, self.sampling)
+            self.strategy.barrier()
+        return baseline
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
         """What comes after generation: ``exp`` with log-probs, values, rewards and advantages."""
-        buffer = self._buffer(exp, step)
+        buffer = self.buffer(exp, step)
         self.logprobs.fill(exp, buffer, self.timer)
         rows = rows_of()
         metrics = response_metrics(exp, self.timer.seconds("rollout"))
@@ -185,27 +200,34 @@ class NaiveExperienceMaker:
         exp = Experience.cat(parts)
         return exp.select(exp.sample_ids.argsort().tolist())
 
-    def _gather_rows(self, samples: list[Sample]) -> Rows:
+    def _gather_rows(self, samples: list[Sample], baseline: Callable[[], dict[int, dict[str, Any]]]) -> Rows:
         """The scores of all ranks, in the order of ``sample_ids``."""
         with self.timer("reward"):
-            local = [self._row(sample, score) for sample, score in zip(samples, self.score(samples))]
+            more = baseline()
+            local = [
+                self._row(sample, score) | more.get(sample.group_id, {})
+                for sample, score in zip(samples, self.score(samples))
+            ]
             rows = [row for part in self.strategy.all_gather_object(local) for row in part]
         return sorted(rows, key=lambda row: (row["group_id"], row["index"]))
 
     def _row(self, sample: Sample, score: Score) -> dict[str, Any]:
         row = {"group_id": sample.group_id, "index": sample.index, "reward": score.total, "parts": score.parts,
-               "error": score.error, "finish_reason": sample.finish_reason, "uid": sample.prompt.uid}  # yapf: disable
+               "weights": score.weights, "error": score.error, "finish_reason": sample.finish_reason,
+               "uid": sample.prompt.uid}  # yapf: disable
         if self.config.log.save_trajectories:
             row |= {"prompt": sample.prompt.text, "response": sample.text, "reference": sample.prompt.reference}
         return row
 
-    def _buffer(self, exp: Experience, step: int) -> ReplayBuffer:
+    def buffer(self, exp: Experience, step: int) -> ReplayBuffer:
+        """How the rollout of a step is cut into passes."""
         train = self.config.train
         return ReplayBuffer(exp.seq_lens, train.train_batch_size, self.limits, self.strategy.rank,
                             self.strategy.world_size, f"{train.seed}/{step}")
 
     def _advantages(self, exp: Experience, rows: Rows, kl_coef: float) -> dict[str, float]:
         set_rewards(exp, rows)
-        metrics = reward_metrics(rows) | self.calculator(exp, kl_coef)
+        metrics = reward_metrics(rows) | fill_inputs(exp, rows, self.calculator.estimator)
+        metrics |= self.calculator(exp, kl_coef)
         kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens) > 0
         return metrics | {"rollout/kept_samples": kept.sum().item()}

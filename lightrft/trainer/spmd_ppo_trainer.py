@@ -18,6 +18,7 @@ from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.experience_maker import reward_input
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.kl_controller import get_kl_controller
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.lr_schedule import schedule_of
@@ -70,7 +71,7 @@ class SPMDPPOTrainer(PPOTrainer):
                  rewards: RewardManager | None = None) -> None:
         train = config.train
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
-        total = train.max_steps or loader.steps(train.num_episodes)
+        total = train.max_steps or loader.steps(train.num_episodes, partial=config.rollout.dynamic_sampling)
         check_total(config.rollout.stages, total)
         updates = total * updates_per_rollout(config)
         trained = max(total - train.freezing_actor_steps, 1) * updates_per_rollout(config)
@@ -85,9 +86,11 @@ class SPMDPPOTrainer(PPOTrainer):
         if config.reward.reward_probe:
             rewards.probe([reward_input(prompt, "") for prompt in prompts])
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
+        needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
+        greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
         maker = FastExperienceMaker(
             config, strategy, engine, rewards, tokenizer, LogprobPass(config, strategy, actor, critic, reference),
-            get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer)
+            get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer, greedy)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
         update = PolicyUpdate(config, strategy, actor, critic, timer)

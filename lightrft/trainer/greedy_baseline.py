@@ -1,0 +1,39 @@
+"""The greedy response of every prompt, whose reward is the baseline of ReMax (arXiv:2310.10505)."""
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.rewards.manager import RewardManager
+from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
+from lightrft.trainer.experience_maker import reward_input, to_samples
+from lightrft.types import Sample
+
+
+class GreedyBaseline:
+    """Generates and scores one greedy response per prompt, by the weights and the rewards of the samples.
+
+    It is no sample: it is not trained on and is in no group and in no metric of samples.
+    """
+
+    def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.rewards, self.tokenizer = engine, rewards, tokenizer
+
+    def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, dict[str, Any]]]:
+        """Answer the prompts of this rank's ``samples`` and start scoring; the function waits for what their rows get.
+
+        Args:
+            sampling: of the samples; length and stop tokens are taken from it.
+        """
+        params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+        prompts = {sample.group_id: sample.prompt for sample in samples}
+        requests = [Request(prompt.token_ids, [0], prompt.mm_inputs) for prompt in prompts.values()]
+        greedy = [
+            to_samples(self.tokenizer, group_id, prompt, done, self.engine.weight_version, params.stop_token_ids)[0]
+            for (group_id, prompt), done in zip(prompts.items(), self.engine.generate(requests, params))
+        ]
+        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
+        return lambda: {
+            sample.group_id: {"greedy_reward": score.total, "greedy_length": sample.response_len}
+            for sample, score in zip(greedy, self.rewards.wait(handle))
+        }
