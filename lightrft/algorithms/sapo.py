@@ -18,7 +18,8 @@ from lightrft.types import Experience
 def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics); nothing is clipped."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
-    tau = torch.where(exp.advantages > 0, cfg.sapo_tau_pos, cfg.sapo_tau_neg)
+    taus = exp.advantages.new_tensor([cfg.sapo_tau_neg, cfg.sapo_tau_pos])
+    tau = taus[(exp.advantages > 0).long()]
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     nowhere = torch.zeros_like(exp.loss_mask)
     return -gate * exp.advantages, ratio_metrics(ratio, nowhere, nowhere)
