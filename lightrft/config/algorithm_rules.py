@@ -19,6 +19,8 @@ class Needs(Reads, Protocol):
     needs_group: bool
     needs_critic: bool
     whitens: bool
+    needs_parts: bool
+    needs_positive: bool
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class AlgorithmFacts:
     needs_critic: frozenset[str]
     whitens: frozenset[str]
     ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that say they do not read it
+    needs_parts: frozenset[str] = frozenset()
+    needs_positive: frozenset[str] = frozenset()
 
     @classmethod
     def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
@@ -39,12 +43,15 @@ class AlgorithmFacts:
         entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
         losses: dict[str, Reads] = {name: policy_losses.get(name) for name in policy_losses}
         weights: dict[str, Reads] = {name: corrections.get(name) for name in corrections}
-        return cls(frozenset(entries), frozenset(policy_losses), frozenset(corrections),
-                   frozenset(name for name, entry in entries.items() if entry.needs_group),
-                   frozenset(name for name, entry in entries.items() if entry.needs_critic),
-                   frozenset(name for name, entry in entries.items() if entry.whitens),
-                   _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS)
-                   | _ignored(weights, CORRECTION_OPTIONS))
+        return cls(
+            frozenset(entries), frozenset(policy_losses), frozenset(corrections),
+            frozenset(name for name, entry in entries.items() if entry.needs_group),
+            frozenset(name for name, entry in entries.items() if entry.needs_critic),
+            frozenset(name for name, entry in entries.items() if entry.whitens),
+            _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS)
+            | _ignored(weights, CORRECTION_OPTIONS),
+            frozenset(name for name, entry in entries.items() if entry.needs_parts),
+            frozenset(name for name, entry in entries.items() if entry.needs_positive))
 
 
 def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -59,6 +66,7 @@ def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]
     if facts:
         yield from _registries(c, facts)
         yield from _estimator(c, facts)
+        yield from _rewards(c, facts)
 
 
 def _options(c: Config) -> Iterator[str]:
@@ -78,9 +86,11 @@ def _options(c: Config) -> Iterator[str]:
     if a.cispo_max is not None:
         for name, value in changed(c, ("eps_clip", "eps_clip_high")):
             yield f"--{name} {value}: has no effect with --cispo_max {a.cispo_max}; drop one of them"
-    if a.policy_loss == "clip_cov" and a.clip_cov_low >= a.clip_cov_high:
+    if a.clip_cov_low >= a.clip_cov_high:
         yield (f"--clip_cov_low {a.clip_cov_low}: no covariance lies between it and --clip_cov_high {a.clip_cov_high}; "
                "nearest valid value: a little less than that")
+    if a.advantage_estimator == "grpo_passk":
+        yield from _pass_k(a.pass_k, c.rollout.n_samples_per_prompt)
     if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
                "use --loss_agg_mode seq-mean-token-sum-norm or drop it")
@@ -88,6 +98,16 @@ def _options(c: Config) -> Iterator[str]:
         if a.loss_agg_mode != "seq-mean-token-sum-norm":
             yield (f"--{name} {value}: has no effect under --loss_agg_mode {a.loss_agg_mode}; use --loss_agg_mode "
                    "seq-mean-token-sum-norm or drop it")
+
+
+def _pass_k(k: int, samples: int) -> Iterator[str]:
+    if k == 1:
+        yield (
+            "--pass_k 1: the best of one response is that response; nearest valid value: 2, or --advantage_estimator "
+            "rloo")
+    if k > samples > 1:
+        yield (f"--pass_k {k}: --n_samples_per_prompt gives {samples} responses to choose from; nearest valid value: "
+               f"{samples}, or --n_samples_per_prompt {k}")
 
 
 def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
@@ -121,6 +141,19 @@ def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
     yield from _unread(c, facts, "advantage_estimator", facts.estimators, ESTIMATOR_OPTIONS)
     yield from _unread(c, facts, "policy_loss", facts.policy_losses, LOSS_OPTIONS)
     yield from _unread(c, facts, "rollout_correction", facts.corrections, CORRECTION_OPTIONS)
+
+
+def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+    """Shaping of the reward that the chosen estimator does not see, or that it cannot use."""
+    estimator = c.algorithm.advantage_estimator
+    if estimator in facts.needs_parts:
+        for name, value in changed(c, ("reward_clip", "reward_running_norm")):
+            yield (f"--{name} {value}: has no effect with {estimator}, which standardises the parts of the reward "
+                   "instead of their sum; drop it")
+    if estimator in facts.needs_positive:
+        for name, value in changed(c, ("overlong_buffer", "reward_running_norm_minus_mean")):
+            yield (f"--{name} {value}: makes rewards negative, and {estimator} divides by their mean; drop it, or use "
+                   "--advantage_estimator dr_grpo")
 
 
 def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from lightrft.config.no_effect import LOSS_OPTIONS
 from lightrft.tests.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
@@ -16,6 +17,8 @@ SAMPLED = {**EVAL, "eval_n_samples": 2, "eval_temperature": 1.0}
 SAVING = {"disable_ckpt": False, "save_steps": 1, "max_steps": 3, "async_save": False}
 MOVING = {"max_epochs": 3, "actor_learning_rate": 0.003}
 LONG = {"overlong_buffer": True, "overlong_buffer_len": 8}
+TIS = {"rollout_correction": "tis", "bf16": True}
+ENTROPY = {"entropy_target": 50.0, "max_steps": 2}
 TWO, FOUR = {"max_steps": 2}, {"max_steps": 4}
 
 
@@ -147,6 +150,7 @@ FLIPS: dict[str, Flip] = {
     # algorithm
     "recipe": Flip("dr_grpo", metric("policy/grad_norm")),
     "semantics": Flip("trl", metric("advantage/max")),
+    "policy_loss": Flip("gspo", metric("policy/grad_norm"), MOVING),
     "advantage_estimator": Flip("rloo", metric("policy/grad_norm")),
     "loss_agg_mode": Flip("seq-mean-token-sum", metric("policy/grad_norm")),
     "loss_agg_norm": Flip(3, metric("policy/grad_norm"), {"loss_agg_mode": "seq-mean-token-sum-norm"}),
@@ -166,7 +170,15 @@ FLIPS: dict[str, Flip] = {
     "use_kl_loss": Flip(True, keys, KL),
     "kl_target": Flip(0.01, metric("policy/kl_coef"), KL | TWO),
     "kl_horizon": Flip(100, metric("policy/kl_coef"), KL | TWO | {"kl_target": 0.01}),
+    "rollout_correction": Flip("bypass", forwards, {"max_epochs": 2}),
+    "correction_low": Flip(1.0, metric("policy/correction_bound_frac"), TIS),
+    "correction_high": Flip(1.0, metric("policy/correction_bound_frac"), TIS),
+    "correction_veto": Flip(0.999, metric("policy/correction_veto_frac"), TIS),
     "entropy_coef": Flip(0.1, metric("policy/grad_norm")),
+    "entropy_target": Flip(50.0, metric("policy/entropy_coef"), {"entropy_coef": 0.001} | TWO),
+    "entropy_step": Flip(0.001, metric("policy/entropy_coef"), ENTROPY),
+    "entropy_coef_max": Flip(5e-5, metric("policy/entropy_coef"), ENTROPY),
+    "high_entropy_token_ratio": Flip(0.3, metric("policy/grad_norm")),
     # train
     "train_batch_size": Flip(4, metric("policy/optimizer_steps")),
     "micro_train_batch_size": Flip(2, forwards),
@@ -207,7 +219,7 @@ FLIPS: dict[str, Flip] = {
 
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"
 _S, _M, _U = "lightrft/strategy/tests/", "lightrft/models/tests/", "lightrft/utils/tests/"
-_HERE = "lightrft/tests/test_options.py::"
+_A, _HERE = "lightrft/algorithms/tests/", "lightrft/tests/test_options.py::"
 SHOWN: dict[str, str] = {
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
     "use_liger": _M + "test_loader.py::test_liger_needs_cuda",
@@ -224,6 +236,9 @@ SHOWN: dict[str, str] = {
     "input_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "label_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "reference_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
+    "difficulty_key": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
+    "difficulty_min": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
+    "difficulty_max": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
     "chat_template": _D + "test_prompts_dataset.py::test_chat_options",
     "system_prompt": _D + "test_prompts_dataset.py::test_chat_options",
     "overlong_prompt": _D + "test_prompts_dataset.py::test_too_long_prompts",
@@ -233,8 +248,7 @@ SHOWN: dict[str, str] = {
     "reward_timeout_s": _R + "test_pool.py::test_patience_shrinks_and_ends",
     "reward_probe": _HERE + "test_the_probe_stops_a_run",
     "dual_clip": _M + "test_loss.py::test_each_option_changes_the_loss",
-    "policy_loss": _HERE + "test_a_registered_name_reaches_the_update",
-    "rollout_correction": _HERE + "test_a_registered_name_reaches_the_update",
+    **dict.fromkeys(LOSS_OPTIONS[3:], _A + "test_policy_losses.py::test_a_loss_reads_what_it_says"),
     "max_bad_steps": _T + "test_optimizer_step.py::test_one_process",
     "save_path": _T + "test_session.py::test_the_command_line_trains",
     "async_save": _S + "test_conformance.py::test_one_rank",

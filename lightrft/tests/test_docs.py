@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.algorithms import ADVANTAGES, table
+from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.refused import ALIASES, REFUSED
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.datasets import records, sft_dataset
@@ -176,8 +176,11 @@ def metric_keys():
     keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
     cu, ones = torch.tensor([0, 2]), torch.ones(2)
     exp = Experience(token_ids=torch.zeros(2).long(), cu_seqlens=cu, loss_mask=ones.bool(), advantages=ones,
-                     old_logprobs=-ones, ref_logprobs=-ones)
-    _, metrics = PolicyLoss(AlgorithmConfig(), 1.0)(-ones, ones, exp, Denominators(2, 1), 0.0)
+                     old_logprobs=-ones, ref_logprobs=-ones, selected=ones.bool())
+    metrics = {}
+    for name in POLICY_LOSSES:
+        loss = PolicyLoss(AlgorithmConfig(policy_loss=name, dual_clip=3.0), 1.0)
+        metrics |= loss(-ones, ones, exp, Denominators(2, 1), 0.0)[1]
     prefixes = {"policy/kl"}  # what the model card shows starts with it
     return (keys | {f"policy/{key}" for key in metrics}) - prefixes
 

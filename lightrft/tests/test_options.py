@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import lightrft
-from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES, Correction, Surrogate
 from lightrft.config.cli import parse_config
 from lightrft.config.options import group_options, options
 from lightrft.config.schema import Config, LogConfig
@@ -160,23 +159,6 @@ def test_no_option_is_missing_from_the_table():
 def test_the_test_that_shows_it_exists(name):
     path, _, test = {**SHOWN, **SFT_SHOWN}[name].partition("::")
     assert (ROOT / path).is_file() and test in names_in(ROOT / path), f"{name}: there is no {path}::{test}"
-
-
-@pytest.mark.parametrize("option,registry", [("policy_loss", POLICY_LOSSES), ("rollout_correction", CORRECTIONS)])
-def test_a_registered_name_reaches_the_update(option, registry, observe, home, tmp_path, monkeypatch):
-    """Until there is a second policy loss or correction: one of half the size."""
-    entry = registry.get({"policy_loss": "ppo", "rollout_correction": "none"}[option])
-    is_loss = option == "policy_loss"
-
-    def half(*args):
-        result = entry.fn(*args)
-        return (result[0] / 2, result[1]) if is_loss else result / 2
-
-    added = Surrogate(half) if is_loss else Correction(half)
-    monkeypatch.setattr(registry, "_entries", {**registry._entries, "half": added})
-    halved = run_rl(home, tmp_path, {option: "half"})
-    whole = observe(run_rl, {})
-    assert halved.run.metrics["policy/grad_norm"] == pytest.approx(whole.run.metrics["policy/grad_norm"] / 2, rel=1e-5)
 
 
 def test_the_probe_stops_a_run(home, tmp_path, monkeypatch):
