@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lightrft.algorithms.base import correction
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.importance import sequence_ratio
+from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
 from lightrft.types import Experience
 
 
 @correction("geo_tis", low=0.0, high=2.0)
 def geo_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
-    ratio = sequence_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens, geometric=True)
+    log_ratio = safe_log_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+    ratio = sequence_ratio(log_ratio, exp.loss_mask, exp.cu_seqlens)
     return ratio.clamp(cfg.correction_low, cfg.correction_high)

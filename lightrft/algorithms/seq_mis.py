@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightrft.algorithms.base import correction
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.importance import keep_inside, sequence_ratio
+from lightrft.ops.importance import keep_inside, sequence_product
 from lightrft.types import Experience
 
 
 @correction("seq_mis", low=0.0, high=2.0)
 def seq_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
-    ratio = sequence_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens, geometric=False)
+    ratio = sequence_product(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens)
     return keep_inside(ratio, cfg.correction_low, cfg.correction_high)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightrft.algorithms.base import correction
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.importance import sequence_ratio
+from lightrft.ops.importance import sequence_product
 from lightrft.types import Experience
 
 
 @correction("seq_tis", low=0.0, high=2.0)
 def seq_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
-    ratio = sequence_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens, geometric=False)
+    ratio = sequence_product(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens)
     return ratio.clamp(cfg.correction_low, cfg.correction_high)

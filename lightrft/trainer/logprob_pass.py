@@ -11,7 +11,12 @@ from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
-Forward = Callable[[Experience], Tensor]  # -> [T] of its argument
+Forward = Callable[[Experience], Tensor]  # -> [T] or [K, T] of its argument
+
+
+def bypasses(config: Config) -> bool:
+    """Whether the log-probs of the engine stand for those of the old policy."""
+    return config.algorithm.rollout_correction == "bypass"
 
 
 def on_update_packs(config: Config) -> bool:
@@ -21,27 +26,28 @@ def on_update_packs(config: Config) -> bool:
 
 @torch.no_grad()
 def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
-    """``model`` on the sequences of all ranks' ``passes``: [T] of ``exp`` on every rank, 0 elsewhere (a collective).
+    """``model`` on the sequences of all ranks' ``passes``: [T] (or [K, T]) of ``exp`` on every rank, 0 elsewhere (a
+    collective).
 
     Each rank computes its own; the sum over ranks of zero-filled rows is the whole (exactly).
     """
-    whole = torch.zeros(exp.num_tokens)
+    found = [model(take(exp, part).to(strategy.device)).float().cpu() for part in passes]
+    whole = torch.zeros(*found[0].shape[:-1], exp.num_tokens)
     starts, lens = exp.cu_seqlens.tolist(), exp.seq_lens.tolist()
-    for part in passes:
-        values = model(take(exp, part).to(strategy.device)).float().cpu()
+    for part, values in zip(passes, found):
         offset = 0
         for i in part:
-            whole[starts[i]:starts[i] + lens[i]] = values[offset:offset + lens[i]]
+            whole[..., starts[i]:starts[i] + lens[i]] = values[..., offset:offset + lens[i]]
             offset += lens[i]
     return strategy.all_reduce(whole)
 
 
 class LogprobPass:
-    """Fills ``old_logprobs``, ``ref_logprobs`` and ``values`` where something needs them.
+    """Fills ``old_logprobs``, ``entropies``, ``ref_logprobs`` and ``values`` where something needs them.
 
     Old log-probs are computed on the very micro-batches of the first update epoch (:func:`on_update_packs`), so the
     first ratio is exactly 1; they are skipped when the rollout is used for a single optimizer step, whose own forward
-    pass then gives the same numbers.
+    pass then gives the same numbers. With the correction ``bypass`` they are the engine's, without a pass.
 
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
@@ -54,24 +60,36 @@ class LogprobPass:
         algorithm = config.algorithm
         self.wants_ref = algorithm.init_kl_coef > 0
         self.kl_in_reward = self.wants_ref and not algorithm.use_kl_loss
+        self.wants_entropies = algorithm.high_entropy_token_ratio > 0
 
     def wants_old(self, num_samples: int) -> bool:
         """Whether the update cannot take its own first forward pass as the old policy."""
         train = self.config.train
-        return self.kl_in_reward or train.max_epochs > 1 or num_samples > train.train_batch_size
+        again = train.max_epochs > 1 or num_samples > train.train_batch_size
+        return not bypasses(self.config) and (again or self.kl_in_reward or self.wants_entropies)
 
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute what is wanted for the whole batch (a collective); every rank ends with all of it."""
         passes = self._passes(buffer)
+        if bypasses(self.config):
+            exp.old_logprobs = exp.rollout_logprobs
         if self.wants_old(exp.num_seqs):
             with timer("old_logprobs"):
-                exp.old_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.actor, e))
+                self._fill_old(exp, passes)
         if self.wants_ref:
             with timer("ref"), self._reference_weights():
                 exp.ref_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.reference or self.actor, e))
         if self.critic is not None:
             with timer("values"):
                 exp.values = self._run(exp, passes, self.critic.model)
+
+    def _fill_old(self, exp: Experience, passes: list[list[int]]) -> None:
+        if not self.wants_entropies:
+            exp.old_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.actor, e))
+            return
+        heat = self.config.rollout.temperature
+        both = self._run(exp, passes, lambda e: torch.stack(self.actor.model(e, temperature=heat, entropy=True)))
+        exp.old_logprobs, exp.entropies = both
 
     def _reference_weights(self):
         return self.actor.model.adapter_disabled() if self.reference is None else nullcontext()

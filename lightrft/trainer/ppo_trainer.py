@@ -10,12 +10,14 @@ from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
+from lightrft.trainer.entropy_controller import get_entropy_controller
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.group_source import get_group_source
 from lightrft.trainer.kl_controller import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
-from lightrft.trainer.step_facts import check_step_facts
+from lightrft.trainer.step_facts import check_step_facts, facts_are_measured
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
@@ -31,6 +33,8 @@ class PPOTrainer(BaseTrainer):
                          config.eval.eval_steps)
         self.config, self.engine, self.maker, self.update = config, engine, maker, update
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
+        self.entropy = get_entropy_controller(config.algorithm)
+        self.source = get_group_source(config, maker, loader)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         self.fresh = self.facts_due = True
 
@@ -45,19 +49,21 @@ class PPOTrainer(BaseTrainer):
         """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
         coef, length = self.kl.value, self._begin_stage()
         self.prepared["actor"].model.eval()
-        rollout = self.maker.make(next(self.loader), self.step, coef)
+        rollout = self.source.make(self.step, coef)
         self.engine.sleep()
         with self.timer("update_other"):
-            metrics = rollout.metrics | self.update.run(rollout, self.step, coef)
+            metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
+                                         if rollout.rows else {})
         with self.timer("weight_sync"):
             self.engine.wake()
             self.sync_weights(self.step + 1)
-        if self.facts_due and metrics.get("policy/optimizer_steps", 0):  # there is something to check them on
+        if self.facts_due and facts_are_measured(metrics):
             check_step_facts(metrics, self.config, self.fresh)
             self.facts_due = False
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)
-        return metrics | {"rollout/generate_max_len": length} | self._adapt_kl(metrics)
+        self._end_with_the_data(self.step + 1)
+        return metrics | {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
 
     def _begin_stage(self) -> int:
         """Tell the parts that depend on it how long the responses of this step may be; returns that length."""
@@ -67,6 +73,12 @@ class PPOTrainer(BaseTrainer):
         self.maker.limit_responses(length)
         self.update.limit_responses(length)
         return length
+
+    def _end_with_the_data(self, step: int) -> None:
+        """Make ``step`` the last one when dynamic sampling has used up its prompts in fewer steps than was possible."""
+        if self.source.exhausted and step < self.total_steps:
+            get_logger().info(f"the data is used up after step {step}; at most {self.total_steps} were possible")
+            self.total_steps = step
 
     def sync_weights(self, version: int) -> None:
         """Strategy -> engine."""
@@ -89,16 +101,20 @@ class PPOTrainer(BaseTrainer):
             self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
 
     def extra_state(self) -> dict[str, Any]:
-        """Sampler position, KL coefficient, reward normalisation, bad steps in a row."""
+        """Sampler position, groups carried over, KL and entropy coefficients, reward normalisation, bad steps in a row."""
         return {
-            "loader": self.loader.state_dict(), "kl": self.kl.state_dict(), "calculator":
+            "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(), "entropy":
+            self.entropy.state_dict(), "calculator":
             self.maker.calculator.state_dict(), "update": self.update.state_dict()
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`extra_state`."""
         self.loader.load_state_dict(state["loader"])
+        self.source.load_state_dict(state["groups"])
+        self._end_with_the_data(state["step"])
         self.kl.load_state_dict(state["kl"])
+        self.entropy.load_state_dict(state["entropy"])
         self.maker.calculator.load_state_dict(state["calculator"])
         self.update.load_state_dict(state["update"])
 
@@ -113,3 +129,12 @@ class PPOTrainer(BaseTrainer):
         self.kl.update(metrics.get("reward/kl", metrics.get("policy/kl_ref", 0.0)),
                        int(metrics["rollout/kept_samples"]))
         return {"policy/kl_coef": used}
+
+    def _adapt_entropy(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The same for the entropy bonus; an update that measured no entropy leaves it where it is."""
+        if not self.entropy.target and not self.entropy.value:
+            return {}
+        used = self.entropy.coef
+        if "policy/entropy" in metrics and metrics["rollout/kept_samples"]:
+            self.entropy.update(metrics["policy/entropy"])
+        return {"policy/entropy_coef": used}

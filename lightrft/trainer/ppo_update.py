@@ -4,6 +4,7 @@ One global loss per mini-batch: its denominators count the kept tokens and seque
 so the gradient does not depend on how the batch is cut.
 """
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,12 +16,16 @@ from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.experience_maker import Rollout, sample_seed
+from lightrft.trainer.logprob_pass import bypasses
 from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.same_policy import SamePolicy
 from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
+from lightrft.trainer.self_test import SelfTest
 from lightrft.trainer.token_selection import TokenSelection
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
+Coefs = tuple[float, float | None]  # of the KL and the entropy
 FIRST_RATIO, FIRST_KL = "policy/first_ratio_gap", "policy/first_kl_ref"
 
 
@@ -33,29 +38,50 @@ class PolicyUpdate:
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
+        self.same_policy = SamePolicy(config)
         self.selection, self.timer = TokenSelection(config, strategy, actor), timer
         self.steps = {
             name: OptimizerStep(config.train, strategy, timer)
             for name, prepared in (("policy", actor), ("critic", critic)) if prepared is not None
         }
+        self.self_test = SelfTest(config, strategy, self.steps)
 
     def limit_responses(self, max_len: int) -> None:
         """Let responses have at most ``max_len`` tokens from now on: the constant of seq-mean-token-sum-norm."""
         self.norm = self.policy_loss.norm = float(self.config.algorithm.loss_agg_norm or max_len)
 
-    def run(self, rollout: Rollout, step: int, kl_coef: float) -> dict[str, float]:
-        """All optimizer steps on ``rollout``; returns ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``."""
+    def run(self, rollout: Rollout, step: int, kl_coef: float, entropy_coef: float | None = None) -> dict[str, float]:
+        """All optimizer steps on ``rollout``; returns ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``.
+
+        The coefficients are those of this step (entropy: default ``--entropy_coef``).
+        """
+        coefs = kl_coef, entropy_coef
         prepared = [p for p in (self.actor, self.critic) if p is not None]
+        self.same_policy.version = step
         for each in prepared:
             self.strategy.reload(each)
-        sums, results = self._epochs(rollout, kl_coef, step >= self.config.train.freezing_actor_steps)
+        train_actor = step >= self.config.train.freezing_actor_steps
+        if self.self_test.due:
+            with self.timer("self_test"):
+                self._self_test(rollout, coefs, train_actor)
+        sums, results = self._epochs(rollout, coefs, train_actor)
         if self.config.strategy.adam_offload:
             for each in prepared:
                 self.strategy.offload(each, optimizer_only=True)
         sums.reduce(self.strategy)
         return self._metrics(sums, results, rollout.exp.num_tokens * self.config.train.max_epochs)
 
-    def _epochs(self, rollout: Rollout, kl_coef: float,
+    def _self_test(self, rollout: Rollout, coefs: Coefs, train_actor: bool) -> None:
+        """Whether the gradients depend on the cut; leaves no trace."""
+        models = {name: self._prepared(name) for name in self.steps if train_actor or name == "critic"}
+
+        def losses_of(denominators: Denominators) -> dict[str, Callable[[Experience], Tensor]]:
+            return {"policy": self._policy_loss(MetricSums(), denominators, coefs, False, False),
+                    "critic": self._value_loss(MetricSums(), denominators)}  # yapf: disable
+
+        self.self_test.run(rollout.exp, rollout.buffer, self.norm, models, losses_of)
+
+    def _epochs(self, rollout: Rollout, coefs: Coefs,
                 train_actor: bool) -> tuple[MetricSums, dict[str, list[StepResult]]]:
         sums, results = MetricSums(), {"policy": [], "critic": []}
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
@@ -68,7 +94,7 @@ class PolicyUpdate:
                     with self.timer("forward"):
                         seed = sample_seed(rollout.buffer.seed, epoch, number)
                         self.selection.mark(rollout.exp, mini, seed, fresh=not results["policy"])
-                    losses["policy"] = self._policy_loss(sums, denominators, kl_coef, not results["policy"], epoch == 0)
+                    losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"], epoch == 0)
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
                 for name, loss_of in losses.items():
@@ -79,7 +105,7 @@ class PolicyUpdate:
     def _prepared(self, name: str) -> Prepared:
         return self.actor if name == "policy" else self.critic
 
-    def _policy_loss(self, sums: MetricSums, denominators: Denominators, kl_coef: float, first_step: bool,
+    def _policy_loss(self, sums: MetricSums, denominators: Denominators, coefs: Coefs, first_step: bool,
                      first_epoch: bool) -> Callable[[Experience], Tensor]:
         """The loss of one micro-batch, which also collects its metrics."""
 
@@ -87,17 +113,19 @@ class PolicyUpdate:
             logprobs, entropy = self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True)
             if exp.old_logprobs is None:
                 exp.old_logprobs = logprobs.detach()
-            loss, metrics = self.policy_loss(logprobs, entropy, exp, denominators, kl_coef)
+            loss, metrics = self.policy_loss(logprobs, entropy, exp, denominators, *coefs)
             sums.add_tokens({f"policy/{key}": value for key, value in metrics.items()}, exp.loss_mask)
             sums.peak("policy/ratio_max", _peak(metrics["ratio"], exp.loss_mask))
             if first_step:
                 sums.peak(FIRST_RATIO, _peak((metrics["ratio"] - 1).abs(), exp.loss_mask))
                 if exp.ref_logprobs is not None:
-                    sums.peak(FIRST_KL, _peak((exp.old_logprobs - exp.ref_logprobs).abs(), exp.loss_mask))
-            if first_epoch:
-                totals, peaks = mismatch_sums(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+                    sums.peak(FIRST_KL, _peak((logprobs - exp.ref_logprobs).abs(), exp.loss_mask))
+            if first_step if bypasses(self.config) else first_epoch:
+                seen = replace(exp, old_logprobs=logprobs.detach()) if bypasses(self.config) else exp
+                totals, peaks = mismatch_sums(seen.old_logprobs, seen.rollout_logprobs, seen.loss_mask)
                 sums.add_vector("mismatch", totals)
                 sums.peak("mismatch_peaks", peaks)
+                self.same_policy.add(sums, seen)
             return loss
 
         return loss_of
@@ -124,6 +152,7 @@ class PolicyUpdate:
             metrics |= {key: sums.mean(key) for key in sums.keys() if key.startswith("policy/")}
             metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
             metrics |= {f"rollout/mismatch/{key}": value for key, value in mismatch.items()}
+            metrics |= self.same_policy.metrics(sums)
         if results["critic"]:
             metrics |= _critic_metrics(sums)
         metrics["policy/trained_tokens"] = tokens * bool(results["policy"])

@@ -27,7 +27,7 @@ def test_the_names_and_their_bounds():
 
 def naive(name, old, rollout, low, high):
     """Weights of the action tokens of one sequence."""
-    gaps = [a - b for a, b in zip(old, rollout)]
+    gaps = [min(max(a - b, -20.0), 20.0) for a, b in zip(old, rollout)]
     if name.startswith("seq_"):
         gaps = [sum(gaps)] * len(gaps)
     if name.startswith("geo_"):

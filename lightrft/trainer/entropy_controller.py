@@ -1,0 +1,46 @@
+"""The coefficient of the entropy bonus: fixed, or driven towards a target entropy."""
+import math
+
+from lightrft.config.schema import AlgorithmConfig
+
+
+class EntropyController:
+    """``coef`` is the coefficient in use.
+
+    With a target (Skywork-OR1, arXiv:2505.22312): ``value`` rises by ``step`` where the entropy is below the target and
+    falls by it where it is above, within [0, ``limit``]; the bonus is on only where the entropy is not above the
+    target, and off until one was measured. Without a target the value stays and is always on.
+
+    The paper takes the entropy of the policy on the rollout before its update; here it is the one that the update
+    measured, so that it needs no pass of its own and acts on the next step.
+    """
+
+    def __init__(self, value: float, target: float | None = None, step: float = 1e-4, limit: float = 0.005) -> None:
+        self.value, self.target, self.step, self.limit = value, target, step, limit
+        self.active = target is None
+
+    @property
+    def coef(self) -> float:
+        """The value where the bonus is on, else 0."""
+        return self.value if self.active else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Move after a step with the mean ``entropy`` (nats per token, all ranks); stay if it is not finite."""
+        if self.target is None or not math.isfinite(entropy):
+            return
+        direction = (entropy < self.target) - (entropy > self.target)
+        self.value = min(max(self.value + direction * self.step, 0.0), self.limit)
+        self.active = entropy <= self.target
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """What a checkpoint holds."""
+        return {"value": self.value, "active": self.active}
+
+    def load_state_dict(self, state: dict[str, float | bool]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.value, self.active = float(state["value"]), bool(state["active"])
+
+
+def get_entropy_controller(cfg: AlgorithmConfig) -> EntropyController:
+    """Adaptive when ``entropy_target`` is set, else fixed."""
+    return EntropyController(cfg.entropy_coef, cfg.entropy_target, cfg.entropy_step, cfg.entropy_coef_max)
