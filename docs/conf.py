@@ -27,10 +27,13 @@ napoleon_use_rtype = False
 
 def _tables() -> dict[str, str]:
     from lightrft.algorithms import table
-    from lightrft.config.report import option_table
+    from lightrft.config.report import option_table, recipe_table, semantics_table
     from lightrft.config.schema import Config
     from lightrft.config.sft_schema import SFTConfig
-    return {"options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": table()}
+    return {
+        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": table(),
+        "recipes.md": recipe_table(), "semantics.md": semantics_table()
+    }
 
 
 def _api() -> str:

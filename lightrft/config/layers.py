@@ -21,8 +21,7 @@ def preset_layers(values: dict[str, Any]) -> list[Layer]:
     recipe, semantics = values.get("recipe"), SEMANTICS[values.get("semantics", "lightrft")]
     layers = [Layer(f"semantics {values.get('semantics')}", semantics.options)]
     if recipe:
-        own = semantics.grpo if recipe == "grpo" else {}
-        layers.append(Layer(f"recipe {recipe}", RECIPES[recipe].options | own))
+        layers.append(Layer(f"recipe {recipe}", RECIPES[recipe].options | semantics.recipes.get(recipe, {})))
     if values.get("stages"):
         layers.append(Layer("stages", stage_options(values["stages"])))
     return layers
@@ -57,6 +56,17 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
         provenance |= dict.fromkeys(found, source)
     _check_recipe(values, provenance)
     return values, provenance | _outvoted(values, provenance, presets)
+
+
+def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:
+    """Problems that begin with an option, with the place it is from where nobody typed it."""
+    return [_with_source(problem, provenance) for problem in problems]
+
+
+def _with_source(problem: str, provenance: dict[str, str]) -> str:
+    name = problem.removeprefix("--").partition(" ")[0]
+    source = provenance.get(name, "flag").partition("; ")[0] if problem.startswith("--") else "flag"
+    return problem if source in ("flag", "default") else f"{problem} (it is from {source})"
 
 
 def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[Layer]) -> dict[str, str]:

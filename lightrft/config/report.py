@@ -3,8 +3,10 @@ from typing import Any
 
 from lightrft.config.estimate import ModelSize, batch_summary, memory_lines, time_line
 from lightrft.config.flags import show
-from lightrft.config.options import group_options, groups
+from lightrft.config.options import group_options, groups, options
+from lightrft.config.recipes import RECIPES
 from lightrft.config.schema import Config
+from lightrft.config.semantics import MEANINGS, SEMANTICS
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:
@@ -33,6 +35,31 @@ def describe(config: Config, provenance: dict[str, str], world_size: int, size: 
         time_line(config, world_size, size, device, critic)
     ]
     return "\n".join([resolved(config, provenance), "", *estimates])
+
+
+def recipe_table() -> str:
+    """Markdown: one row per recipe."""
+    lines = ["| `--recipe` | method | paper | sets |", "|---|---|---|---|"]
+    for name, (paper, summary, values) in RECIPES.items():
+        sets = " ".join(f"`--{option} {show(value)}`" for option, value in values.items())
+        lines.append(f"| `{name}` | {summary} | [{paper.rpartition('/')[2]}]({paper}) | {sets} |")
+    return "\n".join(lines) + "\n"
+
+
+def semantics_table() -> str:
+    """Markdown: one row per difference, one column per trainer; what a preset leaves alone has the default."""
+    known = options(Config)
+    lines = ["| meaning | option | " + " | ".join(f"`{name}`" for name in SEMANTICS) + " |",
+             "|---" * (2 + len(SEMANTICS)) + "|"]  # yapf: disable
+    for option, meaning in MEANINGS.items():
+        recipe = meaning.partition("--recipe ")[2].split(" ")[0]
+        cells = []
+        for preset in SEMANTICS.values():
+            base = RECIPES[recipe].options if recipe else {}
+            values = base | preset.options | preset.recipes.get(recipe, {})
+            cells.append(f"`{show(values.get(option, known[option].default))}`")
+        lines.append(f"| {meaning} | `--{option}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def option_table(tree: type) -> str:

@@ -10,6 +10,8 @@ from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.estimate import batch_summary, gpu_name, model_size
 from lightrft.config.files import save_config
+from lightrft.config.layers import with_sources
+from lightrft.config.options import ConfigError
 from lightrft.config.report import describe, resolved
 from lightrft.config.schema import Config
 from lightrft.config.algorithm_rules import AlgorithmFacts
@@ -70,18 +72,26 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 
 def check(parsed: ParsedConfig) -> None:
     """Validate; with ``--dry_run`` print the report and leave; else create the folder of the run."""
-    config, world = parsed.config, World.from_env()
-    rl = isinstance(config, Config)
+    world = World.from_env()
     with exit_on_config_error():
-        if rl:
-            validate(config, world.world_size, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
-        else:
-            validate_sft(config, world.world_size)
+        _validate(parsed, world.world_size)
     if parsed.dry_run:
         sys.stdout.write(_report(parsed, world.world_size) + "\n" if world.is_main else "")
         raise SystemExit(0)
     with exit_on_config_error():
-        _make_folder(Path(config.checkpoint.save_path))
+        _make_folder(Path(parsed.config.checkpoint.save_path))
+
+
+def _validate(parsed: ParsedConfig, world_size: int) -> None:
+    """A problem names the preset, script or file that set the option, where no flag did."""
+    config = parsed.config
+    try:
+        if isinstance(config, Config):
+            validate(config, world_size, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+        else:
+            validate_sft(config, world_size)
+    except ConfigError as error:
+        raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
 
 
 def _make_folder(path: Path) -> None:

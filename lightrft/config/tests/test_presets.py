@@ -1,0 +1,156 @@
+"""Recipes, meanings and stages between the script and the files: who wins, what is told, what is refused."""
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.cli import ParsedConfig, group_from_args, parse_config
+from lightrft.config.layers import with_sources
+from lightrft.config.no_effect import changed
+from lightrft.config.options import ConfigError, flatten, options
+from lightrft.config.recipes import RECIPES
+from lightrft.config.report import recipe_table, resolved, semantics_table
+from lightrft.config.schema import AlgorithmConfig, Config
+from lightrft.config.semantics import MEANINGS, SEMANTICS
+from lightrft.utils.cli_args import add_arguments
+
+ISSUE = ("grpo dapo dr_grpo gspo gmpo cispo cpgd reinforce++ reinforce_baseline rloo remax opo magic ppo").split()
+
+
+def value_of(parsed: ParsedConfig, name: str) -> tuple[Any, str]:
+    return flatten(parsed.config)[name], parsed.provenance[name]
+
+
+def write(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_the_recipes_that_were_asked_for() -> None:
+    assert set(RECIPES) == set(ISSUE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_sets_valid_options_and_says_so(recipe: str) -> None:
+    parsed = parse_config(["--recipe", recipe])
+    known, values = options(Config), flatten(parsed.config)
+    for name, value in RECIPES[recipe].options.items():
+        assert values[name] == value and parsed.provenance[name] == f"recipe {recipe}"
+        assert type(known[name].convert(value)) is type(value), f"{name} {value!r} is not of the option's type"
+    others = {n for n, source in parsed.provenance.items() if source == "default"}
+    assert others == set(known) - set(RECIPES[recipe].options) - {"recipe"}
+
+
+def test_dapo_is_the_papers() -> None:
+    a = parse_config(["--recipe", "dapo"]).config
+    assert (a.algorithm.eps_clip, a.algorithm.eps_clip_high, a.algorithm.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert a.rollout.dynamic_sampling and a.reward.overlong_buffer and a.algorithm.init_kl_coef == 0
+
+
+def test_who_wins(tmp_path: Path) -> None:
+    script = {"eps_clip": 0.5, "eps_clip_high": 0.6, "loss_agg_mode": "seq-mean-token-sum"}
+    yaml = write(tmp_path / "c.yaml", "eps_clip_high: 0.7\n")
+    parsed = parse_config(["--recipe", "dapo", "--loss_agg_mode", "seq-mean-token-mean", *yaml], defaults=script)
+    assert value_of(parsed, "eps_clip") == (0.2, "recipe dapo"), "a recipe that was asked for beats the script"
+    assert value_of(parsed, "eps_clip_high") == (0.7, f"yaml:{tmp_path}/c.yaml; recipe dapo: 0.28")
+    assert value_of(parsed, "loss_agg_mode") == ("seq-mean-token-mean", "flag; recipe dapo: token-mean")
+
+
+def test_flags_win_wherever_the_recipe_was_named(tmp_path: Path) -> None:
+    yaml = write(tmp_path / "c.yaml", "algorithm: {recipe: dapo, eps_clip: 0.3}\n")
+    parsed = parse_config([*yaml, "--eps_clip_high", "0.4"], defaults={"eps_clip": 0.9})
+    assert [value_of(parsed, name)[0] for name in ("eps_clip", "eps_clip_high")] == [0.3, 0.4]
+    assert value_of(parsed, "dynamic_sampling") == (True, "recipe dapo")
+
+
+def test_the_recipe_of_a_script_loses_to_its_other_defaults() -> None:
+    script = {"recipe": "dapo", "eps_clip": 0.5}
+    parsed = parse_config([], defaults=script)
+    assert value_of(parsed, "eps_clip") == (0.5, "script; recipe dapo: 0.2")
+    assert value_of(parsed, "eps_clip_high") == (0.28, "recipe dapo")
+    assert value_of(parse_config(["--recipe", "gspo"], defaults=script), "eps_clip") == (3e-4, "recipe gspo")
+    assert value_of(parse_config(["--recipe", "none"], defaults=script), "eps_clip_high") == (None, "default")
+
+
+def test_recipes_and_meanings_together() -> None:
+    both = parse_config(["--recipe", "grpo", "--semantics", "trl"])
+    assert value_of(both, "loss_agg_mode") == ("token-mean", "recipe grpo")
+    assert value_of(both, "std_eps") == (1e-4, "semantics trl")
+    dr_grpo = parse_config(["--recipe", "dr_grpo", "--semantics", "verl", "--std_eps", "0.5"])
+    assert value_of(dr_grpo, "loss_agg_mode") == ("seq-mean-token-sum-norm", "recipe dr_grpo")
+    assert value_of(dr_grpo, "loss_agg_norm_seqs") == (False, "semantics verl")
+    assert value_of(dr_grpo, "std_eps") == (0.5, "flag")
+
+
+def test_the_dry_run_shows_it() -> None:
+    parsed = parse_config(["--recipe", "dapo", "--eps_clip_high", "0.3"])
+    lines = {line.split()[0]: line for line in resolved(parsed.config, parsed.provenance).splitlines()}
+    assert lines["eps_clip"].endswith("[recipe dapo]") and lines["eps_clip_high"].endswith("[flag; recipe dapo: 0.28]")
+    assert lines["recipe"].endswith("[flag]")
+
+
+def test_a_stored_run_is_itself_again(tmp_path: Path) -> None:
+    from lightrft.config.files import save_config
+    first = parse_config(["--recipe", "dapo", "--semantics", "verl", "--eps_clip", "0.1"]).config
+    save_config(first, tmp_path / "config.yaml")
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]).config == first
+
+
+def test_a_recipe_that_a_file_outvotes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightrft.config.files import save_config
+    save_config(parse_config(["--recipe", "dapo"]).config, tmp_path / "config.yaml")
+    with pytest.raises(SystemExit):
+        parse_config(["--config", str(tmp_path / "config.yaml"), "--recipe", "gspo"], "prog")
+    told = capsys.readouterr().err
+    assert f"--recipe gspo: has no effect, because every option it sets is given otherwise in {tmp_path}" in told, told
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["--recipe", "dappo"], ["--recipe", "did you mean dapo?", "reinforce++"]),
+    (["--semantics", "ver"], ["--semantics", "did you mean verl?"]),
+])
+def test_unknown_presets(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(argv, "prog")
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+
+
+def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--help"], "prog")
+    shown = "".join(capsys.readouterr().out.split())
+    assert "{" + ",".join(RECIPES) + "}" in shown and "{" + ",".join(SEMANTICS) + "}" in shown
+
+
+def test_plain_argparse_cannot_have_presets() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    with pytest.raises(ConfigError, match="--recipe dapo: a plain argparse parser.*parse_config"):
+        group_from_args(AlgorithmConfig, parser.parse_args(["--recipe", "dapo"]))
+
+
+@pytest.mark.parametrize(
+    "argv", [["--recipe", "ppo", "--advantage_estimator", "rloo"], ["--recipe", "grpo", "--init_kl_coef", "0"],
+             ["--recipe", "gmpo", "--policy_loss", "reinforce"], ["--semantics", "verl"]])
+def test_what_only_a_preset_set_may_be_without_effect(argv: list[str]) -> None:
+    config = parse_config(argv).config
+    typed = {word.removeprefix("--") for word in argv if word.startswith("--")}
+    found = {name for name, _ in changed(config, set(options(Config)) - typed)}
+    assert found == set(), found
+
+
+def test_a_problem_says_which_preset_it_is_from() -> None:
+    parsed = parse_config(["--recipe", "ppo", "--advantage_estimator", "reinforce++"])
+    one, two = with_sources(["--advantages_norm True: already", "--seed 1: bad"], parsed.provenance)
+    assert one == "--advantages_norm True: already (it is from recipe ppo)" and two == "--seed 1: bad"
+
+
+def test_tables() -> None:
+    table = recipe_table().splitlines()
+    assert len(table) == 2 + len(RECIPES) and "`--eps_clip_high 0.28`" in table[3]
+    meanings = semantics_table().splitlines()
+    assert meanings[0].count("|") == 3 + len(SEMANTICS) and len(meanings) == 2 + len(MEANINGS)
+    changed_by = {name for s in SEMANTICS.values() for values in (s.options, *s.recipes.values()) for name in values}
+    assert changed_by - set(MEANINGS) <= {"eps_clip", "eps_clip_high"}, "a difference is missing in the table"
+    assert set(MEANINGS) <= changed_by
