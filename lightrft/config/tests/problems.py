@@ -111,8 +111,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"n_samples_per_prompt": 1, "advantage_estimator": "grpo_passk"}, ["--n_samples_per_prompt 1", "grpo_passk"]),
     ({"reward_clip": 1.0, "advantage_estimator": "gdpo"}, ["--reward_clip 1.0", "no effect with gdpo", "drop it"]),
     ({"reward_running_norm": True, "advantage_estimator": "gdpo"}, ["--reward_running_norm", "no effect with gdpo"]),
-    ({"overlong_buffer": True, "overlong_buffer_len": 8, "advantage_estimator": "maxrl"},
-     ["--overlong_buffer True", "maxrl divides", "dr_grpo"]),
+    ({"overlong_buffer": True, "overlong_buffer_len": 8, "advantage_estimator":
+      "maxrl"}, ["--overlong_buffer True", "maxrl divides", "dr_grpo"]),
     ({"kl_estimator": "k2"}, ["--kl_estimator k2", "--init_kl_coef 0.01"]),
     (KL | {"kl_horizon": 100}, ["--kl_horizon 100", "--kl_target 0.1"]),
     ({"num_trajectories_to_save": 3}, ["--num_trajectories_to_save 3", "--save_trajectories"]),

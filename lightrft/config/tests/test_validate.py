@@ -17,14 +17,16 @@ from lightrft.config.validate import validate, validate_sft
 from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(
-    estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++"}), policy_losses=frozenset({"ppo", "plain"}),
-    corrections=frozenset({"none", "tis", "bypass"}), needs_group=frozenset({"group_norm"}),
+    estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++", "grpo_passk", "gdpo",
+                          "maxrl"}), policy_losses=frozenset({"ppo", "plain"}),
+    corrections=frozenset({"none", "tis", "bypass"}), needs_group=frozenset({"group_norm", "grpo_passk"}),
     needs_critic=frozenset({"gae"}), whitens=frozenset({"reinforce++"}), ignores={
         "lambd": frozenset({"group_norm", "reinforce",
-                            "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}),
+                            "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}), "pass_k":
+        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo", "maxrl"}),
         **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain"})), **dict.fromkeys(CORRECTION_OPTIONS,
                                                                              frozenset({"none", "bypass"}))
-    })
+    }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}))
 
 
 def problems(world_size: int = 2, **values: Any) -> list[str]:
@@ -148,14 +150,14 @@ def test_both_sides_of_every_range(name: str) -> None:
     option = options(Config)[name]
     for value in (-2, 2**40):
         typed = [option.kind(value)] if option.many else option.kind(value)
-        limited = value < 0 or not RANGES[name].endswith("inf)")
+        limited = not (RANGES[name].startswith("(-inf") if value < 0 else RANGES[name].endswith("inf)"))
         assert limited == any(f"--{name} " in text and ": must be " in text for text in problems(**{name: typed}))
 
 
 def test_facts_are_read_from_the_registries() -> None:
 
     class Entry:
-        needs_group, needs_critic, whitens = True, False, True
+        needs_group, needs_critic, whitens, needs_parts, needs_positive = True, False, True, True, False
         reads: tuple[str, ...] | None = ("lambd", )
 
     class Silent(Entry):
@@ -171,9 +173,9 @@ def test_facts_are_read_from_the_registries() -> None:
     facts = AlgorithmFacts.gather(advantages, losses, Registry("correction"))
     both = frozenset({"mine", "alias"})
     unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
-    ignores = {"lambd": frozenset(), "std_eps": both, LOSS_OPTIONS[0]: frozenset()} | unread
+    ignores = {"lambd": frozenset(), "std_eps": both, "pass_k": both, LOSS_OPTIONS[0]: frozenset()} | unread
     ignores |= dict.fromkeys(CORRECTION_OPTIONS, frozenset())
-    assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores)
+    assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores, both)
     advantages.register("silent")(Silent())
     assert AlgorithmFacts.gather(advantages, losses, Registry("correction")).ignores == ignores
 
