@@ -20,6 +20,8 @@ NEEDS: dict[str, tuple[str, str]] = {
     "initial_model_shard_size": ("init_kl_coef", "0.01"),
     "lora_dropout": ("lora_rank", "16"),
     "max_gen_rounds": ("dynamic_sampling", ""),
+    "difficulty_min": ("difficulty_key", "pass_rate"),
+    "difficulty_max": ("difficulty_key", "pass_rate"),
     "prompt_data_probs": ("prompt_data", "A,B"),
     "eval_at_start": ("eval_data", "PATH"),
     "print_samples": ("eval_data", "PATH"),

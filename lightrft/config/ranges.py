@@ -5,7 +5,8 @@ from typing import Any
 
 from lightrft.config.options import Option, flatten, options
 
-COUNT, POSITIVE, OFF_AT_ZERO, SHARE, PROBABILITY = "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]", "(0, 1]"
+ANY, COUNT, POSITIVE, OFF_AT_ZERO, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
+                                                         "(0, 1]")
 
 RANGES: dict[str, str] = {
     # model, strategy
@@ -33,6 +34,8 @@ RANGES: dict[str, str] = {
     "prompt_data_probs": PROBABILITY,
     "max_samples": OFF_AT_ZERO,
     "max_eval_samples": OFF_AT_ZERO,
+    "difficulty_min": ANY,
+    "difficulty_max": ANY,
     "data_workers": OFF_AT_ZERO,
     "reward_workers": COUNT,
     "reward_timeout_s": POSITIVE,

@@ -103,6 +103,10 @@ class DataConfig:
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
     label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
     reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
+    difficulty_key: str | None = option(
+        None, "column, or key of extra_info, with a number for the filter below, e.g. the pass rate of the base model")
+    difficulty_min: float | None = option(None, "train only on rows whose difficulty is at least this")
+    difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this")
     apply_chat_template: bool = option(
         False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)")
     chat_template: str | None = option(
@@ -239,6 +243,8 @@ class TrainConfig(OptimConfig):
     actor_learning_rate: float = option(1e-6, "peak learning rate of the policy")
     critic_learning_rate: float = option(9e-6, "peak learning rate of the critic")
     freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns")
+    self_test: bool = option(
+        True, "before the first update, compare the gradient of two cuts of a few samples; stop if they differ")
 
 
 @dataclass

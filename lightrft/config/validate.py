@@ -159,8 +159,18 @@ def _data(c: Config) -> Iterator[str]:
     yield from _sources("eval_data", d.eval_data)
     yield from _chat_template(d.chat_template)
     yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
+    yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
     if d.input_template is not None and d.input_template.count("{}") != 1:
         yield f"--input_template {d.input_template!r}: must hold {{}} exactly once, e.g. 'Question: {{}}'"
+
+
+def _difficulty(key: str | None, low: float | None, high: float | None) -> Iterator[str]:
+    if key is not None and low is None and high is None:
+        yield (f"--difficulty_key {key}: has no effect without --difficulty_min or --difficulty_max; add one, e.g. "
+               "--difficulty_max 0.9")
+    if low is not None and high is not None and low > high:
+        yield (f"--difficulty_min {low:g}: above --difficulty_max {high:g}, so no row is between them; nearest valid "
+               f"value: {high:g}")
 
 
 def _probabilities(probs: list[float], sources: int) -> Iterator[str]:

@@ -3,6 +3,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,29 @@ class DataError(UserError):
 
 @dataclass
 class Rows:
-    """The rows of one spec, and the files they came from as ``(name, rows)`` in order."""
+    """The rows of one spec, and the files they came from as ``(name, rows)`` in order.
+
+    ``numbers`` are their places in all the files together; None: every row is there.
+    """
     rows: list[Row]
     files: list[tuple[str, int]]
+    numbers: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def pick(self, indices: Iterable[int]) -> "Rows":
+        """Only the rows ``indices``, still known by their places."""
+        wanted = list(indices)
+        return Rows([self.rows[i] for i in wanted], self.files, [self.number(i) for i in wanted])
+
+    def number(self, index: int) -> int:
+        """The place of ``rows[index]`` in all the files together, counted from 0."""
+        return index if self.numbers is None else self.numbers[index]
+
     def origin(self, index: int) -> tuple[str, int]:
         """File and row number (counted from 1) of ``rows[index]``."""
+        index = self.number(index)
         for name, count in self.files:
             if index < count:
                 return name, index + 1

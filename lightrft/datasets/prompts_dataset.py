@@ -6,6 +6,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.blend import apportion, check_probs
+from lightrft.datasets.difficulty import of_difficulty
 from lightrft.datasets.loader import MixedDataset
 from lightrft.datasets.loading import DataError, Rows, load_rows
 from lightrft.datasets.records import Record, missing, to_records
@@ -17,10 +18,11 @@ from lightrft.utils.logging import get_logger
 def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
     """The rows of each ``--prompt_data`` ("train") or ``--eval_data`` ("eval") entry, cut to the wanted number.
 
-    The limit is shared between the entries in proportion to their sizes. Returns the rows and the mixing probabilities.
+    Training rows of another difficulty than asked for are left out first. The limit is shared between the entries in
+    proportion to their sizes. Returns the rows and the mixing probabilities.
 
     Raises:
-        DataError: no entry, or data that cannot be read.
+        DataError: no entry, data that cannot be read, or no row of that difficulty.
     """
     training = split == "train"
     specs = cfg.prompt_data if training else cfg.eval_data
@@ -29,10 +31,12 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
         raise DataError(f"no data: name some with --{'prompt_data' if training else 'eval_data'}")
     check_probs(probs, specs)
     parts = [load_rows(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
+    if training and cfg.difficulty_key is not None:
+        parts = of_difficulty(parts, cfg)
     limit = cfg.max_samples if training else cfg.max_eval_samples
     sizes = [len(part) for part in parts]
     keep = apportion(limit, sizes) if 0 < limit < sum(sizes) else sizes
-    return [Rows(part.rows[:count], part.files) for part, count in zip(parts, keep)], list(probs)
+    return [part.pick(range(count)) for part, count in zip(parts, keep)], list(probs)
 
 
 def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: str) -> list[int]:
@@ -95,7 +99,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         encoded = encode_all(self._renderer, [record.prompt for record in records], cfg.data_workers)
         kept = fitting(rows, [len(ids) for _, ids in encoded], max_len, cfg.overlong_prompt, "--prompt_max_len")
         self._records += [records[i] for i in kept]
-        self._uids += [f"{entry}:{i if records[i].row_id is None else records[i].row_id}" for i in kept]
+        self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
         self._texts += [encoded[i][0] for i in kept]
         self._ids += [np.asarray(encoded[i][1], dtype=np.int32) for i in kept]
         self.sizes.append(len(kept))
