@@ -51,7 +51,8 @@ def _needs(entry: Advantage | Surrogate | Correction) -> str:
         return "current log-probs of the whole mini-batch (one more forward pass)" if entry.selects else ""
     flags = {
         "a group": entry.needs_group, "a critic": entry.needs_critic, "no other whitening (it whitens itself)":
-        entry.whitens
+        entry.whitens, "one greedy response per prompt": entry.needs_greedy, "the parts of the reward":
+        entry.needs_parts, "rewards that are not negative": entry.needs_positive
     }
     return ", ".join(text for text, is_set in flags.items() if is_set)
 

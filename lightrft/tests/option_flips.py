@@ -161,6 +161,8 @@ FLIPS: dict[str, Flip] = {
     "gamma": Flip(0.5, metric("policy/grad_norm")),
     "lambd": Flip(0.5, metric("advantage/mean"), GAE),
     "std_eps": Flip(0.5, metric("advantage/max")),
+    "pass_k": Flip(2, metric("advantage/mean"),
+                   {"advantage_estimator": "grpo_passk", "n_samples_per_prompt": 3, "train_batch_size": 12}),
     "zero_spread": Flip(10.0, metric("group/zero_spread_frac")),
     "advantages_norm": Flip(True, metric("advantage/mean"), PLAIN),
     "whiten_unbiased": Flip(True, metric("advantage/max"), {"advantage_estimator": "reinforce++"}),
