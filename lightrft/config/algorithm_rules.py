@@ -125,7 +125,7 @@ def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
         yield (f"--n_samples_per_prompt 1: {estimator} compares responses of one prompt; nearest valid value: 2, "
                "or --advantage_estimator reinforce")
     if estimator in facts.whitens and a.advantages_norm:
-        yield f"--advantages_norm True: {estimator} already whitens its advantages; drop --advantages_norm"
+        yield f"--advantages_norm True: {estimator} already whitens its advantages; use --no_advantages_norm"
     for name, value in changed(c, ("whiten_unbiased", )):
         if estimator in facts.estimators - facts.whitens and not a.advantages_norm:
             yield f"--{name} {value}: nothing is whitened with {estimator}; add --advantages_norm or drop it"

@@ -1,11 +1,13 @@
 """Every recipe and every preset of a trainer's meanings, as real runs."""
 import pytest
 
+from lightrft.config.cli import parse_config
 from lightrft.config.options import flatten
 from lightrft.config.recipes import RECIPES
 from lightrft.config.semantics import SEMANTICS
 from lightrft.tests import runs
 from lightrft.trainer import run_log
+from lightrft.trainer.session import check
 
 SPARE = {"train_batch_size": 4, "max_steps": 2}  # two optimizer steps per rollout: ratios move
 
@@ -36,3 +38,37 @@ def test_recipes_with_the_meanings_of_other_trainers(recipe, semantics, home, tm
     expected = RECIPES[recipe].options | SEMANTICS[semantics].options | SEMANTICS[semantics].recipes.get(recipe, {})
     values = flatten(config)
     assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("command,words", [
+    ("--recipe ppo --advantage_estimator reinforce++",
+     ["--advantages_norm True", "already whitens", "--no_advantages_norm", "it is from recipe ppo"]),
+    ("--recipe ppo --advantage_estimator rloo --critic_pretrain org/critic",
+     ["--critic_pretrain org/critic", "rloo trains no critic", "--advantage_estimator gae"]),
+    ("--recipe grpo --critic_learning_rate 1e-3", ["--critic_learning_rate", "group_norm trains no critic"]),
+    ("--recipe grpo --n_samples_per_prompt 1", ["--n_samples_per_prompt 1", "nearest valid value: 2"]),
+    ("--recipe dapo --n_samples_per_prompt 1", ["--dynamic_sampling True", "never differs", "recipe dapo"]),
+    ("--recipe reinforce++ --use_kl_loss", ["--kl_estimator k1", "zero on average", "recipe reinforce++"]),
+    ("--recipe rloo --dual_clip 3", ["--dual_clip 3", "reinforce does not use it", "--policy_loss ppo"]),
+    ("--recipe dapo --overlong_buffer_len 12", ["--overlong_buffer_len 12", "nearest valid value: 11"]),
+    ("--recipe magic --stages 8:2,16 --max_steps 2", ["--max_steps 2", "last stage", "nearest valid value: 3"]),
+])
+def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, words, home, tmp_path, capsys):
+    base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}
+    base |= {"save_path": str(tmp_path / "run"), "train_batch_size": 4}
+    parsed = parse_config(command.split(), "prog", base)
+    with pytest.raises(SystemExit) as error:
+        check(parsed)
+    told = capsys.readouterr().err
+    assert error.value.code == 2 and all(word in told for word in words), told
+    assert "problems in the configuration" not in told or "n_samples_per_prompt 1" in command, told
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [
+    "--recipe ppo --advantage_estimator rloo", "--recipe grpo --init_kl_coef 0", "--recipe dapo --no_dynamic_sampling",
+    "--recipe gmpo --policy_loss gspo", "--semantics verl --recipe gspo", "--recipe magic --stages 4:1,8 --max_steps 3"
+])
+def test_flags_may_change_a_recipe(command, home, tmp_path):
+    base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}
+    check(parse_config(command.split(), "prog", base | {"save_path": str(tmp_path / "run")}))

@@ -68,6 +68,12 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"difficulty_key": "pass_rate"}, ["--difficulty_key pass_rate", "--difficulty_max 0.9"]),
     ({"difficulty_key": "p", "difficulty_min": 0.9, "difficulty_max":
       0.1}, ["--difficulty_min 0.9", "--difficulty_max 0.1", "nearest valid value: 0.1"]),
+    ({"whiten_unbiased": True}, ["--whiten_unbiased True", "nothing is whitened", "--advantages_norm"]),
+    ({"loss_agg_norm_seqs": False}, ["--loss_agg_norm_seqs False", "seq-mean-token-sum-norm"]),
+    ({"stages": ["8:2", "x"], "generate_max_len": 8}, ["--stages: item 2 of 2, 'x'", "8k:200,16k:200,32k"]),
+    ({"stages": ["8:2", "4"]}, ["--generate_max_len 1024", "--stages 8:2,4", "nearest valid value: 8"]),
+    ({"stages": ["8:2", "4:3"], "generate_max_len": 8}, ["--max_steps 0", "5 steps", "nearest valid value: 5"]),
+    ({"stages": ["8:2", "4"], "generate_max_len": 8, "max_steps": 2}, ["--max_steps 2", "nearest valid value: 3"]),
     ({"temperature": 0.0}, ["--temperature 0", "greedy"]),
     ({"top_p": 1.5}, ["--top_p 1.5", "nearest valid value: 1"]),
     ({"dual_clip": 1.0}, ["--dual_clip 1", "greater than 1"]),
