@@ -17,6 +17,7 @@ A module's docstring is data as well: its first line and its fields ``Paper:``, 
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Surrogate:
 class Correction:
     """A registered correction; ``low`` and ``high`` are its defaults of the options (None: it has no bounds).
 
-    ``fn`` finds the bounds in force in ``cfg.correction_low`` and ``cfg.correction_high``.
+    ``fn`` finds the bounds in force with :func:`correction_bounds`.
     """
     fn: CorrectionFn
     low: float | None = None
@@ -120,6 +121,12 @@ def correction(*names: str, low: float | None = None,
         return fn
 
     return add
+
+
+def correction_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
+    """The bounds of the correction's weight; 0 and inf where there is none."""
+    low, high = cfg.correction_low, cfg.correction_high
+    return 0.0 if low is None else low, inf if high is None else high
 
 
 def clip_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:

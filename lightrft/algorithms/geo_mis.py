@@ -9,7 +9,7 @@ Deviation: the mean itself is the weight, and the log-ratio of a token is limite
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.importance import keep_inside
 from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
@@ -21,4 +21,4 @@ def geo_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
     log_ratio = safe_log_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
     ratio = sequence_ratio(log_ratio, exp.loss_mask, exp.cu_seqlens)
-    return keep_inside(ratio, cfg.correction_low, cfg.correction_high)
+    return keep_inside(ratio, *correction_bounds(cfg))

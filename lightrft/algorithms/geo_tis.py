@@ -8,7 +8,7 @@ Deviation: GSPO's ratio (eq. 7) is of the policy now to the old one, this of the
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
 from lightrft.types import Experience
@@ -19,4 +19,4 @@ def geo_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
     log_ratio = safe_log_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
     ratio = sequence_ratio(log_ratio, exp.loss_mask, exp.cu_seqlens)
-    return ratio.clamp(cfg.correction_low, cfg.correction_high)
+    return ratio.clamp(*correction_bounds(cfg))

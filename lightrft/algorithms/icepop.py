@@ -7,7 +7,7 @@ Deviation: none (low 0.5, high 5). Masked tokens stay in the denominators.
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.importance import keep_inside
 from lightrft.ops.surrogate import safe_ratio
@@ -18,4 +18,4 @@ from lightrft.types import Experience
 def icepop(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
     ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
-    return keep_inside(ratio, cfg.correction_low, cfg.correction_high)
+    return keep_inside(ratio, *correction_bounds(cfg))

@@ -9,7 +9,7 @@ Deviation: there is a lower bound too; 0, the default, is the one-sided mask (hi
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.importance import keep_inside
 from lightrft.ops.surrogate import safe_ratio
@@ -20,4 +20,4 @@ from lightrft.types import Experience
 def mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
     ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
-    return keep_inside(ratio, cfg.correction_low, cfg.correction_high)
+    return keep_inside(ratio, *correction_bounds(cfg))

@@ -9,7 +9,7 @@ Deviation: there is a lower bound too; 0, the default, is one-sided (high 2). Th
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.importance import sequence_product
 from lightrft.types import Experience
@@ -19,4 +19,4 @@ from lightrft.types import Experience
 def seq_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
     ratio = sequence_product(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens)
-    return ratio.clamp(cfg.correction_low, cfg.correction_high)
+    return ratio.clamp(*correction_bounds(cfg))

@@ -8,7 +8,7 @@ Deviation: there is a lower bound too; 0, the default, is the paper's one-sided 
 """
 from torch import Tensor
 
-from lightrft.algorithms.base import correction
+from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
@@ -18,4 +18,4 @@ from lightrft.types import Experience
 def tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
     ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
-    return ratio.clamp(cfg.correction_low, cfg.correction_high)
+    return ratio.clamp(*correction_bounds(cfg))

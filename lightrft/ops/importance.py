@@ -16,8 +16,8 @@ def sequence_product(new: Tensor, old: Tensor, mask: Tensor, cu_seqlens: Tensor)
 
 
 def keep_inside(weights: Tensor, low: float, high: float) -> Tensor:
-    """``weights`` where ``low <= weights <= high``, else 0."""
-    return torch.where((weights >= low) & (weights <= high), weights, 0)
+    """``weights``, but 0 where they are below ``low`` or above ``high`` (NaN stays NaN)."""
+    return torch.where((weights < low) | (weights > high), 0, weights)
 
 
 def any_below(weights: Tensor, floor: float, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
