@@ -4,7 +4,7 @@ Paper: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
 Equation: A_i = (r_i - mean(r)) / mean(r)
 Degenerate: a group with one scored sample, no spread or a mean reward that is not above 0: 0.
 Deviation: none for rewards 0 and 1; rewards between them count as partial success. Negative rewards have no success
-    rate: options that make them are refused, and groups that lose their mean to them are counted.
+    rate: options that lead to them are refused, and groups that lose their mean to them are counted.
 """
 import torch
 from torch import Tensor
