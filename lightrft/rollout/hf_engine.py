@@ -13,7 +13,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.continuous import Generation
 from lightrft.rollout.engine import Completion, Request, SamplingParams
-from lightrft.rollout.kv_cache import KVCache, KVSpec, probe_spec
+from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
@@ -100,18 +100,19 @@ class HFEngine:
         """The cache of the last call when it fits, else a new one of as many slots as are needed and affordable."""
         if self._spec is None:
             self._spec = probe_spec(self.model)
-        prompt = max(len(request.token_ids) for request in requests)
-        length, needed = prompt + params.max_new_tokens - 1, max(1, sum(len(request.seeds) for request in requests))
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // 4 // self.share
-        slots = min(needed, self.kv_bytes // (length * self._spec.bytes_per_token))
-        if slots < 1:
+        prompt, token = max(len(request.token_ids) for request in requests), self._spec.bytes_per_token
+        plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
+                          max(1, params.max_new_tokens - 1))
+        if plan.slots < 1:
             raise UserError(f"one sequence of {prompt} prompt + {params.max_new_tokens} new tokens needs "
-                            f"{length * self._spec.bytes_per_token / _MIB:.1f} MiB of key-value cache, the budget is "
-                            f"{self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower --generate_max_len")
-        if self._cache is None or (self._cache.slots, self._cache.length) != (slots, length):
+                            f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
+                            f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
+                            f"--generate_max_len")
+        if self._cache is None or self._cache.plan != plan:
             self._cache = None  # freed before the new one is allocated
-            self._cache = KVCache(self._spec, slots, length, self._device)
+            self._cache = KVCache(self._spec, plan, self._device)
         return self._cache
 
     @torch.no_grad()

@@ -1,17 +1,22 @@
-"""Key-value cache of the HF engine: one preallocated tensor of slots, and the attention that reads it.
+"""Key-value cache of the HF engine, preallocated, and the attention that reads it.
+
+A prompt is stored and read once for all its samples; each sample's own row holds its response only.
 
 The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of the view that the engine passes as the
 ``kv_cache`` keyword of the model: :class:`Prefill` for whole prompts, :class:`Decode` for one token per live row.
 """
+from bisect import bisect_right
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightrft.models.attention import PackedLayout, attend, packed_attention
+from lightrft.models.attention import PackedLayout, packed_attention
 from lightrft.utils.errors import UserError
 
+_LIVE_PROMPTS = 2.5  # places for prompts, over rows / samples per prompt: a prompt stays until its longest sample ends
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name
 
 
@@ -58,103 +63,160 @@ def probe_spec(model: nn.Module) -> KVSpec:
     return KVSpec(len(probe.shapes), *shapes.pop())
 
 
+@dataclass(frozen=True)
+class KVPlan:
+    """``prompts`` places of ``prompt_len`` tokens, and ``slots`` rows of ``length`` tokens for responses."""
+    prompts: int
+    prompt_len: int
+    slots: int
+    length: int
+
+    @classmethod
+    def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int) -> "KVPlan":
+        """The most rows that ``tokens`` hold (perhaps 0), for prompts of ``sizes`` samples each."""
+
+        def plan(slots: int) -> KVPlan:
+            live = int(np.ceil(_LIVE_PROMPTS * slots / max(1, *sizes)))
+            return cls(min(live, slots, len(sizes)), prompt_len, slots, length)
+
+        rows = range(1, max(1, sum(sizes)) + 1)
+        return plan(bisect_right(rows, tokens, key=lambda slots: plan(slots).tokens))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens there is room for."""
+        return self.prompts * self.prompt_len + self.slots * self.length
+
+
+class Store:
+    """``data`` [layers, 2, count, heads, length, dim]: keys and values of ``count`` sequences."""
+
+    def __init__(self, spec: KVSpec, count: int, length: int, device: torch.device) -> None:
+        self.data = torch.zeros(spec.layers, 2, count, spec.heads, length, spec.dim, dtype=spec.dtype, device=device)
+        self._flat = [layer.unbind() for layer in self.data.flatten(2, 4).unbind()]
+        self.first = torch.arange(0, count * spec.heads * length, length, device=device).view(count, spec.heads)
+
+    def write(self, layer: int, index: Tensor, *new: Tensor) -> None:
+        """Keys and values [1, heads, k, dim] of a layer go to ``index`` [k * heads], ``first[sequence] + position``."""
+        for part, tokens in zip(self._flat[layer], new):
+            part.index_copy_(0, index, tokens[0].transpose(0, 1).reshape(-1, part.shape[1]).to(part.dtype))
+
+    def views(self, count: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer keys [count * heads, dim, length] and values [count * heads, length, dim]."""
+        parts = self.data[:, :, :count, :, :length].flatten(2, 3)
+        return list(zip(parts[:, 0].mT.unbind(), parts[:, 1].unbind()))
+
+
 class KVCache:
-    """``data`` [layers, 2, slots, heads, length, dim]: row ``slot`` holds one sequence from position 0 on.
+    """The two stores of one plan: ``prompts``, and ``rows`` for what follows them."""
 
-    ``bias`` [slots, length] is 0 where a position of the slot holds a token and -inf elsewhere (added to the scores).
-    """
-
-    def __init__(self, spec: KVSpec, slots: int, length: int, device: torch.device) -> None:
-        self.spec, self.slots, self.length, self.device = spec, slots, length, device
-        self.data = torch.zeros(spec.layers, 2, slots, spec.heads, length, spec.dim, dtype=spec.dtype, device=device)
-        self.bias = torch.full((slots, length), -torch.inf, dtype=spec.dtype, device=device)
-
-        self._flat = self.data.view(spec.layers, 2, -1, spec.dim)
-        self._heads = torch.arange(spec.heads, device=device) * length
-
-    def index(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where token i of ``slots`` [k] and ``positions`` [k] lies, for :meth:`write`; int64 [k * heads]."""
-        return (slots[:, None] * (self.spec.heads * self.length) + self._heads + positions[:, None]).flatten()
-
-    def write(self, layer: int, part: int, index: Tensor, new: Tensor) -> None:
-        """Store keys (part 0) or values (part 1) ``new`` [k, heads, dim] at ``index``."""
-        self._flat[layer, part].index_copy_(0, index, new.reshape(-1, self.spec.dim).to(self.spec.dtype))
-
-    def open(self, slots: Tensor, lengths: Tensor) -> None:
-        """Start rows ``slots`` [k] with ``lengths`` [k] tokens each."""
-        used = torch.arange(self.length, device=self.device) < lengths[:, None]
-        self.bias[slots] = torch.where(used, 0.0, -torch.inf).to(self.bias.dtype)
-
-    def save(self, slot: int, length: int) -> Tensor:
-        """A copy [layers, 2, heads, length, dim] of the first ``length`` positions of a row."""
-        return self.data[:, :, slot, :, :length].clone()
-
-    def restore(self, slots: Tensor, saved: Tensor) -> None:
-        """Write a saved beginning into every row of ``slots``."""
-        self.data[:, :, slots, :, :saved.shape[3]] = saved[:, :, None]
-
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of rows ``source`` to rows ``target`` (no row is in both)."""
-        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
-        self.bias[target] = self.bias[source]
+    def __init__(self, spec: KVSpec, plan: KVPlan, device: torch.device) -> None:
+        self.spec, self.plan, self.device = spec, plan, device
+        self.prompts = Store(spec, plan.prompts, plan.prompt_len, device)
+        self.rows = Store(spec, plan.slots, plan.length, device)
 
 
 class Prefill:
-    """Attention of whole prompts, packed one after another; what prompt ``source[i]`` caches goes to ``slots[i]``."""
+    """Attention of whole prompts, packed one after another; prompt i is kept in place ``places[i]``."""
 
-    def __init__(self, cache: KVCache, lengths: list[int], source: Tensor, slots: Tensor) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, lengths: list[int], places: np.ndarray) -> None:
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
+        self.store, self.last = cache.prompts, (ends - 1).to(cache.device)
         self.layout = PackedLayout(F.pad(ends, (1, 0)).to(cache.device, torch.int32), lengths)
-        copies = counts[source]
-        row = torch.repeat_interleave(copies)
-        position = torch.arange(len(row)) - (copies.cumsum(0) - copies)[row]
-        self.token = ((ends - counts)[source][row] + position).to(cache.device)  # what is copied ...
-        self.index = cache.index(slots[row].to(cache.device), position.to(cache.device))  # ... and where to
         self.positions = (torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)).to(cache.device)
-        self.last = (ends - 1).to(cache.device)
+        place = torch.repeat_interleave(torch.from_numpy(places), counts).to(cache.device)
+        self.index = (self.store.first[place] + self.positions[:, None]).flatten()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Stores keys and values for every sample; causal attention within each prompt."""
-        for part, new in enumerate((key, value)):
-            self.cache.write(layer, part, self.index, new[0].transpose(0, 1)[self.token])
+        """Stores keys and values; causal attention within each prompt."""
+        self.store.write(layer, self.index, key, value)
         return packed_attention(_ENGINE, query, key, value, None, scaling, sliding_window=window, softcap=softcap,
                                 packing=self.layout)[0]
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched matrix product in float32, also of half precision (scores rounded to bfloat16 are off by percents)."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    with torch.autocast(left.device.type, enabled=False):
+        return torch.bmm(left.float(), right.float())
+
+
 class Decode:
-    """Attention of one new token per row over rows ``0..live-1``; ``advance`` comes before every forward pass."""
+    """Attention of one new token per row over its prompt and its own row.
+
+    ``arrange`` comes whenever rows or prompts have changed, ``advance`` before every forward pass. All queries of one
+    prompt meet its keys in one matrix product, padded to the most samples a prompt has: [prompts * heads, width, dim].
+    """
 
     def __init__(self, cache: KVCache) -> None:
-        self.cache, self.rows = cache, torch.arange(cache.slots, device=cache.device)
-        self.masks: dict[int | None, Tensor] = {}
-        self.live = self.longest = 0
+        self.cache = cache
+        self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
 
-    def advance(self, positions: Tensor, live: int, longest: int) -> None:
-        """The next pass feeds rows ``0..live-1`` at ``positions`` [live], none of them at or beyond ``longest``."""
-        self.live, self.longest, self.positions = live, longest, positions
-        self.cache.bias[self.rows[:live], positions] = 0
-        self.index = self.cache.index(self.rows[:live], positions)
-        self.masks = {None: self.cache.bias[:live, None, None, :longest]}
+    def arrange(self, places: np.ndarray, lengths: np.ndarray) -> None:
+        """Row i reads ``lengths[i]`` tokens of the prompt in place ``places[i]`` (-1: a free row, which reads none)."""
+        heads = np.arange(self.cache.spec.heads)
+        rows = np.flatnonzero(places >= 0)
+        rows = rows[np.argsort(places[rows], kind="stable")]
+        counts = np.bincount(places[rows])
+        rank = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+        self.live, self.prompts, self.longest, width = len(places), len(counts), int(lengths.max()), counts.max()
+        padded = (places[rows, None] * len(heads) + heads) * width + rank[:, None]
+        to_rows = np.zeros((self.live, len(heads)), dtype=np.int64)
+        to_rows[rows] = padded
+        to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)
+        to_prompts[padded] = rows[:, None] * len(heads) + heads
+        device = self.cache.device
+        self.to_rows, self.to_prompts = (torch.from_numpy(x.ravel()).to(device) for x in (to_rows, to_prompts))
+        self.shared = self.cache.prompts.views(self.prompts, self.longest)
+        self.lengths = torch.from_numpy(lengths).to(device)[:, None]
+        self.seen = self.columns[:self.longest] < self.lengths
+
+    def advance(self, newest: Tensor, width: int) -> None:
+        """The next pass feeds tokens whose place in their rows is ``newest`` [live], all below ``width``."""
+        self.width, self.newest = width, newest[:, None]
+        self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
+        self.own = self.cache.rows.views(self.live, width)
+        seen = torch.cat([self.seen, self.columns[:width] <= self.newest], 1)
+        self.masks: dict[int | None, Tensor] = {None: self._bias(seen)}
+
+    def _bias(self, seen: Tensor) -> Tensor:
+        return torch.where(seen, 0.0, -torch.inf)[:, None, None]
 
     def _mask(self, window: int | None) -> Tensor:
-        if window is None or window >= self.longest:
+        if window is None or window >= self.longest + self.width:
             return self.masks[None]
         if window not in self.masks:
-            far = torch.arange(self.longest, device=self.cache.device) <= self.positions[:, None] - window
-            self.masks[window] = self.masks[None].masked_fill(far[:, None, None], -torch.inf)
+            positions = torch.cat(
+                [self.columns[:self.longest].expand(self.live, -1), self.lengths + self.columns[:self.width]], 1)
+            near = positions > self.lengths + self.newest - window
+            self.masks[window] = self.masks[None] + self._bias(near)
         return self.masks[window]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Stores the new keys and values, then attends to all the rows hold; query heads of one group are rows."""
-        live, spec = self.live, self.cache.spec
-        for part, new in enumerate((key, value)):
-            self.cache.write(layer, part, self.index, new[0].transpose(0, 1))
-        keys, values = self.cache.data[layer, :, :live, :, :self.longest]
-        query = query[0].transpose(0, 1).reshape(live, spec.heads, -1, spec.dim).to(spec.dtype)
-        mask = self._mask(window)
-        out = attend(query, keys, values, scaling, mask if softcap is None else mask == 0, softcap)
-        return out.reshape(1, live, -1, spec.dim)
+        """Stores the new keys and values, then attends; query heads of one group are rows of a product."""
+        spec, length = self.cache.spec, self.longest
+        self.cache.rows.write(layer, self.index, key, value)
+        (shared_keys, shared_values), (keys, values) = self.shared[layer], self.own[layer]
+        query = query[0].transpose(0, 1).reshape(len(keys), -1, spec.dim).to(spec.dtype)
+        shared = self._ungroup(_product(self._group(query), shared_keys))
+        scores = torch.cat([shared, _product(query, keys)], -1).mul_(spec.dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores.view(self.live, spec.heads, *scores.shape[1:]).add_(self._mask(window))
+        weights = scores.softmax(-1).to(spec.dtype)
+        shared = self._ungroup(torch.bmm(self._group(weights[..., :length]), shared_values))
+        return shared.baddbmm_(weights[..., length:], values).view(1, self.live, -1, spec.dim)
+
+    def _group(self, x: Tensor) -> Tensor:
+        """[live * heads, n, d] -> [prompts * heads, width * n, d]."""
+        return x[self.to_prompts].view(self.prompts * self.cache.spec.heads, -1, x.shape[-1])
+
+    def _ungroup(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        return x.view(len(self.to_prompts), -1, x.shape[-1])[self.to_rows]

@@ -7,6 +7,7 @@ import torch
 
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.kv_cache import KVPlan
 from lightrft.tests import tiny
 from lightrft.utils.env import total_memory
 
@@ -95,14 +96,15 @@ def test_lengths_differ_and_samples_differ():
     assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in reference()), "samples of a prompt are copies"
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 20])
-def test_results_do_not_depend_on_the_budget(slots):
+@pytest.mark.parametrize("tokens, places, slots", [(39, 1, 1), (116, 2, 2), (200, 5, 5), (368, 7, 12)])
+def test_results_do_not_depend_on_the_budget(tokens, places, slots):
     """Few slots: groups are split, their prompt is shared later, slots are refilled and moved."""
-    spec_bytes = 2 * 2 * 2 * 8 * 4  # layers x (key, value) x heads x dim x float32
-    length = max(map(len, prompts())) + NEW - 1
-    small = engine(kv_bytes=slots * length * spec_bytes)
+    assert (max(map(len, prompts())), NEW) == (20, 20)
+    small = engine(kv_bytes=tokens * 2 * 2 * 2 * 8 * 4)  # layers x (key, value) x heads x dim x float32
     assert same(small.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
-    assert small._cache.slots == slots, "the budget was not used as given"
+    assert small._cache.plan == KVPlan(places, 20, slots, 19), "the budget was not used as given"
+    held = sum(store.data.nbytes for store in (small._cache.prompts, small._cache.rows))
+    assert held <= small.kv_bytes, "more than the budget"
 
 
 def test_results_do_not_depend_on_order_or_company():
@@ -121,9 +123,9 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
 
     class Counting(continuous.Prefill):
 
-        def __init__(self, cache, lengths, source, slots):
+        def __init__(self, cache, lengths, places):
             seen.extend(lengths)
-            super().__init__(cache, lengths, source, slots)
+            super().__init__(cache, lengths, places)
 
     monkeypatch.setattr(continuous, "Prefill", Counting)
     engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2).generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
