@@ -72,8 +72,8 @@ REFUSED: dict[str, str] = {
     # reward and algorithm
     "reward_pretrain": "reward models in the trainer are not part of this release; use --reward or --remote_rm_url",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
-    "use_cpg_loss": "choose the loss with --policy_loss and the estimator with --advantage_estimator",
-    "use_gspo": "it never had an effect; choose the loss with --policy_loss",
+    "use_cpg_loss": "use --policy_loss cpgd, which has the drift term, or --recipe cpgd",
+    "use_gspo": "it never had an effect; use --policy_loss gspo, or --recipe gspo",
     "normalize_advantages": _ADVANTAGE,
     "use_sequence_rewards": _ADVANTAGE,
     # output
