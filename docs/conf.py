@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import lightrft  # noqa: E402
 
@@ -14,11 +14,11 @@ author = "the lightrft authors"
 copyright = author
 release = lightrft.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"lightrft {release}"
-exclude_patterns = ["_build", "generated/*.md"]  # the tables are included by other pages
+exclude_patterns = ["_build", "generated/*.md", "generated/algorithms"]  # the tables are included by other pages
 suppress_warnings = ["myst.header"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -26,13 +26,14 @@ napoleon_use_rtype = False
 
 
 def _tables() -> dict[str, str]:
-    from lightrft.algorithms import table
+    from algorithm_pages import index, pages
     from lightrft.config.report import option_table, recipe_table, semantics_table
     from lightrft.config.schema import Config
     from lightrft.config.sft_schema import SFTConfig
     return {
-        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": table(),
-        "recipes.md": recipe_table(), "semantics.md": semantics_table()
+        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": index(),
+        "recipes.md": recipe_table(), "semantics.md": semantics_table(),
+        **{f"algorithms/{page}.md": text for page, text in pages().items()}
     }
 
 
@@ -48,12 +49,15 @@ def _api() -> str:
 
 def generate(app: object) -> None:
     """Write ``docs/generated``; a file is touched only when its text changes, so live builds do not loop."""
+    from algorithm_pages import draw
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
     for name, text in {**_tables(), "api.rst": _api()}.items():
         path = folder / name
+        path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
+    draw(folder / "curves")
 
 
 def plain_text(app, what, name, obj, options, lines):

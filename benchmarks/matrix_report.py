@@ -1,0 +1,144 @@
+"""The learning matrix for people: which run measures which algorithm, the table, the pictures."""
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from lightrft.config.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+REGISTRIES = {"advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS}
+HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | seconds |"
+START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
+
+Results = list[dict[str, Any]]
+
+
+class Places(NamedTuple):
+    """Where the docs keep the matrix; the first is the source of the others."""
+    data: Path
+    page: Path
+    picture: Path
+
+
+PLACES = Places(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
+                ROOT / "docs" / "images" / "learning_matrix.png")
+
+
+def aliases() -> dict[str, list[list[str]]]:
+    """option -> the names of each algorithm that the package brings, not of plug-ins."""
+    found = {}
+    for option, registry in REGISTRIES.items():
+        names: dict[int, list[str]] = {}
+        for name in registry:
+            if registry.get(name).fn.__module__.startswith("lightrft.algorithms."):
+                names.setdefault(id(registry.get(name)), []).append(name)
+        found[option] = list(names.values())
+    return found
+
+
+def run_of(option: str, names: list[str]) -> str:
+    """The run that shows an algorithm: the recipe of its name, else the first recipe with it, else one of its own."""
+    using = [recipe for recipe, found in RECIPES.items() if found.options.get(option) in names]
+    return next((recipe for recipe in using if recipe in names), using[0] if using else f"{option}={names[0]}")
+
+
+def single_runs() -> list[str]:
+    """``option=name`` of every algorithm that no recipe uses."""
+    runs = [run_of(option, names) for option, found in aliases().items() for names in found]
+    return [run for run in runs if "=" in run]
+
+
+def load() -> Results:
+    """The committed results; none before the matrix was run."""
+    return json.loads(PLACES.data.read_text(encoding="utf-8"))["runs"] if PLACES.data.exists() else []
+
+
+def by_run(results: Results) -> dict[str, Results]:
+    """The seeds of each run."""
+    found: dict[str, Results] = {}
+    for result in results:
+        found.setdefault(result["run"], []).append(result)
+    return found
+
+
+def table(results: Results) -> str:
+    """Markdown: a table of the recipes, and one of the algorithms alone if any was measured."""
+    found = by_run(results)
+    parts = []
+    for title, names in (("recipe", [name for name in found if "=" not in name]),
+                         ("algorithm in the defaults", [name for name in found if "=" in name])):
+        if names:
+            parts.append("\n".join([HEADER.format(title), "|---" * 7 + "|", *(row(found[name]) for name in names)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def row(seeds: Results) -> str:
+    """One run of the table, over its seeds."""
+    ends = " ".join(f"{seed['end']:.3f}" for seed in seeds)
+    gain = min(seed["end"] - seed["start"] for seed in seeds)
+    name = seeds[0]["run"].replace("=", " ")
+    means = {key: mean(seed[key] for seed in seeds) for key in ("area", "start", "tokens", "seconds")}
+    return (f"| `{name}` | {means['area']:.3f} | {means['start']:.3f} | {ends} | {gain:+.3f} | "
+            f"{means['tokens'] / 1e3:.0f}k | {means['seconds']:.0f} |")
+
+
+def put_table(text: str) -> None:
+    """Replace the table between the marks of the page of benchmarks."""
+    page = PLACES.page.read_text(encoding="utf-8")
+    before, after = page.split(START)[0], page.split(END)[1]
+    PLACES.page.write_text(f"{before}{START}\n{text}{END}{after}", encoding="utf-8")
+
+
+def draw_all(results: Results, png: Path) -> None:
+    """A panel per run: held-out accuracy of each seed, and the mean of the first run in grey."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    found = by_run(results)
+    if not found:
+        return
+    columns = min(7, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(1.75 * columns, 1.5 * lines + 0.3), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat
+    reference = next(iter(found.values()))
+    for panel, (name, seeds) in zip(panels, found.items()):
+        panel.plot(*average(reference, "held_out"), color="0.7", linewidth=3)
+        for seed in seeds:
+            panel.plot(*zip(*seed["held_out"]), color="#1f77b4", linewidth=1)
+        panel.set_title(name.split("=")[-1], fontsize=9)
+        panel.set_ylim(0, 1.02)
+        panel.grid(alpha=0.25)
+    for panel in list(panels)[len(found):]:
+        panel.axis("off")
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("held-out accuracy", fontsize=9)
+    figure.savefig(png, format="png")
+
+
+def draw_run(seeds: Results, png: Path) -> None:
+    """One run: sampled accuracy of each step, pale by seed and strong in the mean, and held-out accuracy by seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(5, 2.6), dpi=80, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for seed in seeds:
+        axes.plot(*zip(*seed["rewards"]), color="#1f77b4", linewidth=1, alpha=0.25)
+        axes.plot(*zip(*seed["held_out"]), "o-", color="#d62728", linewidth=1, markersize=3, label="held-out, greedy")
+    axes.plot(*average(seeds, "rewards"), color="#1f77b4", linewidth=2, label="sampled, mean of the seeds")
+    legend = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    axes.legend(legend.values(), legend.keys(), frameon=False, fontsize=8, loc="lower right")
+    axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.02))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(png, format="png")
+
+
+def average(seeds: Results, key: str) -> tuple[list[int], list[float]]:
+    """Steps and the mean over the seeds, where all of them have a point."""
+    points = [dict(map(tuple, seed[key])) for seed in seeds]
+    steps = sorted(set.intersection(*(set(point) for point in points)))
+    return steps, [mean(point[step] for point in points) for step in steps]

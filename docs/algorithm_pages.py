@@ -1,0 +1,156 @@
+"""What the pages of ``docs/algorithms`` and their index take from the code: facts, options, how to run, curves.
+
+A page is written by hand where words and formulas are needed and includes its generated part, one section for each
+advantage estimator, policy loss, correction and recipe that goes by the name of the page.
+"""
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+
+from learning_matrix import SETTINGS  # noqa: E402
+from matrix_report import REGISTRIES, aliases, by_run, draw_run, load, run_of  # noqa: E402
+
+from lightrft.algorithms.base import Advantage, Correction, Surrogate  # noqa: E402
+from lightrft.algorithms.catalog import fields_of  # noqa: E402
+from lightrft.config.flags import show  # noqa: E402
+from lightrft.config.no_effect import CRITIC_OPTIONS  # noqa: E402
+from lightrft.config.options import options  # noqa: E402
+from lightrft.config.recipes import RECIPES  # noqa: E402
+from lightrft.config.schema import Config  # noqa: E402
+
+FIELDS = ("equation", "paper", "degenerate", "deviation")
+
+
+class Entry(NamedTuple):
+    """An algorithm as its page shows it."""
+    option: str
+    names: list[str]
+    page: str
+    entry: Advantage | Surrogate | Correction
+
+
+def slug(name: str) -> str:
+    """The file name of a page."""
+    return name.replace("++", "_pp")
+
+
+def entries() -> list[Entry]:
+    """Every registered algorithm that the package brings."""
+    return [
+        Entry(option, names, slug(next((name for name in names if name in RECIPES), names[0])),
+              REGISTRIES[option].get(names[0])) for option, found in aliases().items() for names in found
+    ]
+
+
+def pages() -> dict[str, str]:
+    """page -> the generated part of its text."""
+    found = dict.fromkeys([*map(slug, RECIPES), *(entry.page for entry in entries())])
+    return {page: "\n".join(_page(page)) for page in found}
+
+
+def _page(page: str) -> Iterator[str]:
+    own = [entry for entry in entries() if entry.page == page]
+    recipes = [name for name in RECIPES if slug(name) == page]
+    for name in recipes:
+        yield from _recipe(name)
+    for entry in own:
+        yield from _algorithm(entry)
+    runs = dict.fromkeys([*recipes, *(run_of(entry.option, entry.names) for entry in own)])
+    yield from ("## On the quickstart task", "")
+    for run in runs:
+        yield from _measured(run)
+
+
+def _recipe(name: str) -> Iterator[str]:
+    recipe = RECIPES[name]
+    yield from (f"## `--recipe {name}`", "", f"{recipe.summary[0].upper()}{recipe.summary[1:]} (<{recipe.paper}>).", "",
+                "| sets | meaning |", "|---|---|")  # yapf: disable
+    for option, value in recipe.options.items():
+        yield f"| `--{option} {show(value)}` | {_cell(options(Config)[option].help)} |"
+    yield ""
+
+
+def _algorithm(entry: Entry) -> Iterator[str]:
+    doc, names = fields_of(entry.entry.fn), "` or `".join(entry.names)
+    yield from (f"## `--{entry.option}` `{names}`", "", doc["summary"], "", "| | |", "|---|---|")
+    for name in FIELDS:
+        if name in doc:
+            yield f"| {name} | {_cell(f'`{doc[name]}`') if name == 'equation' else _linked(doc[name])} |"
+    yield ""
+    known = options(Config)
+    if reads(entry.entry):
+        yield from ("| reads | default | meaning |", "|---|---|---|")
+    for option in (known[name] for name in reads(entry.entry)):
+        yield f"| `{option.flag}` | `{show(option.default)}` | {_cell(option.help)} |"
+    yield ""
+
+
+def reads(entry: Advantage | Surrogate | Correction) -> list[str]:
+    """The options that an algorithm depends on: those it reads itself, and those that decide what reaches it."""
+    if isinstance(entry, Correction):
+        return [*entry.reads]
+    if isinstance(entry, Surrogate):
+        return [*(entry.reads or ()), "loss_agg_mode"]
+    more = {
+        "n_samples_per_prompt": entry.needs_group, "zero_spread": entry.needs_group, "whiten_unbiased": entry.whitens,
+        "reward": entry.needs_parts
+    }
+    critic = CRITIC_OPTIONS if entry.needs_critic else ()
+    return [*(entry.reads or ()), *(name for name, is_set in more.items() if is_set), *critic, "gamma"]
+
+
+def _measured(run: str) -> Iterator[str]:
+    option, _, value = run.rpartition("=")
+    flags = f"--{option or 'recipe'} {value} {SETTINGS.get(run, '')}".strip()
+    yield from (f"    make quickstart ARGS=\"{flags}\"", "")
+    seeds = by_run(load()).get(run)
+    if not seeds:
+        yield from (f"Not measured yet: `python benchmarks/learning_matrix.py --recipes {run}`.", "")
+        return
+    ends = ", ".join(f"{seed['end']:.3f}" for seed in seeds)
+    yield from (f"Held-out accuracy (greedy) {mean(seed['start'] for seed in seeds):.3f} before, {ends} after "
+                f"{seeds[0]['held_out'][-1][0]} steps of 16 prompts x 8 samples, one number per seed; mean sampled "
+                f"accuracy over the run {mean(seed['area'] for seed in seeds):.3f}. [All runs](../benchmarks.md).", "",
+                f"![accuracy over the steps](../generated/curves/{picture(run)})", "")  # yapf: disable
+
+
+def picture(run: str) -> str:
+    """The file name of a run's curve."""
+    return f"{slug(run).replace('=', '-')}.png"
+
+
+def index() -> str:
+    """Markdown: every algorithm in a row, with a link to its page."""
+    lines = ["| name | option | what it does | paper | held-out accuracy after |", "|---|---|---|---|---|"]
+    results = by_run(load())
+    for entry in entries():
+        doc, seeds = fields_of(entry.entry.fn), results.get(run_of(entry.option, entry.names))
+        after = f"{mean(seed['end'] for seed in seeds):.3f}" if seeds else "not measured"
+        names = ", ".join(f"[`{name}`](algorithms/{entry.page}.md)" for name in entry.names)
+        lines.append(
+            f"| {names} | `--{entry.option}` | {_cell(doc['summary'])} | {_linked(doc.get('paper', ''))} | {after} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(folder: Path) -> None:
+    """The curve of every measured run, where there is none newer than the results."""
+    from matrix_report import PLACES
+    folder.mkdir(parents=True, exist_ok=True)
+    for run, seeds in by_run(load()).items():
+        png = folder / picture(run)
+        if not png.exists() or png.stat().st_mtime < PLACES.data.stat().st_mtime:
+            draw_run(seeds, png)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"https?://[^\s,;)]+", r"<\g<0>>", _cell(text))
