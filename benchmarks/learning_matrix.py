@@ -6,8 +6,8 @@
 A run is one process with one thread; ``--jobs`` of them go at a time. A finished run is kept in the folder and not
 repeated, so an interrupted matrix goes on where it stopped. ``--all`` adds the algorithms that no recipe uses, each put
 into the defaults (grpo's advantage, ppo's loss, no KL) by its own flag. Writes ``results.json``, ``results.md`` and
-``results.png``; ``--docs`` also writes them where the docs keep them. Exits with 1 and their names if recipes do not
-beat the warmed-up model by 0.25 with every seed.
+``results.png``; ``--docs`` also puts them into the docs, where runs that are not repeated stay. Exits with 1 and their
+names if runs failed, or if recipes do not beat the warmed-up model by 0.25 with every seed.
 """
 import argparse
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from bare_loop import warm_model  # noqa: E402
-from matrix_report import PLACES, draw_all, put_table, single_runs, table  # noqa: E402
+from matrix_report import draw_all, publish, single_runs, table, write  # noqa: E402
 
 COMMON = ("--rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64 --prompt_max_len 64 "
           "--generate_max_len 48 --actor_learning_rate 3e-4 --lr_scheduler linear --lr_warmup_ratio 0 --reward exact "
@@ -142,15 +142,11 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> list[str]:
 def report(runs: list[Run], args: argparse.Namespace) -> list[str]:
     """Write results, table and picture; the recipes that gain too little."""
     results = [found for run in runs if (found := kept(run, args.out, args.steps))]
-    text = json.dumps({"steps": args.steps, "runs": results}).replace('{"run"', '\n{"run"') + "\n"
-    (args.out / "results.json").write_text(text, encoding="utf-8")
+    write(results, args.out / "results.json")
     (args.out / "results.md").write_text(table(results), encoding="utf-8")
     draw_all(results, args.out / "results.png")
-    if args.docs:
-        PLACES.data.parent.mkdir(exist_ok=True)
-        PLACES.data.write_text(text, encoding="utf-8")
-        put_table(table(results))
-        draw_all(results, PLACES.picture)
+    if args.docs and results:
+        publish(results)
     print(table(results))
     weak = {found["run"] for found in results if found["end"] - found["start"] < REQUIRED_GAIN}
     return sorted(name for name in weak if "=" not in name)
@@ -169,7 +165,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each one process with one thread")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one run may take")
     parser.add_argument("--warm", type=Path, help="folder with a warmed-up model (sft/hf) and its prompts (data)")
-    parser.add_argument("--docs", action="store_true", help="write the results into the docs as well")
+    parser.add_argument("--docs", action="store_true", help="put the results into the docs as well")
     args = parser.parse_args()
     args.out = args.out.resolve()
     (args.out / "runs").mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,32 @@ def single_runs() -> list[str]:
 
 def load() -> Results:
     """The committed results; none before the matrix was run."""
-    return json.loads(PLACES.data.read_text(encoding="utf-8"))["runs"] if PLACES.data.exists() else []
+    return json.loads(PLACES.data.read_text(encoding="utf-8")) if PLACES.data.exists() else []
+
+
+def write(results: Results, path: Path) -> None:
+    """One line per run, without what only resuming needs."""
+    rows = [{key: value for key, value in result.items() if key != "flags"} for result in results]
+    lines = [json.dumps(row, separators=(",", ":")) for row in rows]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def merge(old: Results, new: Results) -> Results:
+    """``new``, and of ``old`` the runs that are not in it and still exist; in the order of the recipes."""
+    order, names = [*RECIPES, *single_runs()], {result["run"] for result in new}
+    found = [result for result in old if result["run"] in order and result["run"] not in names] + new
+    return sorted(found, key=lambda result: (order.index(result["run"]), result["seed"]))
+
+
+def publish(results: Results) -> None:
+    """Write data, table and picture where the docs keep them; runs that were not repeated stay."""
+    merged = merge(load(), results)
+    PLACES.data.parent.mkdir(exist_ok=True)
+    write(merged, PLACES.data)
+    page = PLACES.page.read_text(encoding="utf-8")
+    before, after = page.split(START)[0], page.split(END)[1]
+    PLACES.page.write_text(f"{before}{START}{section(merged)}{END}{after}", encoding="utf-8")
+    draw_all(merged, PLACES.picture)
 
 
 def by_run(results: Results) -> dict[str, Results]:
@@ -84,11 +109,10 @@ def row(seeds: Results) -> str:
             f"{means['tokens'] / 1e3:.0f}k | {means['seconds']:.0f} |")
 
 
-def put_table(text: str) -> None:
-    """Replace the table between the marks of the page of benchmarks."""
-    page = PLACES.page.read_text(encoding="utf-8")
-    before, after = page.split(START)[0], page.split(END)[1]
-    PLACES.page.write_text(f"{before}{START}\n{text}{END}{after}", encoding="utf-8")
+def section(results: Results) -> str:
+    """What stands between the marks of the page of benchmarks."""
+    picture = "![held-out accuracy over the steps, a panel per run](images/learning_matrix.png)"
+    return f"\n{table(results)}\n{picture}\n" if results else "\nNot measured yet.\n"
 
 
 def draw_all(results: Results, png: Path) -> None:

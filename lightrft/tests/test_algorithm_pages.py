@@ -1,4 +1,6 @@
 """Every algorithm and every recipe has its page, and the numbers of the docs are those of the committed matrix."""
+import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -54,10 +56,10 @@ def test_flags_and_pages_that_a_page_names_exist(page):
 
 
 def test_the_docs_show_the_committed_matrix():
-    table = matrix_report.PLACES.page.read_text(encoding="utf-8").split(matrix_report.START)[1]
-    results = matrix_report.load()
-    expected = matrix_report.table(results) if results else "Not measured yet.\n"
-    assert table.split(matrix_report.END)[0] == "\n" + expected, "python benchmarks/learning_matrix.py --docs"
+    text, results = matrix_report.PLACES.page.read_text(encoding="utf-8"), matrix_report.load()
+    shown = text.split(matrix_report.START)[1].split(matrix_report.END)[0]
+    assert shown == matrix_report.section(results), "run: python benchmarks/learning_matrix.py --all --docs"
+    assert matrix_report.PLACES.picture.exists() == bool(results)
     runs = {*RECIPES, *matrix_report.single_runs()}
     assert {found["run"] for found in results} <= runs, "measured what is gone"
     assert all(found["end"] - found["start"] >= learning_matrix.REQUIRED_GAIN for found in results
@@ -84,6 +86,13 @@ def test_the_table_of_the_matrix():
     assert rows.split("\n\n")[1].startswith("| algorithm in the defaults |") and "| `policy_loss sapo` |" in rows
 
 
+def test_new_results_take_the_place_of_old_ones():
+    old = [result("policy_loss=sapo", 1, 0.5), result("grpo", 1, 0.5), result("gone", 1, 0.5)]
+    merged = matrix_report.merge(old, [result("dapo", 2, 1.0), result("dapo", 1, 1.0), result("grpo", 2, 1.0)])
+    assert [(found["run"], found["seed"]) for found in merged] == [("grpo", 2), ("dapo", 1), ("dapo", 2),
+                                                                   ("policy_loss=sapo", 1)]
+
+
 def test_which_run_shows_an_algorithm():
     assert matrix_report.run_of("advantage_estimator", ["group_norm", "grpo"]) == "grpo"
     assert matrix_report.run_of("advantage_estimator", ["gae"]) == "ppo"
@@ -92,6 +101,46 @@ def test_which_run_shows_an_algorithm():
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *matrix_report.single_runs()])
-def test_the_options_of_every_run_are_accepted(name):
-    words = ["--pretrain", "MODEL", "--prompt_data", "A", "--eval_data", "B", *learning_matrix.Run(name, 1).flags(2)]
-    validate(parse_config(words).config, 1, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+def test_the_options_of_every_run_are_accepted(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "quickstart"))
+    from train_colocate import DEFAULTS
+    data = ["--pretrain", "MODEL", "--prompt_data", "A", "--eval_data", "B"]
+    told = "\n".join(algorithm_pages._measured(name)).split('ARGS="')[1].split('"')[0].split()
+    for words, defaults in ((learning_matrix.Run(name, 1).flags(2), None), (told, DEFAULTS)):
+        config = parse_config([*data, *words], defaults=defaults).config
+        validate(config, 2, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+
+
+def test_what_a_run_leaves(tmp_path):
+    lines = [{"step": 0, "eval/all/pass@1": 0.25},
+             {"step": 1, "reward/exact/mean": 0.5, "rollout/tokens": 10.0},
+             {"step": 2, "reward/exact/mean": 0.5, "reward/generated_mean": 0.75, "rollout/tokens": 30.0,
+              "eval/all/pass@1": 0.875}]  # yapf: disable
+    run = learning_matrix.Run("policy_loss=sapo", 3)
+    found = learning_matrix.summary(run, lines, 1.0)
+    assert (found["area"], found["start"], found["end"], found["tokens"]) == (0.625, 0.25, 0.875, 40)
+    assert found["rewards"] == [[1, 0.5], [2, 0.75]] and found["held_out"] == [[0, 0.25], [2, 0.875]]
+    run.file(tmp_path).parent.mkdir()
+    run.file(tmp_path).write_text(json.dumps(found | {"flags": run.flags(2)}))
+    assert learning_matrix.kept(run, tmp_path, 2) and not learning_matrix.kept(run, tmp_path, 3)
+
+
+def test_recipes_that_gain_too_little_are_named(tmp_path, capsys):
+    runs = [learning_matrix.Run(name, seed) for name in ("grpo", "gspo", "policy_loss=sapo") for seed in (1, 2)]
+    for run in runs:
+        run.file(tmp_path).parent.mkdir(exist_ok=True)
+        found = result(run.name, run.seed, 1.0 if run.name == "grpo" or run.seed == 1 else 0.375)
+        run.file(tmp_path).write_text(json.dumps(found | {"flags": run.flags(2)}))
+    args = argparse.Namespace(out=tmp_path, steps=2, docs=False)
+    assert learning_matrix.report(runs, args) == ["gspo"] and "| `gspo` |" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 6
+    assert learning_matrix.report([learning_matrix.Run("ppo", 1)], args) == []
+
+
+@pytest.mark.parametrize("timeout, reason", [(60, "no such file or folder"), (0.1, "more than 0 s")])
+def test_a_run_that_fails_is_told_with_its_reason(tmp_path, capsys, timeout, reason):
+    (tmp_path / "runs").mkdir()
+    args = argparse.Namespace(out=tmp_path, steps=2, timeout=timeout, jobs=1)
+    assert learning_matrix.train_all([learning_matrix.Run("grpo", 1)], args) == ["grpo (seed 1)"]
+    said = capsys.readouterr()
+    assert reason in said.err and "[1/1] grpo seed 1: failed; 0 min left" in said.out
