@@ -37,6 +37,7 @@ BASE: dict[str, Any] = {
     "lr_scheduler": "constant",
     "lr_warmup_ratio": 0.0,
     "reward_probe": False,
+    "self_test": False,
     "disable_ckpt": True,
     "eval_steps": 0,
 }

@@ -1,0 +1,271 @@
+"""The self-test at launch: right losses pass, wrong ones stop the run in words, and it leaves no trace."""
+import itertools
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
+from lightrft.ops.aggregate import MODES
+from lightrft.tests import faults, runs
+from lightrft.tests.launch import finish, launch
+from lightrft.trainer import self_test
+from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.replay_buffer import MicroBatchLimits
+from lightrft.trainer.self_test import Comparison, Cut, SelfTestError, choose, cuts, off_policy, suspect
+from lightrft.utils.env import rng_state
+from lightrft.utils.logging import get_logger
+
+ON = {"self_test": True}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wrong_losses():
+    """Registered for this module only: other tests list the registry."""
+    import lightrft.tests.cut_losses  # noqa: F401
+    names = [name for name in POLICY_LOSSES if name.startswith("own_")]
+    yield
+    for name in names:
+        del POLICY_LOSSES._entries[name]
+
+
+@contextmanager
+def told(caplog):
+    """The log of the library reaches ``caplog``."""
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+def message(parts, **algorithm):
+    """What the self-test says about a wrong loss."""
+    with pytest.raises(SelfTestError) as caught:
+        findings(parts, **algorithm)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["own_tokens", "own_seqs"])
+def test_a_loss_that_divides_by_its_own_micro_batch(name, mode, parts):
+    text = message(parts, policy_loss=name, loss_agg_mode=mode, use_kl_loss=False)
+    assert f"--policy_loss {name}" in text and "each micro-batch seems to divide by its own count" in text
+
+
+@pytest.mark.parametrize("name", ["own_baseline", "own_weights"])
+def test_a_loss_with_a_statistic_of_its_micro_batch(name, parts):
+    text = message(parts, policy_loss=name)
+    assert "depend on which other samples share its micro-batch" in text and "a baseline" in text
+
+
+@pytest.mark.parametrize("mode,formula", [("token-mean", r"sum over kept tokens / (\d+) tokens"),
+                                          ("seq-mean-token-mean", "token mean / 4 seqs"),
+                                          ("seq-mean-token-sum", "tokens / 4 seqs"),
+                                          ("seq-mean-token-sum-norm", r"tokens / \(norm 12 \* 4 seqs\)")])
+def test_the_report_has_the_numbers(mode, formula, parts):
+    text = message(parts, policy_loss="own_tokens", loss_agg_mode=mode)
+    one, other, apart = (float(x) for x in re.findall(r"norm(?: of the difference)?:? ([\d.e-]+)", text)[:3])
+    assert re.search(formula, text) and abs(one - other) <= apart <= one + other and "--no_self_test" in text
+
+
+def test_a_run_stops_before_it_has_learnt_anything(home, tmp_path):
+    """Also where the plan has one sample per micro-batch, which such a loss does not notice by itself."""
+    config = runs.config_of(home, tmp_path, policy_loss="own_tokens", micro_train_batch_size=1, **ON)
+    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    before = runs.weights(trainer, "actor")
+    with pytest.raises(SelfTestError, match="4 micro-batches: norm .*\n.*2 micro-batches: norm"):
+        trainer.fit()
+    assert trainer.step == 0 and all(torch.equal(v, before[k]) for k, v in runs.weights(trainer, "actor").items())
+
+
+def test_a_critic_with_such_a_loss(home, tmp_path):
+    config = runs.config_of(home, tmp_path, advantage_estimator="gae", **ON)
+    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    forward = trainer.update.value_loss.forward
+
+    def wrong(values, exp, denominators):
+        loss, metrics = forward(values, exp, denominators)
+        return loss / exp.loss_mask.sum().clamp(min=1), metrics
+
+    trainer.update.value_loss.forward = wrong
+    with pytest.raises(SelfTestError, match="gradient of the value loss"):
+        trainer.fit()
+
+
+def test_turned_off_the_wrong_loss_trains(home, tmp_path):
+    done = runs.run(home, tmp_path, policy_loss="own_tokens", self_test=False)
+    assert done.metrics["policy/optimizer_steps"] == 1 and "time/self_test_s" not in done.metrics
+
+
+@pytest.fixture(scope="module")
+def parts(home, tmp_path_factory):
+    """A trainer with a critic and a reference, and its first rollout."""
+    options = {"advantage_estimator": "gae", "init_kl_coef": 0.5, "use_kl_loss": True}
+    config = runs.config_of(home, tmp_path_factory.mktemp("run"), **ON, **options)
+    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    trainer.sync_weights(0)
+    trainer.prepared["actor"].model.eval()
+    return trainer, trainer.maker.make(next(trainer.loader), 0, 0.5)
+
+
+def findings(parts, exp=None, **algorithm):
+    """What the self-test finds with other options of the loss: {model: Comparison}; and what is still due."""
+    (trainer, rollout), found = parts, {}
+    config = replace(trainer.config, algorithm=replace(trainer.config.algorithm, **algorithm))
+    update = PolicyUpdate(config, trainer.strategy, *trainer.prepared.values(), trainer.timer)
+    judge = update.self_test._judge
+    update.self_test._judge = lambda name, what, *args: (found.update({name: what}), judge(name, what, *args))
+    update._self_test(replace(rollout, exp=exp or rollout.exp), (config.algorithm.init_kl_coef, None), True)
+    return found, update.self_test.due
+
+
+BUILT_IN = {POLICY_LOSSES.get(name).fn: name for name in POLICY_LOSSES}  # one name for each
+LOSSES = sorted(name for fn, name in BUILT_IN.items() if fn.__module__.startswith("lightrft.algorithms."))
+COMBINED = [{"loss_agg_mode": mode} for mode in MODES] + [{"entropy_coef": 0.1}, {"dual_clip": 1.5},
+                                                          {"use_kl_loss": False}, {"kl_estimator": "k2"}]
+
+
+@pytest.mark.parametrize("options", [{"policy_loss": name}
+                                     for name in LOSSES] + [{"rollout_correction": name}
+                                                            for name in sorted(CORRECTIONS)] + COMBINED, ids=str)
+def test_right_losses_pass_with_room_to_spare(options, parts):
+    found, due = findings(parts, **options)
+    assert set(found) == {"policy", "critic"} and not due
+    assert all(what.planned > 0 and what.gap < self_test.TOLERANCE[0] / 10 for what in found.values()), found
+
+
+def test_bfloat16_is_allowed_more(home, tmp_path, caplog):
+    with told(caplog):
+        runs.run(home, tmp_path, bf16=True, **ON)
+    gap = float(re.search(r"relative difference ([\d.e-]+), at most 0.1", caplog.text)[1])
+    assert self_test.TOLERANCE[0] < gap < self_test.TOLERANCE[1] / 10, "float32's limit would stop it"
+
+
+def numbers(done):
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and "_per_s" not in k}
+            for line in done.lines]  # yapf: disable
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 2, "lora_dropout": 0.3}, {"advantage_estimator": "gae"}], ids=str)
+def test_it_leaves_no_trace(options, home, tmp_path):
+    states, done = [], []
+    for name, on in (("a", True), ("b", False)):
+        done.append(runs.run(home, tmp_path / name, max_steps=2, self_test=on, **options))
+        states.append(rng_state())
+    assert numbers(done[0]) == numbers(done[1])
+    assert all(torch.equal(value, done[1].weights[name]) for name, value in done[0].weights.items())
+    assert torch.equal(states[0]["torch"], states[1]["torch"]) and states[0]["python"] == states[1]["python"]
+    assert done[0].lines[0]["time/self_test_s"] > 0 == done[0].lines[1]["time/self_test_s"]
+
+
+def test_right_after_it_the_trainer_is_as_before(parts):
+    before = rng_state()
+    findings(parts)
+    for prepared in parts[0].prepared.values():
+        assert all(parameter.grad is None for parameter in prepared.model.parameters())
+        assert prepared.optimizer.backwards == 0 == prepared.scheduler.last_epoch and not prepared.optimizer.state
+    assert not any(module.training for module in parts[0].prepared["actor"].model.modules())
+    assert torch.equal(before["torch"], rng_state()["torch"]) and parts[1].exp.old_logprobs is None
+
+
+def test_it_waits_for_something_to_compare(home, tmp_path):
+    """Constant rewards give no advantage; the run goes on, and the test comes with the first reward that differs."""
+    config = runs.config_of(home, tmp_path, max_steps=3, **ON)
+    seen = []
+
+    def score(item):
+        seen.append(item)
+        return runs.letters(item) if len(seen) > 8 else replace(runs.letters(item), value=0.0)
+
+    trainer = runs.trainer_of(config, runs.strategy_of(config), runs.Judge(config.reward, score))
+    due, run = [], trainer.update.run
+    trainer.update.run = lambda *args: (run(*args), due.append(set(trainer.update.self_test.due)))[0]
+    trainer.fit()
+    assert due == [{"policy"}, set(), set()]
+
+
+def copy(parts):
+    exp = parts[1].exp
+    return replace(exp, loss_mask=exp.loss_mask.clone(), advantages=exp.advantages.clone())
+
+
+def test_a_batch_that_keeps_one_sample_is_left_out(parts, caplog):
+    exp = copy(parts)
+    exp.loss_mask[:] = torch.arange(exp.num_tokens) == exp.loss_mask.int().argmax()
+    with told(caplog):
+        assert findings(parts, exp) == ({}, {"policy", "critic"})
+    assert "postponed to a later step: the batch keeps 1 sample" in caplog.text
+
+
+def test_the_samples_are_short_and_have_advantages(parts):
+    exp = copy(parts)
+    exp.loss_mask[exp.cu_seqlens[2]:exp.cu_seqlens[3]] = False
+    exp.advantages[:] = 1
+    exp.advantages[exp.cu_seqlens[5]:exp.cu_seqlens[6]] = 0
+    order = choose(exp, list(range(8)), 8)
+    assert sorted(order) == [0, 1, 3, 4, 5, 6, 7] and order[-1] == 5
+    assert exp.seq_lens[order[:-1]].diff().min() >= 0 and choose(exp, list(range(8)), 3) == order[:3]
+
+
+def test_the_moved_batch_is_off_policy_by_fixed_amounts(parts):
+    exp = parts[1].exp
+    moved = off_policy(exp)
+    shift = moved.old_logprobs - exp.rollout_logprobs
+    assert exp.old_logprobs is None and {round(x, 2) for x in shift.tolist()} == set(self_test.SHIFTS)
+    assert torch.equal(moved.rollout_logprobs, moved.old_logprobs) and moved.advantages is exp.advantages
+    assert torch.allclose(moved.ref_logprobs - exp.ref_logprobs, shift, atol=1e-6)
+
+
+@pytest.mark.parametrize("world,rows,tokens", list(itertools.product((1, 2, 3, 4), (0, 1, 2), (10**6, 20))))
+def test_two_cuts_of_the_same_samples(world, rows, tokens):
+    lens = [3, 5, 8, 9, 4, 7, 6, 2, 9, 1][:4 * world]
+    planned, other = cuts(lens, world, MicroBatchLimits(rows, tokens))
+    for cut in (planned, other):
+        assert sorted(i for rank in cut.parts for part in rank for i in part) == list(range(len(lens)))
+        assert len({len(rank) for rank in cut.parts}) == 1 and len(cut.parts) == world
+        assert all(len(part) <= max(rows, 2) for rank in other.parts for part in rank)
+    assert planned != other
+    if world > 1:
+        assert other.ranks == (world + 1) // 2 and planned.ranks == world
+
+
+def test_there_may_be_no_second_cut():
+    planned, other = cuts([5, 5], 1, MicroBatchLimits(1, 5))
+    assert planned == other
+
+
+def cut(ranks, micro_batches, world=2):
+    """A cut with so many micro-batches on so many ranks."""
+    parts = [[[] for _ in range(micro_batches)] for _ in range(world)]
+    for i in range(micro_batches):
+        parts[i % ranks][i] = [i]
+    return Cut(parts)
+
+
+@pytest.mark.parametrize("norms,word", [((1.0, 4.0), "micro-batch seems"), ((1.0, 3.0), "micro-batch seems"),
+                                        ((2.0, 1.1), "rank seems"), ((1.0, 1.02), "no ratio of counts"),
+                                        ((0.0, 1.0), "seems"), ((1.0, 0.0), "seems")])  # yapf: disable
+def test_the_suspect_is_the_nearest_count(norms, word):
+    assert word in suspect(cut(2, 2), cut(1, 8), Comparison(*norms, 1.0))
+
+
+@pytest.mark.dist
+def test_two_ranks(home, tmp_path):
+    """Sharded: a right loss passes, with a critic; one that treats a rank differently stops both ranks."""
+    (tmp_path / "reward.py").write_text(faults.REWARD, encoding="utf-8")
+    common = {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": tmp_path / "reward.py"}
+    options = {k: v for k, v in runs.BASE.items() if k != "self_test"} | common
+    good = finish(tmp_path / "good", options | {"advantage_estimator": "gae", "save_path": tmp_path / "good"}, ranks=2)
+    assert "give the same gradient of the policy" in good.output and "gradient of the critic" in good.output
+    bad = launch(tmp_path / "bad", options | {"plugin": "lightrft.tests.cut_losses", "policy_loss": "own_rank",
+                                              "advantage_estimator": "reinforce", "save_path": tmp_path / "bad"},
+                 ranks=2)  # yapf: disable
+    assert bad.wait() == [1, 1], bad.output
+    assert "depends on how the batch is cut" in bad.output and "Traceback" not in bad.output
