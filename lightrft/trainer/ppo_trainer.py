@@ -101,12 +101,12 @@ class PPOTrainer(BaseTrainer):
             self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
 
     def extra_state(self) -> dict[str, Any]:
-        """Sampler position, groups carried over, KL and entropy coefficients, reward normalisation, bad steps in a row."""
+        """Sampler position, groups carried over, coefficients, reward normalisation, bad steps in a row."""
         return {
-            "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(), "entropy":
-            self.entropy.state_dict(), "calculator":
-            self.maker.calculator.state_dict(), "update": self.update.state_dict()
-        }
+            "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(),
+            "entropy": self.entropy.state_dict(), "calculator": self.maker.calculator.state_dict(),
+            "update": self.update.state_dict()
+        }  # yapf: disable
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`extra_state`."""
