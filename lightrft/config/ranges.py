@@ -24,6 +24,7 @@ RANGES: dict[str, str] = {
     "prompt_max_len": COUNT,
     "generate_max_len": COUNT,
     "temperature": POSITIVE,
+    "first_token_temperature": POSITIVE,
     "top_p": PROBABILITY,
     "top_k": OFF_AT_ZERO,
     "min_p": "[0, 1)",

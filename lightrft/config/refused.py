@@ -27,8 +27,6 @@ REFUSED: dict[str, str] = {
     "disable_engine_sleep": _ENGINE,
     "rm_use_engine": _RM_ENGINE,
     "rm_engine_cudagraph": _RM_ENGINE,
-    "use_fire": "FIRE sampling is not part of this release; use --temperature and --top_p",
-    "first_token_temperature": "FIRE sampling is not part of this release; use --temperature",
     "max_len": "use --prompt_max_len and --generate_max_len",
     # attention, packing, log-probs
     "packing_samples": _ALWAYS_PACKED,

@@ -80,6 +80,9 @@ class RolloutConfig:
         "rollout steps; the last may leave out its steps. Evaluation always allows the longest")
     temperature: float = option(
         1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature")
+    use_fire: bool = option(
+        False, "FIRE sampling: draw the first token of a response at --first_token_temperature (best with --top_k)")
+    first_token_temperature: float = option(10.0, "temperature of the first token under --use_fire")
     top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off")
     top_k: int = option(0, "keep the k most likely tokens; 0 is off")
     min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off")
@@ -148,9 +151,9 @@ class AlgorithmConfig:
     """Advantage, loss and regularisation."""
     recipe: str | None = option(None, "set the options of a paper's method at once; flags and YAML keys win",
                                 tuple(RECIPES))
-    semantics: str = option(
-        "lightrft", "give names that mean different mathematics in different trainers the meaning of this one",
-        tuple(SEMANTICS))
+    semantics: str = option("lightrft",
+                            "give names that mean different mathematics in different trainers the meaning of this one",
+                            tuple(SEMANTICS))
     advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
     policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")

@@ -187,6 +187,9 @@ def _rollout(c: Config) -> Iterator[str]:
     yield from length_problems(c)
     if any(not text for text in c.rollout.stop):
         yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
+    if c.rollout.use_fire and c.rollout.first_token_temperature == c.rollout.temperature:
+        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: that is --temperature, so --use_fire "
+               "changes nothing; set it above, e.g. 10, or drop --use_fire")
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
         yield ("--dynamic_sampling True: one response per prompt never differs, so no batch would ever fill; nearest "
                "valid value: --n_samples_per_prompt 2, or drop it")

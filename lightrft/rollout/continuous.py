@@ -43,6 +43,8 @@ class Generation:
     def __init__(self, model: nn.Module, cache: KVCache, requests: list[Request], params: SamplingParams, stop: Tensor,
                  on_finished: Finished) -> None:
         self.model, self.cache, self.params, self.on_finished = model, cache, params, on_finished
+        self.first = params if params.first_temperature is None else replace(params,
+                                                                             temperature=params.first_temperature)
         self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
         self.requests, self.decode = requests, Decode(cache)
         sizes = np.array([len(r.seeds) for r in requests])
@@ -67,7 +69,7 @@ class Generation:
         self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
         self.state[_SAMPLE] = self.num_samples
         self.noise = None
-        if self.params.temperature > 0.0:
+        if max(self.params.temperature, self.first.temperature) > 0.0:
             self.noise = torch.zeros(slots, width, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(self.num_samples + 1, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
@@ -145,7 +147,7 @@ class Generation:
             self.noise[index] = torch.from_numpy(uniforms(seeds, self.params.max_new_tokens)).to(device)
         self.owner[slots], self.count[slots], self.moved = samples, 1, True
         self.live = max(self.live, int(slots.max()) + 1)
-        done = self._record(state, logits, None if self.noise is None else self.noise[index, 0])
+        done = self._record(state, logits, None if self.noise is None else self.noise[index, 0], self.first)
         self.state[:, index] = state
         self._retire(slots[done.cpu().numpy()])
 
@@ -165,7 +167,7 @@ class Generation:
         self.decode.advance(state[_COLUMN], int(self.count[:live].max()))
         logits = self._forward(state[_TOKEN], state[_POSITION], self.decode, 0)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
-        done = self._record(state, logits, noise)
+        done = self._record(state, logits, noise, self.params)
         self.count[:live] += self.owner[:live] >= 0
         finished = done.nonzero()[:, 0]
         if len(finished):
@@ -179,9 +181,9 @@ class Generation:
                             np.where(alive, self.prompt_len[owner], 0))
         self.moved = False
 
-    def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+    def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams) -> Tensor:
         """Draw and store one token per column of ``state`` [5, k], in place; which responses ended, bool [k]."""
-        tokens, logprobs = sample(logits, noise, self.params)
+        tokens, logprobs = sample(logits, noise, params)
         where = (state[_SAMPLE], state[_COLUMN] + 1)
         self.tokens[where], self.logprobs[where] = tokens, logprobs
         state[_TOKEN] = tokens

@@ -11,13 +11,17 @@ from lightrft.utils.errors import UserError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+
+    ``first_temperature``: of the first token of a response (FIRE, arXiv:2410.21236); None: the same.
+    """
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    first_temperature: float | None = None
 
 
 @dataclass(frozen=True)

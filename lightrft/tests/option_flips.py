@@ -119,6 +119,8 @@ FLIPS: dict[str, Flip] = {
     "rollout_batch_size": Flip(2, metric("rollout/prompts"), {"train_batch_size": 4}),
     "n_samples_per_prompt": Flip(4, metric("rollout/samples")),
     "dynamic_sampling": Flip(True, keys),
+    "use_fire": Flip(True, said("response")),
+    "first_token_temperature": Flip(2.0, said("response"), {"use_fire": True}),
     "max_gen_rounds": Flip(2, metric("rollout/rounds"), {"dynamic_sampling": True, "zero_spread": 10.0}),
     "prompt_max_len": Flip(12, train_prompts),
     "generate_max_len": Flip(5, metric("rollout/response_len/max")),
@@ -198,6 +200,7 @@ FLIPS: dict[str, Flip] = {
     "actor_learning_rate": Flip(1e-2, weights),
     "critic_learning_rate": Flip(1e-2, metric("critic/lr"), GAE),
     "freezing_actor_steps": Flip(1, weights, GAE | TWO),
+    "self_test": Flip(True, keys),
     # eval
     "eval_steps": Flip(1, steps, TWO | EVAL),
     "eval_at_start": Flip(True, steps, EVAL),

@@ -121,7 +121,8 @@ class NaiveExperienceMaker:
         self.greedy = greedy
         rollout = config.rollout
         self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
-                                       rollout.min_p, stop_token_ids(rollout.stop, tokenizer))
+                                       rollout.min_p, stop_token_ids(rollout.stop, tokenizer),
+                                       rollout.first_token_temperature if rollout.use_fire else None)
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
 
     def limit_responses(self, max_len: int) -> None:

@@ -3,42 +3,45 @@ from torch import Tensor
 
 from lightrft.config.schema import Config
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
+from lightrft.ops.packing import shift_right
 from lightrft.ops.segment import expand
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.types import Experience
 
-NAME = "rollout/same_policy"
+_SUMS, _PEAKS = "same policy", "same policy, peaks"
 
 
 class SamePolicy:
-    """Measures the mismatch of tokens that the engine sampled with the weights of this step.
+    """Measures the mismatch of the tokens that the weights of this step sampled at the temperature of training.
 
-    Without dynamic sampling that is every token, and ``rollout/mismatch/*`` says it already; with it, groups that were
-    carried over come from older weights and really differ.
+    That is every token, and ``rollout/mismatch/*`` says it already, but for two options. Dynamic sampling carries over
+    groups of older weights; FIRE draws first tokens at a temperature of their own. Those really differ.
     """
 
     def __init__(self, config: Config) -> None:
-        self.apart = config.rollout.dynamic_sampling  # whether some tokens are not of this kind
-        self.version = 0  # of the weights that generated the rollout of this step
+        self.fire = config.rollout.use_fire
+        self.apart = self.fire or config.rollout.dynamic_sampling  # whether some tokens are not of this kind
+        self.version = 0  # of the weights that generate the rollout of this step
 
     def mask(self, exp: Experience) -> Tensor:
         """bool [T]: those tokens."""
-        return exp.loss_mask & expand(exp.weight_version == self.version, exp.cu_seqlens, exp.num_tokens)
+        mask = exp.loss_mask & expand(exp.weight_version == self.version, exp.cu_seqlens, exp.num_tokens)
+        return mask & shift_right(exp.loss_mask, exp.cu_seqlens) if self.fire else mask
 
     def add(self, sums: MetricSums, exp: Experience) -> None:
         """Count a micro-batch whose old log-probs are known."""
         if self.apart:
             totals, peaks = mismatch_sums(exp.old_logprobs, exp.rollout_logprobs, self.mask(exp))
-            sums.add_vector(NAME, totals)
-            sums.peak(f"{NAME}/peaks", peaks)
+            sums.add_vector(_SUMS, totals)
+            sums.peak(_PEAKS, peaks)
 
     def metrics(self, sums: MetricSums) -> dict[str, float]:
-        """``rollout/same_policy/{tokens,abs_logp_mean,abs_dp_max}``."""
+        """The number of these tokens, and what the step facts look at."""
         if not self.apart:
             return {}
-        totals = sums.vector(NAME)
-        found = mismatch_metrics(totals, sums.vector(f"{NAME}/peaks"))
+        found = mismatch_metrics(sums.vector(_SUMS), sums.vector(_PEAKS))
         return {
-            f"{NAME}/tokens": totals[0].item(),
-            **{f"{NAME}/{key}": found[key] for key in ("abs_logp_mean", "abs_dp_max")}
+            "rollout/same_policy/tokens": sums.vector(_SUMS)[0].item(),
+            "rollout/same_policy/abs_logp_mean": found["abs_logp_mean"],
+            "rollout/same_policy/abs_dp_max": found["abs_dp_max"],
         }

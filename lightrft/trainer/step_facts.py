@@ -23,10 +23,9 @@ def facts_are_measured(metrics: dict[str, float]) -> bool:
 def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool) -> None:
     """Check the first step in which a process trains the policy.
 
-    Engine and trainer agree on the tokens that were sampled as they are trained (:data:`LIMITS`); the ratio of the first
-    optimizer step is 1
-    (exactly, when old log-probs ran on the same packs; not with dropout); in a ``fresh`` run with a
-    reference the KL to it is 0 as well.
+    Engine and trainer agree on the tokens that were sampled as they are trained (:data:`LIMITS`, :class:`SamePolicy`);
+    the ratio of the first optimizer step is 1 (exactly, when old log-probs ran on the same packs; not with dropout); in
+    a ``fresh`` run with a reference the KL to it is 0 as well.
 
     Raises:
         StepFactError: naming the number, its limit and what to look at.
@@ -38,8 +37,8 @@ def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool) -> 
     if not dropout and not bypasses(config):  # else the ratio is the mismatch
         facts += [("policy/first_ratio_gap", exact, "the old log-probs and the update see different numbers")]
     if full_support and not dropout:
-        measured = "rollout/same_policy" if SamePolicy(config).apart else "rollout/mismatch"
-        facts += [(f"{measured}/{key}", limit[config.model.bf16],
+        measured = "same_policy" if SamePolicy(config).apart else "mismatch"
+        facts += [(f"rollout/{measured}/{key}", limit[config.model.bf16],
                    "the engine does not sample from the weights that are trained") for key, limit in LIMITS.items()]
     if fresh and config.algorithm.init_kl_coef > 0 and config.model.ref_pretrain in (None, config.model.pretrain):
         facts.append(("policy/first_kl_ref", exact, "the reference is not the model that training starts from"))
