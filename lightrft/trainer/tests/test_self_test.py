@@ -3,6 +3,7 @@ import itertools
 import re
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_a_run_stops_before_it_has_learnt_anything(home, tmp_path):
     with pytest.raises(SelfTestError, match="4 micro-batches: norm .*\n.*2 micro-batches: norm"):
         trainer.fit()
     assert trainer.step == 0 and all(torch.equal(v, before[k]) for k, v in runs.weights(trainer, "actor").items())
+
+
+def test_the_report_in_the_docs_is_a_real_one(parts):
+    page = Path(self_test.__file__).parents[2] / "docs" / "safety.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    shown = page.read_text(encoding="utf-8").split("```")[1]
+    text = message(parts, policy_loss="own_tokens", use_kl_loss=False)
+    assert re.sub(r"[\d.]+", "#", shown).strip() == re.sub(r"[\d.]+", "#", text).strip()
 
 
 def test_a_critic_with_such_a_loss(home, tmp_path):
