@@ -126,7 +126,7 @@ def draw_all(results: Results, png: Path) -> None:
     lines = -(-len(found) // columns)
     figure = Figure(figsize=(1.75 * columns, 1.5 * lines + 0.3), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
     reference = next(iter(found.values()))
     for panel, (name, seeds) in zip(panels, found.items()):
         panel.plot(*average(reference, "held_out"), color="0.7", linewidth=3)
@@ -135,7 +135,7 @@ def draw_all(results: Results, png: Path) -> None:
         panel.set_title(name.split("=")[-1], fontsize=9)
         panel.set_ylim(0, 1.02)
         panel.grid(alpha=0.25)
-    for panel in list(panels)[len(found):]:
+    for panel in panels[len(found):]:
         panel.axis("off")
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("held-out accuracy", fontsize=9)

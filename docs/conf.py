@@ -16,6 +16,7 @@ release = lightrft.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
+smartquotes_action = "qe"  # two hyphens begin a flag
 html_theme = "furo"
 html_title = f"lightrft {release}"
 exclude_patterns = ["_build", "generated/*.md", "generated/algorithms"]  # the tables are included by other pages
