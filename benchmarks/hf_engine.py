@@ -1,12 +1,13 @@
 """HFEngine against ``model.generate``: the same model, prompts, threads and key-value memory, paired in one run.
 
-    python benchmarks/hf_engine.py [--repeats 3] [--rows 64] [--prompt 128] [--threads 2]
+    python benchmarks/hf_engine.py [--repeats 3] [--seconds 40] [--rows 64] [--prompt 128] [--threads 2]
 
 The model announces a number, drawn log-uniformly from 8 to 256, and counts down from it to its end token: lengths are
 its own, and spread over that range within every group. Its embedding and head are written down rather than trained
 (attention and MLP run as in any model, their last matrices are 0). For equal lengths it runs without an end token.
 ``generate`` gets static batches of as many rows as the memory holds at the longest length (its best case: prompts of
-one length, no padding, no log-probs); the engine gets the same bytes.
+one length, no padding, no log-probs); the engine gets the same bytes. 64 prompts x 8 samples, 32 x 8 for the larger
+model; about three minutes on two free cores.
 """
 import argparse
 import random
@@ -24,6 +25,8 @@ from lightrft.rollout.hf_engine import HFEngine
 
 SHORTEST, LONGEST = 8, 256
 END = 0  # token n > 0 says "n are left"; the prompts use the tokens after LONGEST
+SAMPLES = 8
+PROMPTS = {"quickstart": 64, "hidden 256": 32}
 SIZES = {
     "quickstart": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
     "hidden 256": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
@@ -88,8 +91,8 @@ def compare(model: PreTrainedModel, requests: list[Request], args: argparse.Name
     kv_bytes = args.rows * (args.prompt + new - 1) * per_token
     run_engine(model, requests[:2], kv_bytes, 4, end), run_generate(model, requests[:2], args.rows, 4, end)  # warm up
     clock = time.process_time if args.cpu_clock else time.perf_counter
-    slow, fast = [], []
-    for _ in range(args.repeats):
+    slow, fast, start = [], [], time.perf_counter()
+    while not fast or (len(fast) < args.repeats and time.perf_counter() - start < args.seconds):
         slow.append(timed(clock, run_generate, model, requests, args.rows, new, end))
         fast.append(timed(clock, run_engine, model, requests, kv_bytes, new, end))
     return {
@@ -110,7 +113,8 @@ def spread(lengths: list[int]) -> str:
 def main() -> None:
     """Print one line per model and kind of lengths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="paired repetitions")
+    parser.add_argument("--repeats", type=int, default=3, help="most paired repetitions of a line")
+    parser.add_argument("--seconds", type=float, default=40, help="after these a line begins no further repetition")
     parser.add_argument("--rows", type=int, default=64,
                         help="rows of generate's static batches; sets the memory of both")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
@@ -121,16 +125,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rng = random.Random(1)
     requests = [
-        Request([LONGEST + 1 + rng.randrange(32) for _ in range(args.prompt)], [8 * i + j for j in range(8)])
-        for i in range(64)
+        Request([LONGEST + 1 + rng.randrange(32)
+                 for _ in range(args.prompt)], [SAMPLES * i + j for j in range(SAMPLES)])
+        for i in range(max(PROMPTS.values()))
     ]
-    print("64 prompts x 8 samples; tokens/s are medians; lengths are min / mean / max")
+    print(f"{SAMPLES} samples per prompt; tokens/s and ratio are medians; lengths are min / mean / max")
     print(f"{'model':<12}{'lengths':<9}{'KV MiB':>7}{'generate':>10}{'engine':>9}{'ratio':>8}  {'all ratios':<20}"
           f"{'engine lengths':<18}generate lengths")
     for name, size in SIZES.items():
         model = counting_model(size)
         for kind, end in (("natural", END), ("equal", None)):
-            r = compare(model, requests, args, end)
+            r = compare(model, requests[:PROMPTS[name]], args, end)
             ratios, ratio = " ".join(f"{each:.2f}" for each in r["ratios"]), statistics.median(r["ratios"])
             print(
                 f"{name:<12}{kind:<9}{r['MiB']:>7.1f}{r['generate']:>10.0f}{r['engine']:>9.0f}"
