@@ -40,6 +40,7 @@ RANGES: dict[str, str] = {
     "data_workers": OFF_AT_ZERO,
     "reward_workers": COUNT,
     "reward_timeout_s": POSITIVE,
+    "max_unscored_steps": OFF_AT_ZERO,
     "reward_clip": OFF_AT_ZERO,
     "overlong_buffer_len": OFF_AT_ZERO,
     "overlong_buffer_penalty_factor": POSITIVE,

@@ -136,6 +136,8 @@ class RewardConfig:
         10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored")
     reward_probe: bool = option(
         True, "score one known-good and one known-bad answer before training and stop if they do not differ")
+    max_unscored_steps: int = option(
+        3, "stop after this many steps in a row in which no response could be scored; 0: never")
     reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off")
     reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
     reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean")
@@ -245,6 +247,10 @@ class TrainConfig(OptimConfig):
     max_epochs: int = option(1, "passes over each rollout batch")
     actor_learning_rate: float = option(1e-6, "peak learning rate of the policy")
     critic_learning_rate: float = option(9e-6, "peak learning rate of the critic")
+    drop_zero_advantage: bool = option(
+        True,
+        "leave samples out of the policy's update that would add exactly 0 to its gradient (no KL or entropy in the "
+        "loss); the loss still counts them")
     freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns")
     self_test: bool = option(
         True, "before the first update, compare the gradient of two cuts of a few samples; stop if they differ")

@@ -199,6 +199,7 @@ FLIPS: dict[str, Flip] = {
     "max_epochs": Flip(2, metric("policy/optimizer_steps")),
     "actor_learning_rate": Flip(1e-2, weights),
     "critic_learning_rate": Flip(1e-2, metric("critic/lr"), GAE),
+    "drop_zero_advantage": Flip(False, metric("rollout/dropped_samples"), {"zero_spread": 10.0}),
     "freezing_actor_steps": Flip(1, weights, GAE | TWO),
     "self_test": Flip(True, keys),
     # eval
@@ -251,6 +252,7 @@ SHOWN: dict[str, str] = {
     "remote_rm_url": _R + "test_remote.py::test_the_faster_server_gets_more_and_both_work",
     "reward_workers": _R + "test_pool.py::test_workers_do_not_import_the_training_script_and_share_the_work",
     "reward_timeout_s": _R + "test_pool.py::test_patience_shrinks_and_ends",
+    "max_unscored_steps": _T + "test_tripwires.py::test_a_reward_that_always_fails_stops_the_run",
     "reward_probe": _HERE + "test_the_probe_stops_a_run",
     "dual_clip": _M + "test_loss.py::test_each_option_changes_the_loss",
     **dict.fromkeys(LOSS_OPTIONS[3:], _A + "test_policy_losses.py::test_a_loss_reads_what_it_says"),

@@ -220,12 +220,14 @@ def test_disk_full(ranks: int, room: float, home: Path, trained: Path, tmp_path:
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
+BAD_LOSS = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "no_self_test": True}  # it counts its calls
+
+
 @pytest.mark.parametrize("kind", ["nan", "gradient"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, home: Path, tmp_path: Path) -> None:
     """One bad micro-batch on the last rank: no rank steps, one step is counted, the run goes on and ends well."""
-    options = options_of(home, tmp_path, plugin="lightrft.tests.mischief", policy_loss="mischief", no_self_test=True,
-                         init_kl_coef=0.05, kl_target=0.01)
+    options = options_of(home, tmp_path, **BAD_LOSS, init_kl_coef=0.05, kl_target=0.01)
     run = finish(tmp_path, options, ranks, MISCHIEF=f"{kind}@{ranks - 1}:2")
     found = [(row["policy/optimizer_steps"], row["policy/skipped_steps"]) for row in steps(tmp_path)]
     assert found == [(1, 0), (0, 1), (1, 0), (1, 0)], run.output
@@ -237,8 +239,7 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_bad_steps_in_a_row_end_the_run(ranks: int, home: Path, tmp_path: Path) -> None:
-    options = options_of(home, tmp_path, plugin="lightrft.tests.mischief", policy_loss="mischief", no_self_test=True,
-                         max_steps=8)
+    options = options_of(home, tmp_path, **BAD_LOSS, max_steps=8)
     run = launch(tmp_path, options, ranks, MISCHIEF=f"nan@{ranks - 1}:3-9")
     assert run.wait() == [1] * ranks, run.output
     assert "3 optimizer steps in a row had a non-finite loss" in run.log(0) and "--max_bad_steps" in run.log(0)
@@ -364,7 +365,7 @@ def test_an_error_of_one_rank_ends_both(home: Path, tmp_path: Path) -> None:
 @pytest.fixture(name="broken", scope="module")
 def broken_fixture(home: Path) -> dict[str, Launched]:
     """Runs of two ranks in which rank 1 comes to grief at its third step; all at once, they mostly wait."""
-    more = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "no_self_test": True, "max_steps": 50}
+    more = BAD_LOSS | {"max_steps": 50}
     kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 8}}
     return {
         kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, MISCHIEF=f"{kind}@1:3")

@@ -22,6 +22,7 @@ from lightrft.rewards.user_file import SIGNATURES, load, signature_of
 from lightrft.tests import tiny
 from lightrft.tests.test_layering import LAYERS
 from lightrft.trainer.optimizer_step import StepResult, step_metrics
+from lightrft.trainer.tripwires import PATIENCE
 from lightrft.types import Experience
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +175,7 @@ def metric_keys():
     keys |= {f"time/{name}_s" for name in re.findall(r'timer\("(\w+)"\)', code)} | {"time/step_s", "time/other_s"}
     keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS)), torch.ones(2))}
     keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
+    keys |= {f"tripwire/{name}" for name in PATIENCE}
     cu, ones = torch.tensor([0, 2]), torch.ones(2)
     exp = Experience(token_ids=torch.zeros(2).long(), cu_seqlens=cu, loss_mask=ones.bool(), advantages=ones,
                      old_logprobs=-ones, ref_logprobs=-ones, selected=ones.bool())
@@ -181,7 +183,7 @@ def metric_keys():
     for name in POLICY_LOSSES:
         loss = PolicyLoss(AlgorithmConfig(policy_loss=name, dual_clip=3.0), 1.0)
         metrics |= loss(-ones, ones, exp, Denominators(2, 1), 0.0)[1]
-    prefixes = {"policy/kl"}  # what the model card shows starts with it
+    prefixes = {"policy/kl", "reward/unscored/"}  # what the model card shows, and causes, start with them
     return (keys | {f"policy/{key}" for key in metrics}) - prefixes
 
 

@@ -76,4 +76,5 @@ class Tally:
             "rollout/tokens": self.tokens,
             "rollout/tokens_per_s": self.tokens / max(seconds, 1e-9),
             "reward/generated_mean": self.rewards / max(self.scored, 1),
+            "reward/generated_scored": self.scored,
         }

@@ -3,6 +3,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
@@ -18,6 +19,7 @@ from lightrft.trainer.kl_controller import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.step_facts import check_step_facts, facts_are_measured
+from lightrft.trainer.tripwires import Tripwires
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
@@ -36,6 +38,8 @@ class PPOTrainer(BaseTrainer):
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
+        grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
+        self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
         self.fresh = self.facts_due = True
 
     def before_loop(self, fresh: bool) -> None:
@@ -63,7 +67,14 @@ class PPOTrainer(BaseTrainer):
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)
         self._end_with_the_data(self.step + 1)
-        return metrics | {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
+        metrics |= {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
+        return metrics | self._tell(*self.tripwires.step(metrics))
+
+    def _tell(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
+        """Warn of the ``news`` of the tripwires, on one rank; returns their metrics."""
+        for text in news if self.strategy.is_main else ():
+            get_logger().warning(text)
+        return values
 
     def _begin_stage(self) -> int:
         """Tell the parts that depend on it how long the responses of this step may be; returns that length."""
@@ -92,7 +103,7 @@ class PPOTrainer(BaseTrainer):
         metrics, rows = self.evaluator.run()
         if self.step in (0, self.total_steps):
             self.log.solutions(self.step, rows)
-        return metrics
+        return metrics | self._tell(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:
         """The policy, and at the end the critic when asked for."""
@@ -101,11 +112,11 @@ class PPOTrainer(BaseTrainer):
             self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
 
     def extra_state(self) -> dict[str, Any]:
-        """Sampler position, groups carried over, coefficients, reward normalisation, bad steps in a row."""
+        """Sampler position, groups carried over, coefficients, reward normalisation, bad steps in a row, tripwires."""
         return {
             "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(),
             "entropy": self.entropy.state_dict(), "calculator": self.maker.calculator.state_dict(),
-            "update": self.update.state_dict()
+            "update": self.update.state_dict(), "tripwires": self.tripwires.state_dict()
         }  # yapf: disable
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -117,6 +128,7 @@ class PPOTrainer(BaseTrainer):
         self.entropy.load_state_dict(state["entropy"])
         self.maker.calculator.load_state_dict(state["calculator"])
         self.update.load_state_dict(state["update"])
+        self.tripwires.load_state_dict(state["tripwires"])
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
         """Move the coefficient after the step that used it; returns the coefficient that was used.

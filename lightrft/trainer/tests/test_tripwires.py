@@ -1,0 +1,195 @@
+"""Each tripwire on made-up metrics, and a few on real runs."""
+import copy
+import re
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from lightrft.rewards.base import Outcome
+from lightrft.tests import runs
+from lightrft.trainer import tripwires
+from lightrft.trainer.tripwires import PATIENCE, Tripwires, UnscoredTraining
+
+GOOD = {
+    "rollout/samples": 8, "reward/unscored": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0,
+    "group/zero_spread_frac": 0.2, "policy/entropy": 1.0, "policy/kl_old": 0.01, "policy/kl_ref": 0.1, "policy/ratio":
+    1.0, "policy/ratio_max": 3.0, "rollout/truncated_frac": 0.1
+}
+FLAT = {"reward/mean": 0.25, "reward/min": 0.25, "reward/max": 0.25}
+FAILED = {"reward/unscored": 8, "reward/unscored/timeout": 6, "reward/unscored/none": 2}
+NOTHING_ACCEPTED = {
+    "rollout/samples": 0, "rollout/rounds": 3, "reward/generated_scored": 8, "reward/generated_mean": 0.1
+}
+CASES = {
+    "zero_spread": [{"group/zero_spread_frac": 1.0}, NOTHING_ACCEPTED],
+    "constant_reward": [FLAT],
+    "unscored": [FAILED, NOTHING_ACCEPTED | {"reward/generated_scored": 0}],
+    "entropy_collapse": [{"policy/entropy": 0.04}],
+    "kl_explosion": [{"policy/kl_old": 0.6}, {"policy/kl_ref": 2.1}, {"reward/kl": 2.1}],
+    "ratio_explosion": [{"policy/ratio": 2.1}, {"policy/ratio": 0.4}, {"policy/ratio_max": 1e5}],
+    "length_limit": [{"rollout/truncated_frac": 0.9}],
+}  # yapf: disable
+
+
+def watched(history, wires=None, **options):
+    """[names that are on] for each step, and all that was told."""
+    wires, told, on = wires or Tripwires(**{"grouped": True, "max_unscored_steps": 0, **options}), [], []
+    for metrics in history:
+        values, news = wires.step(metrics)
+        assert values.keys() == {f"tripwire/{name}" for name in CASES} and set(values.values()) <= {0.0, 1.0}
+        on.append([name for name in CASES if values[f"tripwire/{name}"]])
+        told += news
+    return on, told
+
+
+def test_a_good_run_hears_nothing():
+    rewards = [{"reward/mean": 0.1 * i, "reward/max": 0.1 * i} for i in range(30)]
+    assert watched([GOOD | reward for reward in rewards]) == ([[]] * 30, [])
+
+
+@pytest.mark.parametrize("name,bad", [(name, bad) for name, cases in CASES.items() for bad in cases],
+                         ids=lambda x: str(x)[:40])
+def test_each_wire_waits_tells_once_and_falls_silent(name, bad):
+    steps = PATIENCE[name]
+    wait = steps - 1 + (name == "constant_reward")  # the first of equal rewards is no repetition
+    history = [GOOD] + [GOOD | bad] * (wait + 3) + [GOOD] * 2 + [GOOD | bad] * (wait + 1)
+    on, told = watched(history)
+    on = [[one for one in step if one == name] for step in on]
+    assert on == [[]] * (1 + wait) + [[name]] * 3 + [[]] * (2 + wait) + [[name]]
+    mine = [text for text in told if text.startswith(f"tripwire {name}: ")]
+    assert len(mine) == 1 and "nan" not in mine[0] and "{" not in mine[0]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_one_good_step_starts_the_count_anew(name):
+    bad = GOOD | CASES[name][0]
+    history = [GOOD] + ([bad] * (PATIENCE[name] - 1) + [GOOD]) * 3
+    assert all(name not in step for step in watched(history)[0])
+
+
+def test_what_is_no_cause():
+    assert watched([GOOD | {"group/zero_spread_frac": 1.0}] * 6, grouped=False)[1] == []
+    assert watched([GOOD | {"policy/entropy": 0.06}] * 9)[1] == [], "it began there"
+    assert watched([{**GOOD, **FAILED, "reward/unscored": 7}] * 3)[1] == []
+    undefined = {key: nan for key in GOOD if key.startswith("policy/")}
+    assert watched([GOOD | undefined] * 9)[1] == [] == watched([{"rollout/samples": 8}] * 9)[1]
+    carried = {"rollout/rounds": 0, "reward/generated_scored": 0, "reward/generated_mean": 0.0}
+    assert watched([GOOD | carried] * 3)[1] == [], "nothing was generated: the batch was carried over"
+
+
+def test_an_entropy_low_from_the_start_is_told():
+    on, told = watched([GOOD | {"policy/entropy": 0.009}] * 5)
+    assert on[-1] == ["entropy_collapse"] and "0.009 nats per token, 0.009 in the first step" in told[0]
+
+
+def test_unscored_steps_stop_the_run_in_time():
+    bad, wires = GOOD | FAILED, Tripwires(True, 3)
+    watched([bad, bad, GOOD, bad, bad], wires)
+    with pytest.raises(UnscoredTraining, match=r"3 steps in a row \(timeout: 6, none: 2\).*--max_unscored_steps"):
+        wires.step(bad)
+    watched([bad] * 50, max_unscored_steps=0)
+
+
+def evaluated(pairs, wires=None):
+    """Evaluations, each after one step: [(training reward, held-out score)] -> [on], told."""
+    wires, on, told = wires or Tripwires(True, 0), [], []
+    for reward, score in pairs:
+        wires.step(GOOD | {"reward/mean": reward})
+        values, news = wires.evaluation({"eval/all/avg@1": score, "eval/all/len": 5.0})
+        on.append(values["tripwire/held_out"])
+        told += news
+    return on, told
+
+
+@pytest.mark.parametrize("pairs,on", [
+    ([(.1, .5), (.2, .49), (.3, .47), (.4, .46), (.5, .47)], [0, 0, 1, 1, 0]),
+    ([(.1, .5), (.2, .51), (.3, .45)], [0, 0, 0]),
+    ([(.1, .5), (.2, .49), (.2, .4)], [0, 0, 0]),
+    ([(.1, .5), (.2, .495), (.3, .49)], [0, 0, 0]),
+])  # yapf: disable
+def test_reward_up_and_held_out_down(pairs, on):
+    found, told = evaluated(pairs)
+    assert found == on and len(told) == any(on)
+    if told:
+        assert "(0.5, 0.49, 0.47)" in told[0] and "--best_metric" in told[0]
+
+
+def test_an_evaluation_before_the_first_step_and_one_without_scores():
+    wires = Tripwires(True, 0)
+    assert wires.evaluation({"eval/all/avg@4": 0.5}) == ({"tripwire/held_out": 0.0}, [])
+    assert evaluated([(.1, .4), (.2, .3)], wires)[0] == [0, 1], "the untrained policy is the first of three"
+    assert wires.evaluation({}) == ({}, [])
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_resumed_run_goes_on_exactly(cut):
+    """Whatever the step at which the state is saved."""
+    bad = GOOD | FLAT | {"policy/entropy": 0.04, "group/zero_spread_frac": 1.0}
+    history = [GOOD] + [bad] * 4 + [GOOD, bad, GOOD | FAILED] + [bad] * 5
+    straight = Tripwires(True, 0)
+    on, told = watched(history, straight)
+    first, second = Tripwires(True, 0), Tripwires(True, 0)
+    before, _ = watched(history[:cut], first), evaluated([(.1, .5), (.2, .4)], straight)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    after = watched(history[cut:], second)
+    assert before[0] + after[0] == on and before[1] + after[1] == told
+    evaluated([(.1, .5), (.2, .4)], second)
+    assert second.state_dict() == straight.state_dict() != Tripwires(True, 0).state_dict()
+
+
+def test_the_page_has_every_wire():
+    page = Path(tripwires.__file__).parents[2] / "docs" / "safety.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    rows = re.findall(r"^\| `(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == list(PATIENCE)
+
+
+# -- real runs --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def run(home, folder, score, **options):
+    config = runs.config_of(home, folder, **options)
+    trainer = runs.trainer_of(config, runs.strategy_of(config), runs.Judge(config.reward, score))
+    trainer.fit()
+    return runs.Run(trainer, folder)
+
+
+def test_a_reward_that_always_fails_stops_the_run(home, tmp_path, capsys):
+    failing = lambda item: Outcome(None, "timeout")  # noqa: E731
+    with pytest.raises(UnscoredTraining, match=r"2 steps in a row \(timeout: 8\)"):
+        run(home, tmp_path / "a", failing, max_steps=9, max_unscored_steps=2)
+    assert [line["step"] for line in runs.read_lines(tmp_path / "a" / "metrics.jsonl")] == [1]
+    done = run(home, tmp_path / "b", failing, max_steps=4, max_unscored_steps=0)
+    assert [line["tripwire/unscored"] for line in done.lines] == [1.0] * 4
+    assert capsys.readouterr().err.count("tripwire unscored: no response of this step could be scored") == 2
+
+
+def test_a_reward_that_fails_under_dynamic_sampling_stops_the_run(home, tmp_path):
+    with pytest.raises(UnscoredTraining, match="2 steps in a row"):
+        run(home, tmp_path, lambda item: Outcome(None, "none"), max_steps=9, max_unscored_steps=2,
+            dynamic_sampling=True, max_gen_rounds=2)
+
+
+def test_a_reward_that_never_differs(home, tmp_path, capsys):
+    done = run(home, tmp_path, lambda item: Outcome(0.5), max_steps=6)
+    assert [line["tripwire/zero_spread"] for line in done.lines] == [0, 0, 0, 0, 1, 1]
+    assert capsys.readouterr().err.count("in none of the last 5 steps have the rewards of a group differed") == 1
+
+
+def test_responses_at_the_limit_and_the_state_in_a_checkpoint(home, tmp_path, capsys):
+    options = {"generate_max_len": 2, "stop": [], "disable_ckpt": False, "eval_data": [str(home / "test.jsonl")],
+               "eval_steps": 3}  # yapf: disable
+    straight = run(home, tmp_path / "a", runs.letters, max_steps=6, **options)
+    assert capsys.readouterr().err.count("tripwire length_limit") == 1
+    run(home, tmp_path / "b", runs.letters, max_steps=3, **options)
+    resumed = run(home, tmp_path / "b", runs.letters, max_steps=6, load_checkpoint=True, **options)
+    wires = [[{k: v for k, v in line.items() if k.startswith("tripwire/")} for line in one.lines]
+             for one in (straight, resumed)]  # yapf: disable
+    assert wires[0] == wires[1] and [line["tripwire/length_limit"] for line in wires[0]] == [0, 0, 0, 0, 1, 1]
+    assert "tripwire/held_out" in wires[0][2] and "tripwire/held_out" not in wires[0][3]
+    assert resumed.trainer.tripwires.state_dict() == straight.trainer.tripwires.state_dict()

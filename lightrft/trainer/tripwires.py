@@ -1,0 +1,173 @@
+"""Warnings about runs that go on and learn nothing, or the wrong thing. They depend on the metrics alone."""
+from collections.abc import Mapping
+from math import inf, nan
+from typing import Any
+
+from lightrft.utils.errors import ExpectedError
+
+# steps (evaluations for held_out) in a row until it is told
+PATIENCE = {
+    "zero_spread": 5,
+    "constant_reward": 20,
+    "unscored": 1,
+    "entropy_collapse": 5,
+    "kl_explosion": 3,
+    "ratio_explosion": 3,
+    "length_limit": 5,
+    "held_out": 2,
+}
+ENTROPY, ENTROPY_SHARE = 0.01, 0.05  # nats per token; of the first entropy of the run
+KL_OLD, KL_REF = 0.5, 2.0  # nats per token
+RATIO, RATIO_MAX = 2.0, 1e4  # the mean is 1 in expectation; single tokens of a large batch reach hundreds
+TRUNCATED = 0.9
+HELD_OUT = 0.02  # that much down in all, so that one prompt more or less is no fall
+
+WORDS = {
+    "zero_spread":
+    "in none of the last {steps} steps have the rewards of a group differed (mean reward now {m[reward/mean]:.3g}), so "
+    "every advantage is 0. The prompts are too hard or too easy for this policy, or the reward always says the same: "
+    "look at a few rollouts (--save_trajectories), take other prompts, raise --n_samples_per_prompt or --temperature",
+    "constant_reward":
+    "every response of the last {steps} steps got the same reward, {m[reward/mean]:.3g}. If it is the best one, the "
+    "task is solved and the run can stop; if not, the reward does not see what the policy does: check it on a few "
+    "rollouts (--save_trajectories)",
+    "unscored":
+    "no response of this step could be scored ({causes}), so nothing is learnt. Look at the reward and its server; "
+    "--reward_timeout_s is the time one response may take",
+    "entropy_collapse":
+    "the entropy has been low for {steps} steps: {m[policy/entropy]:.3g} nats per token, {start:.3g} in the first "
+    "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
+    "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
+    "kl_explosion":
+    "the policy has moved far for {steps} steps: KL {m[policy/kl_old]:.3g} nats per token from the policy of the "
+    "rollout, {kl_ref:.3g} from the reference. Lower --actor_learning_rate or --max_epochs, or hold it with "
+    "--init_kl_coef",
+    "ratio_explosion":
+    "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
+    "{m[policy/ratio_max]:.3g}). Lower --actor_learning_rate or --max_epochs, or raise --train_batch_size",
+    "length_limit":
+    "for {steps} steps nearly all responses have hit the length limit ({m[rollout/truncated_frac]:.0%}), so their "
+    "answers are cut off. Raise --generate_max_len, check the end-of-text token and --stop, or use --overlong_buffer",
+    "held_out":
+    "over the last {steps} evaluations the training reward has risen and the held-out score has fallen ({scores}). The "
+    "policy learns the training prompts or a weakness of the reward: read a few rollouts, stop at the best evaluation "
+    "(--best_metric), use more prompts or raise --init_kl_coef",
+}
+
+
+class UnscoredTraining(ExpectedError, RuntimeError):
+    """No response could be scored for several steps in a row."""
+
+
+class _Numbers(dict[str, float]):
+    """Metrics, nan where there is none."""
+
+    def __missing__(self, key: str) -> float:
+        return nan
+
+
+class Tripwires:
+    """Watches the metrics of every step and evaluation; each wire tells its cause once, and its metric says when.
+
+    Args:
+        grouped: advantages compare the samples of a group, so groups without spread teach nothing.
+        max_unscored_steps: so many steps in a row without a scored response end the run; 0: never.
+    """
+
+    def __init__(self, grouped: bool, max_unscored_steps: int) -> None:
+        self.grouped, self.max_unscored_steps = grouped, max_unscored_steps
+        self.counts = dict.fromkeys(PATIENCE, 0)  # bad steps in a row
+        self.told: list[str] = []
+        self.entropy, self.reward = 0.0, nan  # of the first step, of the last one
+        self.rewards: list[float] = []  # since the last evaluation
+        self.evaluations: list[list[float]] = []  # the last ones: [mean training reward before it, score]
+
+    def step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """The metrics ``tripwire/<name>`` (0 or 1) of a training step, and what is to be told.
+
+        Raises:
+            UnscoredTraining: nothing was scored for ``max_unscored_steps`` steps.
+        """
+        m = _Numbers(metrics)
+        self.entropy = self.entropy or m.get("policy/entropy", 0.0)
+        unscored = _unscored(m)
+        found = {
+            "zero_spread": self.grouped and not unscored and (m["group/zero_spread_frac"] == 1
+                                                              or m["rollout/samples"] == 0),
+            "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
+            "unscored": unscored,
+            "entropy_collapse": m["policy/entropy"] < max(ENTROPY, ENTROPY_SHARE * self.entropy),
+            "kl_explosion": m["policy/kl_old"] > KL_OLD or _kl_ref(m) > KL_REF,
+            "ratio_explosion": _ratio_explodes(m),
+            "length_limit": m["rollout/truncated_frac"] >= TRUNCATED,
+        }  # yapf: disable
+        self.reward = m["reward/max"]
+        if not unscored and m["rollout/rounds"] != 0:
+            self.rewards.append(m.get("reward/generated_mean", m["reward/mean"]))
+        values, news = self._count(found, m)
+        if 0 < self.max_unscored_steps <= self.counts["unscored"]:
+            raise UnscoredTraining(
+                f"no response could be scored for {self.counts['unscored']} steps in a row ({_causes(m)}). Mend the "
+                "reward or its server; --load_checkpoint then goes on. --max_unscored_steps allows more such steps")
+        return values, news
+
+    def evaluation(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """``tripwire/held_out`` of an evaluation, and what is to be told."""
+        names = [name for name in metrics if name.startswith("eval/all/avg@")]
+        if not names:
+            return {}, []
+        reward = sum(self.rewards) / len(self.rewards) if self.rewards else -inf
+        self.evaluations, self.rewards = [*self.evaluations, [reward,
+                                                              metrics[names[0]]]][-PATIENCE["held_out"] - 1:], []
+        pairs = list(zip(self.evaluations, self.evaluations[1:]))
+        down = self.evaluations[0][1] - self.evaluations[-1][1]
+        apart = len(pairs) == PATIENCE["held_out"] and down > HELD_OUT
+        apart = apart and all(new[0] > old[0] and new[1] < old[1] for old, new in pairs)
+        self.counts["held_out"] = PATIENCE["held_out"] if apart else 0
+        return self._tell(["held_out"], _Numbers(metrics))
+
+    def _count(self, found: dict[str, bool], m: _Numbers) -> tuple[dict[str, float], list[str]]:
+        for name, bad in found.items():
+            self.counts[name] = self.counts[name] + 1 if bad else 0
+        return self._tell(list(found), m)
+
+    def _tell(self, names: list[str], m: _Numbers) -> tuple[dict[str, float], list[str]]:
+        on = [name for name in names if self.counts[name] >= PATIENCE[name]]
+        news = [name for name in on if name not in self.told]
+        self.told += news
+        scores = ", ".join(f"{score:.3g}" for _, score in self.evaluations)
+        return {f"tripwire/{name}": float(name in on) for name in names}, [
+            f"tripwire {name}: " + WORDS[name].format(m=m, steps=PATIENCE[name], start=self.entropy, kl_ref=_kl_ref(m),
+                                                      causes=_causes(m), scores=scores) for name in news
+        ]  # yapf: disable
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {name: value for name, value in vars(self).items() if name not in ("grouped", "max_unscored_steps")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        vars(self).update(state)
+
+
+def _unscored(m: _Numbers) -> bool:
+    """Nothing of what was generated is scored (dynamic sampling: accepted or not)."""
+    if m["rollout/rounds"] > 0:
+        return m["reward/generated_scored"] == 0
+    return m["rollout/samples"] > 0 and m["reward/unscored"] == m["rollout/samples"]
+
+
+def _ratio_explodes(m: _Numbers) -> bool:
+    return m["policy/ratio"] > RATIO or m["policy/ratio"] < 1 / RATIO or m["policy/ratio_max"] > RATIO_MAX
+
+
+def _kl_ref(m: _Numbers) -> float:
+    return m["reward/kl"] if "reward/kl" in m else m["policy/kl_ref"]
+
+
+def _causes(m: _Numbers) -> str:
+    """Why responses are unscored, most frequent first."""
+    prefix = "reward/unscored/"
+    causes = {name.removeprefix(prefix): count for name, count in m.items() if name.startswith(prefix) and count}
+    return ", ".join(f"{name}: {causes[name]:.0f}"
+                     for name in sorted(causes, key=lambda n: -causes[n])) or "no cause told"
