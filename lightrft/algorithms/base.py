@@ -57,6 +57,7 @@ class Surrogate:
     """
     fn: PolicyLossFn
     needs_old: bool = True  # its value depends on the policy of the rollout; False: it has no ratio
+    skips_zero: bool = False  # no gradient where the advantage is 0: samples without advantage need no pass
     selects: SelectFn | None = None
     reads: tuple[str, ...] | None = None  # those of config.no_effect.LOSS_OPTIONS that it reads; None: not said
 
@@ -101,12 +102,12 @@ def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False
     return add
 
 
-def policy_loss(*names: str, needs_old: bool = True, selects: SelectFn | None = None,
+def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, selects: SelectFn | None = None,
                 reads: tuple[str, ...] | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Register a policy loss under ``names`` with its requirements."""
 
     def add(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, selects, reads))
+        POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, skips_zero, selects, reads))
         return fn
 
     return add

@@ -15,7 +15,7 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("cispo", reads=("eps_clip", "eps_clip_high", "cispo_max"))
+@policy_loss("cispo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "cispo_max"))
 def cispo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask).detach()

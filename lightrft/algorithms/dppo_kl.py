@@ -19,7 +19,7 @@ from lightrft.types import Experience
 DELTA = 0.05
 
 
-@policy_loss("dppo_kl", reads=("dppo_delta", ))
+@policy_loss("dppo_kl", skips_zero=True, reads=("dppo_delta", ))
 def dppo_kl(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

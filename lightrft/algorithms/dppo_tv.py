@@ -17,7 +17,7 @@ from lightrft.types import Experience
 DELTA = 0.15
 
 
-@policy_loss("dppo_tv", reads=("dppo_delta", ))
+@policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", ))
 def dppo_tv(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

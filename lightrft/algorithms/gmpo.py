@@ -16,7 +16,7 @@ from lightrft.ops.surrogate import pessimistic, safe_log_ratio, sequence_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("gmpo", reads=("eps_clip", "eps_clip_high"))
+@policy_loss("gmpo", skips_zero=True, reads=("eps_clip", "eps_clip_high"))
 def gmpo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics); ``ratio`` is the sequence's, after clipping."""
     log_ratio, sign = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask), exp.advantages.sign()

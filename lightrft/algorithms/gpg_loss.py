@@ -15,7 +15,7 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("gpg", "reinforce", needs_old=False, reads=())
+@policy_loss("gpg", "reinforce", needs_old=False, skips_zero=True, reads=())
 def gpg(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs.detach(), exp.old_logprobs, exp.loss_mask)

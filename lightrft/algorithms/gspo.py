@@ -16,7 +16,7 @@ from lightrft.ops.surrogate import clipped_surrogate, safe_log_ratio, sequence_r
 from lightrft.types import Experience
 
 
-@policy_loss("gspo", reads=("eps_clip", "eps_clip_high"))
+@policy_loss("gspo", skips_zero=True, reads=("eps_clip", "eps_clip_high"))
 def gspo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics); ``ratio`` is the sequence's."""
     log_ratio = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

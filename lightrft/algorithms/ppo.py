@@ -15,7 +15,7 @@ from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("ppo", reads=("eps_clip", "eps_clip_high", "dual_clip"))
+@policy_loss("ppo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "dual_clip"))
 def ppo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

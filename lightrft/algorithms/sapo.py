@@ -14,7 +14,7 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("sapo", reads=("sapo_tau_pos", "sapo_tau_neg"))
+@policy_loss("sapo", skips_zero=True, reads=("sapo_tau_pos", "sapo_tau_neg"))
 def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics); nothing is clipped."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)

@@ -16,6 +16,7 @@ from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.experience_maker import Rollout, sample_seed
+from lightrft.trainer.live_samples import LiveSamples
 from lightrft.trainer.logprob_pass import bypasses
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.same_policy import SamePolicy
@@ -38,7 +39,7 @@ class PolicyUpdate:
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
-        self.same_policy = SamePolicy(config)
+        self.same_policy, self.live_samples = SamePolicy(config), LiveSamples(config)
         self.selection, self.timer = TokenSelection(config, strategy, actor), timer
         self.steps = {
             name: OptimizerStep(config.train, strategy, timer)
@@ -64,12 +65,13 @@ class PolicyUpdate:
         if self.self_test.due:
             with self.timer("self_test"):
                 self._self_test(rollout, coefs, train_actor)
-        sums, results = self._epochs(rollout, coefs, train_actor)
+        live = self.live_samples(rollout.exp)
+        sums, results = self._epochs(rollout, coefs, train_actor, live)
         if self.config.strategy.adam_offload:
             for each in prepared:
                 self.strategy.offload(each, optimizer_only=True)
         sums.reduce(self.strategy)
-        return self._metrics(sums, results, rollout.exp.num_tokens * self.config.train.max_epochs)
+        return self._metrics(sums, results, rollout.exp, live)
 
     def _self_test(self, rollout: Rollout, coefs: Coefs, train_actor: bool) -> None:
         """Whether the gradients depend on the cut; leaves no trace."""
@@ -81,8 +83,8 @@ class PolicyUpdate:
 
         self.self_test.run(rollout.exp, rollout.buffer, self.norm, models, losses_of)
 
-    def _epochs(self, rollout: Rollout, coefs: Coefs,
-                train_actor: bool) -> tuple[MetricSums, dict[str, list[StepResult]]]:
+    def _epochs(self, rollout: Rollout, coefs: Coefs, train_actor: bool,
+                live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]]]:
         sums, results = MetricSums(), {"policy": [], "critic": []}
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
         for epoch in range(self.config.train.max_epochs):
@@ -97,8 +99,9 @@ class PolicyUpdate:
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"], epoch == 0)
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
+                passes = {"policy": rollout.buffer.micro_batches(mini, live), "critic": mini.micro_batches}
                 for name, loss_of in losses.items():
-                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, mini.micro_batches,
+                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, passes[name],
                                                               denominators.tokens, loss_of))
         return sums, results
 
@@ -145,9 +148,12 @@ class PolicyUpdate:
 
         return loss_of
 
-    def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], tokens: int) -> dict[str, float]:
+    def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], exp: Experience,
+                 live: Tensor) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if results["policy"]:
+            metrics["rollout/dropped_samples"] = (~live).sum().item()
+        if results["policy"] and live.any():
             mismatch = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
             metrics |= {key: sums.mean(key) for key in sums.keys() if key.startswith("policy/")}
             metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
@@ -155,7 +161,8 @@ class PolicyUpdate:
             metrics |= self.same_policy.metrics(sums)
         if results["critic"]:
             metrics |= _critic_metrics(sums)
-        metrics["policy/trained_tokens"] = tokens * bool(results["policy"])
+        trained = exp.seq_lens[live].sum().item() * self.config.train.max_epochs
+        metrics["policy/trained_tokens"] = trained * bool(results["policy"])
         for name, steps in results.items():
             metrics |= step_metrics(name, steps) if steps else {}
         return metrics

@@ -122,6 +122,13 @@ class ReplayBuffer:
             self._epochs[number] = self._plan(number)
         return self._epochs[number]
 
+    def micro_batches(self, mini: MiniBatch, live: torch.Tensor) -> list[list[int]]:
+        """Those of this rank for the samples of ``mini`` where ``live`` [B] bool; at least one, which may be empty."""
+        samples = [sample for sample in mini.samples if live[sample]]
+        if len(samples) == len(mini.samples):
+            return mini.micro_batches
+        return plan_mini_batch(samples, self.lens, self.world, self.limits)[self.rank]
+
     def _plan(self, number: int) -> list[MiniBatch]:
         groups = mini_batches(len(self.lens), self.size, f"{self.seed}/{number}")
         return [

@@ -17,20 +17,23 @@ class StepFactError(ExpectedError, RuntimeError):
 
 def facts_are_measured(metrics: dict[str, float]) -> bool:
     """Whether the policy was trained on something that the facts can be checked on."""
-    return bool(metrics.get("policy/optimizer_steps", 0) and metrics.get("rollout/same_policy/tokens", 1))
+    return bool(
+        metrics.get("policy/optimizer_steps", 0) and metrics["policy/trained_tokens"]
+        and metrics.get("rollout/same_policy/tokens", 1))
 
 
 def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool) -> None:
     """Check the first step in which a process trains the policy.
 
     Engine and trainer agree on the tokens that were sampled as they are trained (:data:`LIMITS`, :class:`SamePolicy`);
-    the ratio of the first optimizer step is 1 (exactly, when old log-probs ran on the same packs; not with dropout); in
-    a ``fresh`` run with a reference the KL to it is 0 as well.
+    the ratio of the first optimizer step is 1 (exactly, when old log-probs ran on the same packs, which is not so where
+    samples were dropped; not with dropout); in a ``fresh`` run with a reference the KL to it is 0 as well.
 
     Raises:
         StepFactError: naming the number, its limit and what to look at.
     """
-    exact = 0.0 if on_update_packs(config) else REPACKED[config.model.bf16]
+    repacked = not on_update_packs(config) or metrics.get("rollout/dropped_samples", 0) > 0
+    exact = 0.0 if not repacked else REPACKED[config.model.bf16]
     dropout = config.model.lora_dropout > 0  # the update then sees other numbers than the passes before it
     full_support = config.rollout.top_p == 1 and not config.rollout.top_k and not config.rollout.min_p
     facts = []

@@ -70,7 +70,7 @@ def test_a_run_adapts_the_bonus_and_resumes_it(home, tmp_path):
 def test_above_the_target_there_is_no_bonus(home, tmp_path):
     options = {"entropy_target": 0.01, "entropy_coef": 0.005, "max_steps": 3}
     low, none = (runs.run(home, tmp_path / name, **values)
-                 for name, values in (("a", options), ("b", {"max_steps": 3})))
+                 for name, values in (("a", options), ("b", {"max_steps": 3, "drop_zero_advantage": False})))
     assert [line["policy/entropy_coef"] for line in low.lines] == [0, 0, 0]
     assert low.metrics["policy/entropy"] > 0.01 and "policy/entropy_coef" not in none.metrics
     assert all((value == none.weights[name]).all() for name, value in low.weights.items())

@@ -88,11 +88,11 @@ def poison(trainer, when):
     """The advantages of the updates number ``when`` are NaN, and so is their loss."""
     update, calls = trainer.update.run, []
 
-    def run(rollout, step, coef):
+    def run(rollout, step, *coefs):
         calls.append(step)
         if step in when:
             rollout.exp.advantages = rollout.exp.advantages * math.nan
-        return update(rollout, step, coef)
+        return update(rollout, step, *coefs)
 
     trainer.update.run = run
 
