@@ -18,6 +18,8 @@ OPTIONS: dict[str, Any] = {
     "save_trajectories": True, "use_tensorboard": True, "engine_kv_mib": 4
 }  # yapf: disable
 
+BAD_LOSS = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "no_self_test": True}  # it counts its calls
+
 
 def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     """Distinct prompts with references."""

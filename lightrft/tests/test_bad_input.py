@@ -17,7 +17,7 @@ from transformers import BertConfig, T5Config
 
 from lightrft.strategy.checkpoint_files import folders, newest
 from lightrft.tests import tiny
-from lightrft.tests.faults import OPTIONS, rows, write_home, write_rows
+from lightrft.tests.faults import BAD_LOSS, OPTIONS, rows, write_home, write_rows
 from lightrft.tests.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -220,9 +220,6 @@ def test_disk_full(ranks: int, room: float, home: Path, trained: Path, tmp_path:
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-BAD_LOSS = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "no_self_test": True}  # it counts its calls
-
-
 @pytest.mark.parametrize("kind", ["nan", "gradient"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, home: Path, tmp_path: Path) -> None:
@@ -365,8 +362,8 @@ def test_an_error_of_one_rank_ends_both(home: Path, tmp_path: Path) -> None:
 @pytest.fixture(name="broken", scope="module")
 def broken_fixture(home: Path) -> dict[str, Launched]:
     """Runs of two ranks in which rank 1 comes to grief at its third step; all at once, they mostly wait."""
-    more = BAD_LOSS | {"max_steps": 50}
     kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 8}}
+    more = BAD_LOSS | {"max_steps": 50}
     return {
         kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, MISCHIEF=f"{kind}@1:3")
         for kind, own in kinds.items()
