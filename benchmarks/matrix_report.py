@@ -9,7 +9,7 @@ from lightrft.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRIES = {"advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS}
-HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | seconds |"
+HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | CPU seconds |"
 START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
 
 Results = list[dict[str, Any]]
@@ -104,9 +104,9 @@ def row(seeds: Results) -> str:
     ends = " ".join(f"{seed['end']:.3f}" for seed in seeds)
     gain = min(seed["end"] - seed["start"] for seed in seeds)
     name = seeds[0]["run"].replace("=", " ")
-    means = {key: mean(seed[key] for seed in seeds) for key in ("area", "start", "tokens", "seconds")}
+    means = {key: mean(seed[key] for seed in seeds) for key in ("area", "start", "tokens", "cpu_seconds")}
     return (f"| `{name}` | {means['area']:.3f} | {means['start']:.3f} | {ends} | {gain:+.3f} | "
-            f"{means['tokens'] / 1e3:.0f}k | {means['seconds']:.0f} |")
+            f"{means['tokens'] / 1e3:.0f}k | {means['cpu_seconds']:.0f} |")
 
 
 def section(results: Results) -> str:
