@@ -142,7 +142,7 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> list[str]:
                 if error := future.exception():
                     failed.append(f"{run.name} (seed {run.seed})")
                     print(f"{run.name} seed {run.seed} failed: {error}", file=sys.stderr)
-                text = "failed" if error else "{start:.3f} -> {end:.3f}, area {area:.3f}, {cpu_seconds:.0f} CPU s".format(
+                text = "failed" if error else "{start:.3f} -> {end:.3f}, area {area:.3f}, {cpu_seconds:.0f} s".format(
                     **future.result())
                 print(f"[{number}/{len(todo)}] {run.name} seed {run.seed}: {text}; {left / 60:.0f} min left",
                       flush=True)

@@ -9,7 +9,7 @@ from lightrft.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRIES = {"advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS}
-HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | CPU seconds |"
+HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | CPU s |"
 START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
 
 Results = list[dict[str, Any]]

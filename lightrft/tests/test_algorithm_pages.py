@@ -29,7 +29,7 @@ WRITTEN = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs
 
 def result(run, seed, end):
     points = [[step, end * step / 4] for step in range(5)]
-    return {"run": run, "seed": seed, "area": 0.5, "start": 0.25, "end": end, "seconds": 30.0, "tokens": 4000,
+    return {"run": run, "seed": seed, "area": 0.5, "start": 0.25, "end": end, "cpu_seconds": 30.0, "tokens": 4000,
             "rewards": points, "held_out": points}  # yapf: disable
 
 
