@@ -3,6 +3,7 @@ import json
 import re
 import struct
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -38,14 +39,18 @@ class BatchSizes:
 def model_size(folder: str | Path | None) -> ModelSize | None:
     """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None where there are none."""
     files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
+    tensors = {name: tensor for file in files for name, tensor in _header(file).items() if name != "__metadata__"}
+    return count_parameters({name: tensor["shape"] for name, tensor in tensors.items()}) if files else None
+
+
+def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
+    """Counts from the shape of every parameter by its name; a tied parameter comes once."""
     layers: Counter[str] = Counter()
-    for file in files:
-        for name, tensor in _header(file).items():
-            if name != "__metadata__":
-                found = _LAYER.search(f".{name}")
-                layers[found[1] if found else "outside"] += prod(tensor["shape"])
+    for name, shape in shapes.items():
+        found = _LAYER.search(f".{name}")
+        layers[found[1] if found else "outside"] += prod(shape)
     outside = layers.pop("outside", 0)
-    return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside) if files else None
+    return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside)
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:

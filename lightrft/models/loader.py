@@ -104,6 +104,18 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,
     return Critic(_finish(hf, cfg, train, lora=False), cfg.value_head_prefix, modality)
 
 
+def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the model at ``path``, from its config.json alone; tied ones come once.
+
+    Raises:
+        ValueError: the path or the architecture does not fit.
+    """
+    config = _config(path)
+    with torch.device("meta"):
+        hf = modality_of(config, path).auto_class.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+
+
 def check_context(path: str | None, **lens: int) -> None:
     """Refuse options whose lengths add up to more tokens than the model at ``path`` has positions for.
 

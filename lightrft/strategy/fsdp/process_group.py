@@ -1,4 +1,4 @@
-"""Joining and leaving the process group that torchrun describes."""
+"""Joining and leaving the process group that torchrun describes, and trying whether it works."""
 import os
 import time
 from datetime import timedelta
@@ -44,3 +44,17 @@ def leave() -> None:
     """Destroy every group, and give its threads the time to let go of their tensors."""
     dist.destroy_process_group()
     time.sleep(DRAIN_S)
+
+
+def try_group(device_type: str) -> None:
+    """Sum a tensor over the group that :func:`join` makes ("cpu": gloo, "cuda": NCCL), and leave it again.
+
+    Raises:
+        RuntimeError: the backend does not work here, in its own words.
+    """
+    joined = join(timeout_s=60)
+    try:
+        dist.all_reduce(torch.ones(1, device=device_type))
+    finally:
+        if joined:
+            leave()

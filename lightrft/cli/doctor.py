@@ -1,0 +1,121 @@
+"""Look at the machine, the packages and a planned run, and say what is wrong and what mends it.
+
+    python -m lightrft.cli.doctor [--pretrain MODEL ...]
+"""
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from lightrft.cli.checks.devices import check_devices, check_groups, devices
+from lightrft.cli.checks.engines import check_engine, check_transformers
+from lightrft.cli.checks.finding import VERDICTS, Finding, examine, worst
+from lightrft.cli.checks.folders import check_save_path, check_shm
+from lightrft.cli.checks.memory_plan import check_memory, check_model, size_of
+from lightrft.cli.checks.versions import check_versions
+from lightrft.config.schema import Config
+from lightrft.utils.errors import UserError
+
+PROG = "python -m lightrft.cli.doctor"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code: 1 if anything fails, else 0."""
+    own, flags = _parser().parse_known_args(argv)
+    config = _config(flags)
+    findings = []
+    for found in diagnose(config, own.ranks):
+        findings.append(found)
+        if not own.json:
+            print(found, flush=True)
+    verdict = worst(findings)
+    if own.json:
+        print(json.dumps({"verdict": verdict, "findings": [asdict(found) for found in findings]}, indent=1))
+    else:
+        counts = (f"{sum(found.verdict == one for found in findings)} {one}" for one in VERDICTS)
+        print(f"verdict: {verdict} ({', '.join(counts)})")
+    return int(verdict == "fail")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG, allow_abbrev=False, usage="%(prog)s [--json] [--ranks N] [--pretrain MODEL] [--option value ...]",
+        description="Check packages, devices, process groups, engines, shared memory and disk: one verdict per line, "
+        "exit code 1 if one of them is 'fail'.",
+        epilog="Every option of python -m lightrft.cli.train is understood. With --pretrain there is a memory plan for "
+        "that model and batch; --engine_type, --use_wandb and the like make their packages required.")
+    parser.add_argument("--json", action="store_true", help="print JSON: the worst verdict and the list of findings")
+    parser.add_argument("--ranks", type=_positive, metavar="N",
+                        help="processes of the planned run, over all machines (default: the GPUs here, or 1)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
+
+
+def _config(flags: list[str]) -> Config:
+    """The options of the planned run.
+
+    Raises:
+        SystemExit: 2, they cannot be read.
+    """
+    if not flags:
+        return Config()  # without PyYAML too
+    from lightrft.config.cli import exit_on_config_error, parse_config
+    from lightrft.config.options import ConfigError
+    from lightrft.config.ranges import check_ranges
+    with exit_on_config_error(PROG):
+        parsed = parse_config(flags, PROG)
+        if problems := list(check_ranges(parsed.config)):
+            raise ConfigError(problems)
+        if parsed.dry_run:
+            raise ConfigError("--dry_run: belongs to python -m lightrft.cli.train, which then also checks that the "
+                              "options fit together; drop it")
+    return parsed.config
+
+
+def asked_extras(config: Config) -> set[str]:
+    """The extras that these options need."""
+    flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": config.model.use_liger}
+    return {extra for extra, asked in flags.items() if asked} | {config.rollout.engine_type, config.strategy.strategy}
+
+
+def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
+    """Every finding, each as soon as it is known.
+
+    Args:
+        ranks: of the planned run; None: the GPUs of this machine, or 1.
+    """
+    yield from examine("versions", partial(check_versions, asked_extras(config)))
+    yield from examine("devices", partial(check_devices, config.model.bf16))
+    yield from examine("process group", check_groups)
+    yield from examine("transformers", check_transformers)
+    yield from examine("engine", partial(check_engine, config.rollout.engine_type))
+    yield from examine("/dev/shm", check_shm)
+    if config.model.pretrain:
+        yield from examine("model", partial(_plan, config, ranks))
+    else:
+        yield from examine("--save_path", partial(check_save_path, config))
+
+
+def _plan(config: Config, ranks: int | None) -> Iterator[Finding]:
+    """The model, the disk it needs and the memory."""
+    from lightrft.algorithms import ADVANTAGES
+    yield from check_model(config)
+    try:
+        size = size_of(str(config.model.pretrain))
+        critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
+    except UserError:  # check_model has told
+        return
+    here = devices(1)
+    count = ranks or (1 if here[0].name == "cpu" else len(here))
+    yield from check_save_path(config, size, critic)
+    yield from check_memory(config, count, size, devices(count), critic)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
