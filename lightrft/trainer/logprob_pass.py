@@ -70,10 +70,11 @@ class LogprobPass:
 
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute what is wanted for the whole batch (a collective); every rank ends with all of it."""
-        passes = self._passes(buffer)
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
-        if self.wants_old(exp.num_seqs):
+        wants_old = self.wants_old(exp.num_seqs)
+        passes = self._passes(buffer) if wants_old or self.wants_ref or self.critic is not None else []
+        if wants_old:
             with timer("old_logprobs"):
                 self._fill_old(exp, passes)
         if self.wants_ref:

@@ -99,9 +99,9 @@ class PolicyUpdate:
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"], epoch == 0)
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
-                passes = {"policy": rollout.buffer.micro_batches(mini, live), "critic": mini.micro_batches}
                 for name, loss_of in losses.items():
-                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, passes[name],
+                    passes = mini.of(live) if name == "policy" else mini.micro_batches
+                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, passes,
                                                               denominators.tokens, loss_of))
         return sums, results
 

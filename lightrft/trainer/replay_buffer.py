@@ -5,7 +5,9 @@ plan of mini-batches does not depend on the number of ranks.
 """
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -17,8 +19,8 @@ def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
 
     Deterministic; every list is sorted; lists may be empty when there are fewer weights than parts.
     """
-    if not weights:
-        return [[] for _ in range(parts)]
+    if not weights or parts == 1:
+        return [list(range(len(weights))), *([] for _ in range(parts - 1))]
     heap = []
     for order, weight in enumerate(weights):
         sums = [(weight, [order])] + [(0, []) for _ in range(parts - 1)]
@@ -67,13 +69,10 @@ def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: Mic
     """
     shares = [[samples[i] for i in part] for part in karmarkar_karp([lens[s] for s in samples], world)]
     share_lens = [[lens[s] for s in share] for share in shares]
-    count = max(len(_cut(part, limits, limits.least(part))) for part in share_lens)
-    while True:
-        cuts = [_cut(part, limits, count) for part in share_lens]
-        longest = max(len(cut) for cut in cuts)
-        if longest == count:
-            return [[[share[i] for i in part] for part in cut] for share, cut in zip(shares, cuts)]
-        count = longest
+    cuts = [_cut(part, limits, limits.least(part)) for part in share_lens]
+    while (count := max(map(len, cuts))) > min(map(len, cuts)):
+        cuts = [cut if len(cut) == count else _cut(part, limits, count) for cut, part in zip(cuts, share_lens)]
+    return [[[share[i] for i in part] for part in cut] for share, cut in zip(shares, cuts)]
 
 
 def mini_batches(num_samples: int, size: int, seed: str) -> list[list[int]]:
@@ -95,9 +94,19 @@ def take(exp: Experience, part: list[int]) -> Experience:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: all its samples, and the micro-batches of this rank."""
+    """One optimizer step: all its samples, and the micro-batches that ``cut`` makes of samples for this rank."""
     samples: list[int]
-    micro_batches: list[list[int]]
+    cut: Callable[[list[int]], list[list[int]]]
+
+    @cached_property
+    def micro_batches(self) -> list[list[int]]:
+        """Those of all samples; planned when first asked for, which not every step does."""
+        return self.cut(self.samples)
+
+    def of(self, live: torch.Tensor) -> list[list[int]]:
+        """Those of the samples where ``live`` [B] bool; at least one, which may be empty."""
+        samples = [sample for sample in self.samples if live[sample]]
+        return self.cut(samples) if len(samples) < len(self.samples) else self.micro_batches
 
 
 class ReplayBuffer:
@@ -117,21 +126,12 @@ class ReplayBuffer:
         self._epochs: dict[int, list[MiniBatch]] = {}
 
     def epoch(self, number: int) -> list[MiniBatch]:
-        """The mini-batches of pass ``number`` (planned once)."""
+        """The mini-batches of pass ``number`` (the same ones whenever asked)."""
         if number not in self._epochs:
-            self._epochs[number] = self._plan(number)
+            groups = mini_batches(len(self.lens), self.size, f"{self.seed}/{number}")
+            self._epochs[number] = [MiniBatch(samples, self.cut) for samples in groups]
         return self._epochs[number]
 
-    def micro_batches(self, mini: MiniBatch, live: torch.Tensor) -> list[list[int]]:
-        """Those of this rank for the samples of ``mini`` where ``live`` [B] bool; at least one, which may be empty."""
-        samples = [sample for sample in mini.samples if live[sample]]
-        if len(samples) == len(mini.samples):
-            return mini.micro_batches
+    def cut(self, samples: list[int]) -> list[list[int]]:
+        """The micro-batches of this rank for some samples."""
         return plan_mini_batch(samples, self.lens, self.world, self.limits)[self.rank]
-
-    def _plan(self, number: int) -> list[MiniBatch]:
-        groups = mini_batches(len(self.lens), self.size, f"{self.seed}/{number}")
-        return [
-            MiniBatch(samples,
-                      plan_mini_batch(samples, self.lens, self.world, self.limits)[self.rank]) for samples in groups
-        ]
