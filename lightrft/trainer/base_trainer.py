@@ -107,11 +107,15 @@ class BaseTrainer(ABC):
             if self.cfg.save_hf_ckpt and self.step < self.total_steps:
                 self.export(f"hf_step_{self.step}")
 
+    @property
+    def way_on(self) -> str:
+        """What is left of a run that ends early, once it is saved."""
+        return "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
+
     def _finish(self) -> None:
         if self.step < self.total_steps:
             self.save()
-            how = "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
-            get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {how}")
+            get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {self.way_on}")
         if self.checkpoints is not None:
             self.checkpoints.wait()
         if self.step >= self.total_steps:

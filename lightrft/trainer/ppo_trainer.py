@@ -19,7 +19,7 @@ from lightrft.trainer.kl_controller import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.step_facts import check_step_facts, facts_are_measured
-from lightrft.trainer.tripwires import Tripwires
+from lightrft.trainer.tripwires import Tripwires, UnscoredTraining
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
@@ -69,6 +69,17 @@ class PPOTrainer(BaseTrainer):
         self._end_with_the_data(self.step + 1)
         metrics |= {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
         return metrics | self._tell(*self.tripwires.step(metrics))
+
+    def _end_step(self, metrics: dict[str, float]) -> None:
+        """See :class:`BaseTrainer`; a run that nobody scores ends here, saved.
+
+        Raises:
+            UnscoredTraining: ``max_unscored_steps`` steps in a row had no scored response.
+        """
+        super()._end_step(metrics)
+        if reason := self.tripwires.fatal(metrics):
+            self.save()
+            raise UnscoredTraining(f"{reason}; {self.way_on}")
 
     def _tell(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
         """Warn of the ``news`` of the tripwires, on one rank; returns their metrics."""

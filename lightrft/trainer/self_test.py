@@ -33,8 +33,9 @@ FORMULAS = {
     "token-mean": "sum over kept tokens / {tokens:.0f} tokens",
     "seq-mean-token-mean": "sum over sequences of their token mean / {seqs:.0f} seqs",
     "seq-mean-token-sum": "sum over kept tokens / {seqs:.0f} seqs",
-    "seq-mean-token-sum-norm": "sum over kept tokens / (norm {norm:g} * {seqs:.0f} seqs)",
+    "seq-mean-token-sum-norm": "sum over kept tokens / (norm {norm:.0f} * {seqs:.0f} seqs)",
 }
+WITHOUT_SEQS = "sum over kept tokens / norm {norm:.0f}"  # seq-mean-token-sum-norm with --no_loss_agg_norm_seqs
 PLURAL = {"rank": "ranks", "micro-batch": "micro-batches"}
 LossOf = Callable[[Experience], Tensor]
 
@@ -111,6 +112,12 @@ def cuts(lens: list[int], world: int, limits: MicroBatchLimits) -> tuple[Cut, Cu
     most = -(-len(samples) // owners)
     parts = [[[i] for i in samples[rank // 2::owners]] if rank % 2 == 0 else [] for rank in range(world)]
     return planned, Cut([part + [[]] * (most - len(part)) for part in parts])
+
+
+def formula(mode: str, norm_seqs: bool, denominators: Denominators) -> str:
+    """What :func:`lightrft.ops.aggregate.aggregate` computes, with its numbers."""
+    text = FORMULAS[mode] if norm_seqs or not mode.endswith("-norm") else WITHOUT_SEQS
+    return text.format(**vars(denominators))
 
 
 def suspect(planned: Cut, other: Cut, found: Comparison) -> str:
@@ -225,13 +232,12 @@ class SelfTest:
         mode = "token-mean" if name == "critic" else cfg.loss_agg_mode
         what = "value loss" if name == "critic" else (f"loss (--policy_loss {cfg.policy_loss} --rollout_correction "
                                                       f"{cfg.rollout_correction} --loss_agg_mode {mode})")
-        formula = FORMULAS[mode].format(**vars(denominators))
         return (
             f"self-test: the gradient of the {what} depends on how the batch is cut\n"
             f"  as planned: {both[0]}: norm {found.planned:.6g}\n"
             f"  otherwise:  {both[1]}: norm {found.other:.6g}\n"
             f"  norm of the difference: {found.difference:.6g}, {found.gap:.3g} of the larger one (at most {limit:g})\n"
-            f"  formula ({mode}): {formula}\n"
+            f"  formula ({mode}): {formula(mode, cfg.loss_agg_norm_seqs, denominators)}\n"
             f"  suspect: {suspect(*both, found)}.\n"
             "  --no_self_test trains all the same; the result then depends on batch sizes and ranks")
 

@@ -1,6 +1,6 @@
 """Warnings about runs that go on and learn nothing, or the wrong thing. They depend on the metrics alone."""
 from collections.abc import Mapping
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import Any
 
 from lightrft.utils.errors import ExpectedError
@@ -16,7 +16,7 @@ PATIENCE = {
     "length_limit": 5,
     "held_out": 2,
 }
-ENTROPY, ENTROPY_SHARE = 0.01, 0.05  # nats per token; of the first entropy of the run
+ENTROPY, ENTROPY_SHARE = 0.001, 0.05  # nats per token; of the first entropy of the run. Solved tasks were at 0.008
 KL_OLD, KL_REF = 0.5, 2.0  # nats per token
 RATIO, RATIO_MAX = 2.0, 1e4  # the mean is 1 in expectation; single tokens of a large batch reach hundreds
 TRUNCATED = 0.9
@@ -24,7 +24,7 @@ HELD_OUT = 0.02  # that much down in all, so that one prompt more or less is no 
 
 WORDS = {
     "zero_spread":
-    "in none of the last {steps} steps have the rewards of a group differed (mean reward now {m[reward/mean]:.3g}), so "
+    "in none of the last {steps} steps have the rewards of a group differed (mean reward now {reward:.3g}), so "
     "every advantage is 0. The prompts are too hard or too easy for this policy, or the reward always says the same: "
     "look at a few rollouts (--save_trajectories), take other prompts, raise --n_samples_per_prompt or --temperature",
     "constant_reward":
@@ -39,8 +39,7 @@ WORDS = {
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
     "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
     "kl_explosion":
-    "the policy has moved far for {steps} steps: KL {m[policy/kl_old]:.3g} nats per token from the policy of the "
-    "rollout, {kl_ref:.3g} from the reference. Lower --actor_learning_rate or --max_epochs, or hold it with "
+    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or --max_epochs, or hold it with "
     "--init_kl_coef",
     "ratio_explosion":
     "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
@@ -83,33 +82,36 @@ class Tripwires:
         self.evaluations: list[list[float]] = []  # the last ones: [mean training reward before it, score]
 
     def step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """The metrics ``tripwire/<name>`` (0 or 1) of a training step, and what is to be told.
-
-        Raises:
-            UnscoredTraining: nothing was scored for ``max_unscored_steps`` steps.
-        """
+        """The metrics ``tripwire/<name>`` (0 or 1) of a training step, and what is to be told."""
         m = _Numbers(metrics)
-        self.entropy = self.entropy or m.get("policy/entropy", 0.0)
         unscored = _unscored(m)
         found = {
             "zero_spread": self.grouped and not unscored and (m["group/zero_spread_frac"] == 1
                                                               or m["rollout/samples"] == 0),
             "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
             "unscored": unscored,
-            "entropy_collapse": m["policy/entropy"] < max(ENTROPY, ENTROPY_SHARE * self.entropy),
-            "kl_explosion": m["policy/kl_old"] > KL_OLD or _kl_ref(m) > KL_REF,
-            "ratio_explosion": _ratio_explodes(m),
-            "length_limit": m["rollout/truncated_frac"] >= TRUNCATED,
         }  # yapf: disable
+        if not isnan(m["rollout/truncated_frac"]):  # what was not measured keeps its count
+            found["length_limit"] = m["rollout/truncated_frac"] >= TRUNCATED
+        if not isnan(m["policy/entropy"]):
+            self.entropy = self.entropy or m["policy/entropy"]
+            found["entropy_collapse"] = m["policy/entropy"] < max(ENTROPY, ENTROPY_SHARE * self.entropy)
+            found["kl_explosion"] = m["policy/kl_old"] > KL_OLD or _kl_ref(m) > KL_REF
+            found["ratio_explosion"] = _ratio_explodes(m)
         self.reward = m["reward/max"]
         if not unscored and m["rollout/rounds"] != 0:
-            self.rewards.append(m.get("reward/generated_mean", m["reward/mean"]))
-        values, news = self._count(found, m)
-        if 0 < self.max_unscored_steps <= self.counts["unscored"]:
-            raise UnscoredTraining(
-                f"no response could be scored for {self.counts['unscored']} steps in a row ({_causes(m)}). Mend the "
-                "reward or its server; --load_checkpoint then goes on. --max_unscored_steps allows more such steps")
-        return values, news
+            self.rewards.append(_reward(m))
+        for name, bad in found.items():
+            self.counts[name] = self.counts[name] + 1 if bad else 0
+        return self._tell([name for name in PATIENCE if name != "held_out"], m)
+
+    def fatal(self, metrics: Mapping[str, float]) -> str | None:
+        """Why the step with these ``metrics`` ends the run, if it does: ``max_unscored_steps``."""
+        if not 0 < self.max_unscored_steps <= self.counts["unscored"]:
+            return None
+        return (f"no response could be scored for {self.counts['unscored']} steps in a row "
+                f"({_causes(_Numbers(metrics))}). Mend the reward or its server, or allow more such steps "
+                "(--max_unscored_steps)")
 
     def evaluation(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """``tripwire/held_out`` of an evaluation, and what is to be told."""
@@ -126,20 +128,17 @@ class Tripwires:
         self.counts["held_out"] = PATIENCE["held_out"] if apart else 0
         return self._tell(["held_out"], _Numbers(metrics))
 
-    def _count(self, found: dict[str, bool], m: _Numbers) -> tuple[dict[str, float], list[str]]:
-        for name, bad in found.items():
-            self.counts[name] = self.counts[name] + 1 if bad else 0
-        return self._tell(list(found), m)
-
     def _tell(self, names: list[str], m: _Numbers) -> tuple[dict[str, float], list[str]]:
         on = [name for name in names if self.counts[name] >= PATIENCE[name]]
         news = [name for name in on if name not in self.told]
         self.told += news
+        values = {f"tripwire/{name}": float(name in on) for name in names}
+        return values, [f"tripwire {name}: {self._words(name, m)}" for name in news]
+
+    def _words(self, name: str, m: _Numbers) -> str:
         scores = ", ".join(f"{score:.3g}" for _, score in self.evaluations)
-        return {f"tripwire/{name}": float(name in on) for name in names}, [
-            f"tripwire {name}: " + WORDS[name].format(m=m, steps=PATIENCE[name], start=self.entropy, kl_ref=_kl_ref(m),
-                                                      causes=_causes(m), scores=scores) for name in news
-        ]  # yapf: disable
+        return WORDS[name].format(m=m, steps=PATIENCE[name], start=self.entropy, kl=_kls(m), reward=_reward(m),
+                                  causes=_causes(m), scores=scores)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -159,6 +158,17 @@ def _unscored(m: _Numbers) -> bool:
 
 def _ratio_explodes(m: _Numbers) -> bool:
     return m["policy/ratio"] > RATIO or m["policy/ratio"] < 1 / RATIO or m["policy/ratio_max"] > RATIO_MAX
+
+
+def _reward(m: _Numbers) -> float:
+    """Of all that was generated."""
+    return m.get("reward/generated_mean", m["reward/mean"])
+
+
+def _kls(m: _Numbers) -> str:
+    """Those that were measured."""
+    found = {"policy of the rollout": m["policy/kl_old"], "reference": _kl_ref(m)}
+    return ", ".join(f"{value:.3g} from the {name}" for name, value in found.items() if not isnan(value))
 
 
 def _kl_ref(m: _Numbers) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from lightrft.rewards.base import Outcome
 from lightrft.tests import runs
+from lightrft.tests.launch import errors, launch
 from lightrft.trainer import tripwires
 from lightrft.trainer.tripwires import PATIENCE, Tripwires, UnscoredTraining
 
@@ -19,7 +20,8 @@ GOOD = {
 FLAT = {"reward/mean": 0.25, "reward/min": 0.25, "reward/max": 0.25}
 FAILED = {"reward/unscored": 8, "reward/unscored/timeout": 6, "reward/unscored/none": 2}
 NOTHING_ACCEPTED = {
-    "rollout/samples": 0, "rollout/rounds": 3, "reward/generated_scored": 8, "reward/generated_mean": 0.1
+    "reward/mean": None, "rollout/samples": 0, "rollout/rounds": 3, "reward/generated_scored": 8,
+    "reward/generated_mean": 0.1
 }
 CASES = {
     "zero_spread": [{"group/zero_spread_frac": 1.0}, NOTHING_ACCEPTED],
@@ -36,7 +38,7 @@ def watched(history, wires=None, **options):
     """[names that are on] for each step, and all that was told."""
     wires, told, on = wires or Tripwires(**{"grouped": True, "max_unscored_steps": 0, **options}), [], []
     for metrics in history:
-        values, news = wires.step(metrics)
+        values, news = wires.step({key: value for key, value in metrics.items() if value is not None})
         assert values.keys() == {f"tripwire/{name}" for name in CASES} and set(values.values()) <= {0.0, 1.0}
         on.append([name for name in CASES if values[f"tripwire/{name}"]])
         told += news
@@ -78,17 +80,38 @@ def test_what_is_no_cause():
     assert watched([GOOD | carried] * 3)[1] == [], "nothing was generated: the batch was carried over"
 
 
+@pytest.mark.parametrize("name,gone", [("entropy_collapse", "policy/"), ("kl_explosion", "policy/"),
+                                       ("ratio_explosion", "policy/"), ("length_limit", "rollout/truncated_frac")])
+@pytest.mark.parametrize("value", [None, nan])
+def test_what_was_not_measured_keeps_its_count(value, name, gone):
+    """A collapsed policy trains on a few steps only: in the others no group has spread, and nothing is updated."""
+    bad = GOOD | CASES[name][0]
+    hole = bad | {key: value for key in bad if key.startswith(gone)}
+    on, _ = watched([GOOD, *[step for _ in range(PATIENCE[name]) for step in (hole, bad)], hole])
+    assert [name in step for step in on] == [False] * 2 * PATIENCE[name] + [True] * 2
+
+
+def test_only_what_was_measured_is_told():
+    assert "KL 0.6 from the policy of the rollout (nats" in watched(
+        [GOOD | {"policy/kl_old": .6, "policy/kl_ref": None}] * 3)[1][0]
+    assert "KL 0.01 from the policy of the rollout, 2.1 from the reference (nats" in watched(
+        [GOOD | {"reward/kl": 2.1}] * 3)[1][0]
+
+
 def test_an_entropy_low_from_the_start_is_told():
-    on, told = watched([GOOD | {"policy/entropy": 0.009}] * 5)
-    assert on[-1] == ["entropy_collapse"] and "0.009 nats per token, 0.009 in the first step" in told[0]
+    on, told = watched([GOOD | {"policy/entropy": 0.0009}] * 5)
+    assert on[-1] == ["entropy_collapse"] and "0.0009 nats per token, 0.0009 in the first step" in told[0]
 
 
-def test_unscored_steps_stop_the_run_in_time():
-    bad, wires = GOOD | FAILED, Tripwires(True, 3)
-    watched([bad, bad, GOOD, bad, bad], wires)
-    with pytest.raises(UnscoredTraining, match=r"3 steps in a row \(timeout: 6, none: 2\).*--max_unscored_steps"):
-        wires.step(bad)
-    watched([bad] * 50, max_unscored_steps=0)
+def test_unscored_steps_end_the_run_in_time():
+    bad, wires, never = GOOD | FAILED, Tripwires(True, 3), Tripwires(True, 0)
+    for metrics in (bad, bad, GOOD, bad, bad):
+        watched([metrics], wires)
+        assert wires.fatal(metrics) is None
+    watched([bad], wires)
+    assert re.search(r"3 steps in a row \(timeout: 6, none: 2\).*--max_unscored_steps", wires.fatal(bad))
+    watched([bad] * 50, never)
+    assert never.fatal(bad) is None
 
 
 def evaluated(pairs, wires=None):
@@ -161,9 +184,9 @@ def run(home, folder, score, **options):
 
 def test_a_reward_that_always_fails_stops_the_run(home, tmp_path, capsys):
     failing = lambda item: Outcome(None, "timeout")  # noqa: E731
-    with pytest.raises(UnscoredTraining, match=r"2 steps in a row \(timeout: 8\)"):
+    with pytest.raises(UnscoredTraining, match=r"2 steps in a row \(timeout: 8\).*; nothing was saved"):
         run(home, tmp_path / "a", failing, max_steps=9, max_unscored_steps=2)
-    assert [line["step"] for line in runs.read_lines(tmp_path / "a" / "metrics.jsonl")] == [1]
+    assert [line["tripwire/unscored"] for line in runs.read_lines(tmp_path / "a" / "metrics.jsonl")] == [1, 1]
     done = run(home, tmp_path / "b", failing, max_steps=4, max_unscored_steps=0)
     assert [line["tripwire/unscored"] for line in done.lines] == [1.0] * 4
     assert capsys.readouterr().err.count("tripwire unscored: no response of this step could be scored") == 2
@@ -173,6 +196,40 @@ def test_a_reward_that_fails_under_dynamic_sampling_stops_the_run(home, tmp_path
     with pytest.raises(UnscoredTraining, match="2 steps in a row"):
         run(home, tmp_path, lambda item: Outcome(None, "none"), max_steps=9, max_unscored_steps=2,
             dynamic_sampling=True, max_gen_rounds=2)
+
+
+def test_the_run_goes_on_once_the_reward_works_again(home, tmp_path):
+    """Saved where it ended, though no step was due to be saved; one more bad step ends it again at once."""
+    failing, options = lambda item: Outcome(None, "timeout"), {"max_steps": 4, "disable_ckpt": False}
+    with pytest.raises(UnscoredTraining, match="3 steps in a row .*; --load_checkpoint goes on from there"):
+        run(home, tmp_path, failing, **options)
+    with pytest.raises(UnscoredTraining, match="4 steps in a row"):
+        run(home, tmp_path, failing, **options | {"max_steps": 9}, load_checkpoint=True)
+    done = run(home, tmp_path, runs.letters, **options | {"max_steps": 5}, load_checkpoint=True)
+    assert [line["tripwire/unscored"] for line in done.lines] == [1, 1, 1, 1, 0]
+    assert done.metrics["policy/optimizer_steps"] == 1
+
+
+@pytest.mark.dist
+def test_the_command_ends_and_tells_the_cause_once(home, tmp_path):
+    """On one and on two ranks."""
+    (tmp_path /
+     "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [None] * len(queries)\n",
+                             encoding="utf-8")
+    options = {k: v for k, v in runs.BASE.items() if k not in ("self_test", "reward_probe", "max_steps")}
+    options |= {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": tmp_path / "reward.py"}
+    options |= {"no_reward_probe": True, "num_episodes": 50}
+    started = {ranks: launch(tmp_path / str(ranks), options | {"save_path": tmp_path / str(ranks)}, ranks)
+               for ranks in (1, 2)}  # yapf: disable
+    for ranks, each in started.items():
+        assert each.wait() == [1] * ranks and "Traceback" not in each.output, each.output
+        told = errors(each.output)
+        assert len(told) == 1 and "no response could be scored for 3 steps in a row (none: 8)" in told[0], each.output
+        assert each.output.count("tripwire unscored: no response of this step") == 1, each.output
+        lines = runs.read_lines(tmp_path / str(ranks) / "metrics.jsonl")
+        assert [(line["step"], line["reward/unscored"], line["policy/optimizer_steps"]) for line in lines] == [
+            (1, 8, 0), (2, 8, 0), (3, 8, 0)
+        ]  # yapf: disable
 
 
 def test_a_reward_that_never_differs(home, tmp_path, capsys):
