@@ -1,6 +1,7 @@
 """What the actor and the critic share: one packed forward through the decoder body of a Hugging Face model."""
 from collections.abc import Iterator
 
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,6 +52,11 @@ class PackedModel(nn.Module):
         first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
         index = (exp.loss_mask & ~first).nonzero()[:, 0]
         return index, hidden.index_select(0, index - 1)
+
+    @property
+    def merges(self) -> bool:
+        """Whether :meth:`export_params` computes weights (LoRA) that this module does not hold."""
+        return isinstance(self.model, PeftModel)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under the names they have in this module -> under Hugging Face names, LoRA merged."""

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
 from lightrft.strategy.offload import offload_optimizer, reload_optimizer
-from lightrft.strategy.optimizer import LocalAdamW, clip, set_schedule_step, squared_norm
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.optimizer import LocalAdamW, clip, part, set_schedule_step, squared_norm
+from lightrft.strategy.strategy_base import Part, Prepared, StrategyBase
 
 
 @runtime_checkable
 class ExportsParams(Protocol):
     """A module that turns its own parameters into those of the HF model it wraps (names stripped, LoRA merged)."""
 
-    def export_params(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def export_params(self, stream: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """HF names and tensors from own names and full tensors."""
 
 
@@ -127,6 +127,11 @@ class CommonStrategy(StrategyBase):
         """See :class:`StrategyBase`."""
         stream = self.gathered(model, bucket_bytes)
         return model.export_params(stream) if isinstance(model, ExportsParams) else stream
+
+    def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
+        """See :class:`StrategyBase`."""
+        found = ((name, part(param)) for name, param in model.named_parameters())
+        return model.export_params(found) if isinstance(model, ExportsParams) else found
 
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
         """See :class:`StrategyBase`."""

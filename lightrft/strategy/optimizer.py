@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.strategy_base import OptimSpec, Part
 from lightrft.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,6 +17,16 @@ def local(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that lies on this rank, sharing its storage, without autograd history."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part(tensor: Tensor) -> Part:
+    """The rows of ``tensor`` that this rank answers for; none where a rank of another replica does."""
+    if not isinstance(tensor, DTensor):
+        return Part(tensor.detach(), tensor.shape, 0)
+    mesh = tensor.device_mesh
+    first = mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    replica = mesh.ndim == 2 and mesh.get_local_rank(0) > 0
+    return Part(local(tensor)[:0] if replica else local(tensor), tensor.shape, min(first, tensor.shape[0]))
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:

@@ -31,6 +31,14 @@ class Prepared:
     scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rows of a parameter of size ``shape`` that one rank answers for, from ``first_row`` on."""
+    tensor: Tensor
+    shape: torch.Size
+    first_row: int
+
+
 class StrategyBase(ABC):
     """Process group, placement, gradients, collectives and state of models."""
     rank: int = 0
@@ -118,6 +126,11 @@ class StrategyBase(ABC):
 
         A collective: every rank iterates to the end. Tied parameters come once.
         """
+
+    @abstractmethod
+    def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
+        """What lies on this rank of every parameter, under the names and in the order of :meth:`full_params` (without
+        LoRA). No collective: nothing moves. Each row is one rank's; where others hold it too, their part is empty."""
 
     @abstractmethod
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:

@@ -15,7 +15,7 @@ from lightrft.strategy.fsdp import collectives, process_group
 from lightrft.strategy.fsdp.wrap import Placement, WrapPolicy, shard
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.optimizer import create_optimizer, create_scheduler
-from lightrft.strategy.strategy_base import OptimSpec, Prepared
+from lightrft.strategy.strategy_base import OptimSpec, Part, Prepared
 from lightrft.utils.env import set_threads
 
 
@@ -106,6 +106,11 @@ class FSDPV2Strategy(CommonStrategy):
         self._placements[model].free_full()
         for bucket in collectives.buckets(model.named_parameters(), bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
+
+    def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
+        """See :class:`StrategyBase`."""
+        self._placements[model].free_full()
+        return super().parts(model)
 
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
         """See :class:`StrategyBase`."""

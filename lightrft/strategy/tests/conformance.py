@@ -19,7 +19,7 @@ from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
 from lightrft.strategy.fsdp.wrap import WrapPolicy, units
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, Reference, TinyLM, loss_of, micro_batch, share
+from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, Reference, TinyLM, loss_of, micro_batch, placed, share
 
 CHECKS: dict[str, Callable[["Case"], None]] = {}
 BF16_CHECKS: dict[str, Callable[["Case"], None]] = {}
@@ -200,14 +200,15 @@ def uneven_counts_are_refused(case: Case) -> None:
 
 @check
 def full_params(case: Case) -> None:
-    """HF names and values, tied ones once, in any bucket size."""
+    """HF names and values, tied ones once, in any bucket size; the parts of all ranks add up to them."""
     for tied in (True, False):
         prepared, reference = case.prepare(tied=tied), Reference(case.strategy.device, tied)
         expected = reference_weights(reference)
         assert ("lm_head.weight" in expected) is not tied
         for bucket_bytes in (1, 20_000, 1 << 30):
-            found = {name: value.clone() for name, value in case.strategy.full_params(prepared.model, bucket_bytes)}
-            assert_same(found, expected)
+            assert_same({n: v.clone() for n, v in case.strategy.full_params(prepared.model, bucket_bytes)}, expected)
+        parts = case.strategy.parts(prepared.model)
+        assert_same({name: case.strategy.all_reduce(placed(part)) for name, part in parts}, expected)
 
 
 @check

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.strategy_base import OptimSpec, Part
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
 MICRO_BATCHES = 4
@@ -52,6 +52,13 @@ def share(step: int, rank: int, world_size: int, device: torch.device, count: in
     rounds = -(-count // world_size)
     batches = [micro_batch(step, index, device) for index in mine]
     return batches + [micro_batch(step, 0, device, empty=True)] * (rounds - len(mine))
+
+
+def placed(part: Part) -> Tensor:
+    """The whole parameter, with zeros where other ranks hold it."""
+    whole = torch.zeros(part.shape)
+    whole[part.first_row:part.first_row + len(part.tensor)] = part.tensor
+    return whole
 
 
 class Reference:
