@@ -24,7 +24,8 @@ class Prompt:
 class Sample:
     """One response. ``token_ids`` holds prompt and response; the other lists have the same length.
 
-    ``logprobs`` are the engine's, in nats, of the distribution that was sampled; 0 on tokens that were not generated.
+    ``logprobs`` are the engine's, in nats, of the distribution that was sampled, and ``weight_versions`` those of the
+    weights that it sampled with; 0 and -1 on tokens that were not generated.
     ``reward`` is None when the sample could not be scored (that is not a reward of 0).
     """
     prompt: Prompt
@@ -33,8 +34,8 @@ class Sample:
     token_ids: list[int]
     loss_mask: list[bool]
     logprobs: list[float]
+    weight_versions: list[int]
     finish_reason: str  # "stop" | "length" | "abort"
-    weight_version: int = 0
     text: str = ""  # the response only, decoded without special tokens at its end
     reward: float | None = None
     reward_parts: dict[str, float | None] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class Experience:
     baseline_rewards: Tensor = _per("B")  # float32 [B], of the prompt's greedy response, shaped alike; NaN: unscored
     baseline_lengths: Tensor = _per("B")  # float32 [B], tokens of that response
     truncated: Tensor = _per("B")  # bool [B], the response hit the length limit
-    weight_version: Tensor = _per("B")  # int64 [B]
+    weight_versions: Tensor = _per("T")  # int32 [T], of the weights that the engine drew the token with; -1: not drawn
     rollout_logprobs: Tensor = _per("T")
     old_logprobs: Tensor = _per("T")
     ref_logprobs: Tensor = _per("T")

@@ -76,7 +76,8 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt
     return [
         Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
                loss_mask=[False] * n + [True] * len(done.token_ids), logprobs=[0.0] * n + done.logprobs,
-               finish_reason=done.finish_reason, weight_version=weight_version, text=text)
+               weight_versions=[-1] * n + [weight_version] * len(done.token_ids), finish_reason=done.finish_reason,
+               text=text)
         for index, (done, text) in enumerate(zip(completions, texts))
     ]
 
@@ -85,7 +86,7 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
     """Samples as one packed Experience on the CPU; rewards come later."""
     flat = {
         name: list(chain.from_iterable(getattr(sample, name) for sample in samples))
-        for name in ("token_ids", "loss_mask", "logprobs")
+        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions")
     }
     lens = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
     return Experience(
@@ -95,7 +96,7 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
         group_ids=torch.tensor([s.group_id for s in samples], dtype=torch.long),
         sample_ids=torch.tensor([s.group_id * n_per_prompt + s.index for s in samples], dtype=torch.long),
         truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
-        weight_version=torch.tensor([s.weight_version for s in samples], dtype=torch.long),
+        weight_versions=torch.tensor(flat["weight_versions"], dtype=torch.int32),
         rollout_logprobs=torch.tensor(flat["logprobs"], dtype=torch.float32),
     )
 

@@ -4,7 +4,6 @@ from torch import Tensor
 from lightrft.config.schema import Config
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.packing import shift_right
-from lightrft.ops.segment import expand
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.types import Experience
 
@@ -25,7 +24,7 @@ class SamePolicy:
 
     def mask(self, exp: Experience) -> Tensor:
         """bool [T]: those tokens."""
-        mask = exp.loss_mask & expand(exp.weight_version == self.version, exp.cu_seqlens, exp.num_tokens)
+        mask = exp.loss_mask & (exp.weight_versions == self.version)
         return mask & shift_right(exp.loss_mask, exp.cu_seqlens) if self.fire else mask
 
     def add(self, sums: MetricSums, exp: Experience) -> None:
