@@ -4,18 +4,19 @@
 """
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
 from lightrft.cli.checks.devices import check_devices, check_groups, devices
-from lightrft.cli.checks.engines import check_engine, check_transformers
+from lightrft.cli.checks.engines import check_engine, check_import
 from lightrft.cli.checks.finding import VERDICTS, Finding, examine, worst
-from lightrft.cli.checks.folders import check_save_path, check_shm
-from lightrft.cli.checks.memory_plan import check_memory, check_model, size_of
+from lightrft.cli.checks.folders import check_disk, check_save_path, check_shm
+from lightrft.cli.checks.memory_plan import check_memory, check_model
 from lightrft.cli.checks.versions import check_versions
+from lightrft.config.estimate import count_parameters
 from lightrft.config.schema import Config
-from lightrft.utils.errors import UserError
 
 PROG = "python -m lightrft.cli.doctor"
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not own.json:
             print(found, flush=True)
     verdict = worst(findings)
+    if not findings:  # another rank tells
+        return 0
     if own.json:
         print(json.dumps({"verdict": verdict, "findings": [asdict(found) for found in findings]}, indent=1))
     else:
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "that model and batch; --engine_type, --use_wandb and the like make their packages required.")
     parser.add_argument("--json", action="store_true", help="print JSON: the worst verdict and the list of findings")
     parser.add_argument("--ranks", type=_positive, metavar="N",
-                        help="processes of the planned run, over all machines (default: the GPUs here, or 1)")
+                        help="processes of the planned run (default: those of torchrun, or the GPUs here, or 1)")
     return parser
 
 
@@ -87,33 +90,40 @@ def asked_extras(config: Config) -> set[str]:
 def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
     """Every finding, each as soon as it is known.
 
+    Under torchrun the first rank of each machine tells; the others join the process group and tell only what fails.
+
     Args:
-        ranks: of the planned run; None: the GPUs of this machine, or 1.
+        ranks: of the planned run; None: those of torchrun, or the GPUs of this machine, or 1.
     """
-    yield from examine("versions", partial(check_versions, asked_extras(config)))
-    yield from examine("devices", partial(check_devices, config.model.bf16))
-    yield from examine("process group", check_groups)
-    yield from examine("transformers", check_transformers)
-    yield from examine("engine", partial(check_engine, config.rollout.engine_type))
-    yield from examine("/dev/shm", check_shm)
-    if config.model.pretrain:
-        yield from examine("model", partial(_plan, config, ranks))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": partial(check_versions, asked_extras(config)),
+        "devices": partial(check_devices, config.model.bf16),
+        "process group": check_groups,
+        "transformers": partial(check_import, "transformers"),
+        "engine": partial(check_engine, config.rollout.engine_type),
+        "/dev/shm": check_shm,
+        "--save_path": partial(check_save_path, config),
+        "model": partial(_plan, config, ranks),
+    }
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for name, check in checks.items():
+            yield from examine(name, check)
     else:
-        yield from examine("--save_path", partial(check_save_path, config))
+        yield from (found for found in examine("process group", check_groups) if found.verdict != "ok")
 
 
 def _plan(config: Config, ranks: int | None) -> Iterator[Finding]:
-    """The model, the disk it needs and the memory."""
-    from lightrft.algorithms import ADVANTAGES
-    yield from check_model(config)
-    try:
-        size = size_of(str(config.model.pretrain))
-        critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
-    except UserError:  # check_model has told
+    """The model, if there is one, and the disk and memory that its run takes."""
+    if not config.model.pretrain:
         return
+    from lightrft.algorithms import ADVANTAGES
+    from lightrft.models.loader import parameter_shapes
+    critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
+    size = count_parameters(parameter_shapes(config.model.pretrain))
     here = devices(1)
-    count = ranks or (1 if here[0].name == "cpu" else len(here))
-    yield from check_save_path(config, size, critic)
+    count = ranks or int(os.environ.get("WORLD_SIZE", "1" if here[0].name == "cpu" else len(here)))
+    yield from examine("model", partial(check_model, config, size))
+    yield from check_disk(config, size, critic)
     yield from check_memory(config, count, size, devices(count), critic)
 
 

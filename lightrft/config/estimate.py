@@ -1,7 +1,5 @@
 """What a configuration will cost: samples and tokens per step, memory per rank, seconds per step. Plain arithmetic."""
-import json
 import re
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +7,7 @@ from math import ceil, prod
 from pathlib import Path
 
 from lightrft.config.schema import Config
+from lightrft.utils.errors import UserError
 
 GIB = 2**30
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
@@ -37,10 +36,14 @@ class BatchSizes:
 
 
 def model_size(folder: str | Path | None) -> ModelSize | None:
-    """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None where there are none."""
+    """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None where there are none.
+
+    Raises:
+        ValueError: a file is not whole.
+    """
     files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
-    tensors = {name: tensor for file in files for name, tensor in _header(file).items() if name != "__metadata__"}
-    return count_parameters({name: tensor["shape"] for name, tensor in tensors.items()}) if files else None
+    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
+    return count_parameters(shapes) if files else None
 
 
 def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
@@ -53,10 +56,13 @@ def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
     return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside)
 
 
-def _header(file: Path) -> dict[str, dict[str, list[int]]]:
-    with file.open("rb") as stream:
-        (length, ) = struct.unpack("<Q", stream.read(8))
-        return json.loads(stream.read(length))
+def _shapes(file: Path) -> dict[str, list[int]]:
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(file, framework="np") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+    except SafetensorError as error:
+        raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
 
 
 def batch_sizes(config: Config) -> BatchSizes:

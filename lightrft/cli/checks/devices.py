@@ -8,6 +8,7 @@ from lightrft.cli.checks.finding import Finding, first_line
 
 GIB = 2**30
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
+GROUP_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def check_devices(bf16: bool = False) -> Iterator[Finding]:
         yield from _unused_gpu(torch.version.cuda)
         yield _cpu(devices(1)[0])
         return
-    yield Finding("ok", "cuda", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs")
+    yield Finding(
+        "ok", "cuda", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, "
+        f"{torch.cuda.device_count()} GPUs")
     for index, device in enumerate(devices(1)):
         yield _gpu(index, device, bf16)
 
@@ -95,17 +98,20 @@ def _cpu_bf16() -> bool:
 
 
 def check_groups() -> Iterator[Finding]:
-    """Sum a tensor in a real group of one process: gloo for the CPU, NCCL where there is a GPU."""
+    """Sum a tensor over the ranks (one without torchrun): gloo for the CPU, NCCL where there is a GPU."""
     import torch
 
-    from lightrft.strategy.fsdp.process_group import try_group
-    cuda = torch.cuda.is_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
-    for backend, kind in (("gloo", "cpu"), ("nccl", "cuda"))[:1 + cuda]:
-        text = f"{version if backend == 'nccl' else ''} a group of one process works".strip()
-        try:
-            try_group(kind)
-            yield Finding("ok", backend, text)
-        except RuntimeError as error:
-            yield Finding("fail", backend, f"no process group: {first_line(error)}",
-                          f"{backend.upper()}_SOCKET_IFNAME must name a network interface of this machine, or be unset")
+    from lightrft.strategy.fsdp.process_group import count_ranks, join, leave
+    backends = {"gloo": "cpu"} | ({"nccl": "cuda"} if torch.cuda.is_available() else {})
+    backend, joined = "gloo", False
+    try:
+        joined = join(GROUP_TIMEOUT_S)
+        for backend, kind in backends.items():
+            ranks = count_ranks(kind)
+            yield Finding("ok", backend, f"a group of {ranks} process{'es' if ranks > 1 else ''} works")
+    except RuntimeError as error:
+        yield Finding("fail", backend, f"no process group: {first_line(error)}",
+                      f"{backend.upper()}_SOCKET_IFNAME must name a network interface of this machine, or be unset")
+    finally:
+        if joined:
+            leave()

@@ -2,6 +2,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from lightrft.utils.errors import UserError
+
 VERDICTS = ("ok", "warn", "fail")
 
 
@@ -18,10 +20,12 @@ class Finding:
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of ``check``; a package or a system call that fails inside it is a finding too."""
+    """The findings of ``check``; what it refuses, and a package or a system call that fails inside it, are too."""
     try:
         yield from check()
-    except (ImportError, OSError, RuntimeError) as error:
+    except UserError as error:
+        yield Finding("fail", name, str(error))
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         yield Finding("fail", name, f"cannot be checked: {type(error).__name__}: {first_line(error)}",
                       "mend what the lines above name, or reinstall: pip install --force-reinstall lightrft")
 

@@ -27,23 +27,33 @@ def check_shm(folder: Path = SHM) -> Iterator[Finding]:
         yield Finding("ok", str(folder), text)
 
 
-def check_save_path(config: Config, size: ModelSize | None = None, critic: bool = False) -> Iterator[Finding]:
-    """``--save_path`` can be written to and holds what the run will leave."""
+def check_save_path(config: Config) -> Iterator[Finding]:
+    """``--save_path`` can be written to and its disk is not full."""
     name, path = "--save_path", Path(config.checkpoint.save_path).expanduser().absolute()
-    folder = next(part for part in (path, *path.parents) if part.exists())
+    folder = _existing(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("fail", name, f"{path}: {folder} cannot be written to", "give another --save_path")
         return
-    free, needed = shutil.disk_usage(folder).free, run_bytes(config, size, critic) if size else 0
+    free = shutil.disk_usage(folder).free
     text = f"{path}: {free / GIB:.1f} GiB free"
-    if size:
-        text += f", the run takes at most {needed / GIB:.2f} GiB (rollouts and logs not counted)"
+    yield Finding("warn", name, text, "make room") if free < GIB else Finding("ok", name, text)
+
+
+def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Finding]:
+    """``--save_path`` has room for what the run will leave."""
+    free = shutil.disk_usage(_existing(Path(config.checkpoint.save_path).expanduser().absolute())).free
+    needed = run_bytes(config, size, critic)
+    text = (f"checkpoints and the final model take at most {needed / GIB:.2f} of {free / GIB:.1f} GiB free (rollouts "
+            "and logs not counted)")
     if needed > free:
-        yield Finding("fail", name, text, "make room, lower --max_ckpt_num, or set --disable_ckpt")
-    elif free < GIB:
-        yield Finding("warn", name, text, "make room")
+        yield Finding("fail", "disk", text, "make room, lower --max_ckpt_num, or set --disable_ckpt")
     else:
-        yield Finding("ok", name, text)
+        yield Finding("ok", "disk", text)
+
+
+def _existing(path: Path) -> Path:
+    """The folder or file that exists of a path."""
+    return next(part for part in (path, *path.parents) if os.path.exists(part))
 
 
 def run_bytes(config: Config, size: ModelSize, critic: bool) -> float:

@@ -1,15 +1,15 @@
 """Whether a model and a batch fit on the devices, by the estimate that ``--dry_run`` prints."""
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightrft.cli.checks.devices import GIB, Device
 from lightrft.cli.checks.finding import Finding
-from lightrft.config.estimate import ModelSize, batch_summary, count_parameters, memory, model_size
+from lightrft.config.estimate import ModelSize, batch_summary, memory, model_size
 from lightrft.config.flags import show
 from lightrft.config.options import build, flatten
 from lightrft.config.schema import Config
-from lightrft.utils.errors import UserError
 
 KV_SHARE = 4  # --engine_kv_mib 0 takes up to a quarter of the memory
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
@@ -17,41 +17,38 @@ SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_
 MOST_RANKS = 1024
 
 
-def check_model(config: Config) -> Iterator[Finding]:
-    """The model's config can be read, is of a supported architecture and has positions for the lengths."""
-    from lightrft.models.loader import check_context, parameter_shapes
+def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
+    """The model has positions for the lengths, and its weights, where they lie in a local folder, are all there."""
+    from lightrft.models.loader import check_context
     path, rollout = str(config.model.pretrain), config.rollout
-    try:
-        parameter_shapes(path)
-        check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
-        yield Finding("ok", "model", f"{path}: {size_of(path).total:,} parameters")
-    except UserError as error:
-        yield Finding("fail", "model", str(error))
+    check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
+    folder, text = Path(path).expanduser(), f"{path}: {size.total:,} parameters"
+    if lacking := _lacking(folder):
+        yield Finding("fail", "model", f"{text}, {len(lacking)} files are missing, first {lacking[0]}",
+                      "download it again")
+    elif folder.is_dir() and not model_size(folder):  # which also reads every file
+        yield Finding("warn", "model", f"{text}, no *.safetensors files", "download or convert its weights")
+    else:
+        yield Finding("ok", "model", text)
 
 
-def size_of(path: str) -> ModelSize:
-    """Parameter counts: from the weights in a local folder as in ``--dry_run``, else from the config.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if size := model_size(path) if Path(path).expanduser().is_dir() else None:
-        return size
-    from lightrft.models.loader import parameter_shapes
-    return count_parameters(parameter_shapes(path))
+def _lacking(folder: Path) -> list[str]:
+    """The files that the index of a checkpoint in several files names and that are not there."""
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+    return sorted(name for name in set(named) if not (folder / name).is_file())
 
 
 def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Device],
                  critic: bool = False) -> Iterator[Finding]:
     """The batch, and one verdict per device."""
     yield Finding("ok", "batch", batch_summary(config, ranks))
-    held = memory(config, ranks, size, critic)
     for device in devices:
-        yield _verdict(config, ranks, size, device, critic, held)
+        yield _verdict(config, ranks, size, device, critic)
 
 
-def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool,
-             held: dict[str, float]) -> Finding:
+def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool) -> Finding:
+    held = memory(config, ranks, size, critic)
     together, largest = sum(held.values()), max(held, key=lambda name: held[name])
     name, room = f"memory {device.name}", device.free - together
     text = (f"{together / GIB:.2f} of {device.free / GIB:.2f} GiB free per rank, activations not counted; largest: "

@@ -62,6 +62,7 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
         if extra is None:
             return Finding("fail", name, f"not installed, lightrft needs {name}{ranges}", install)
         missing = f"not installed; pip install '{PACKAGE}[{extra}]'"
+        missing += f", without a GPU {CPU_TWINS[name]}" if name in CPU_TWINS else ""
         return Finding("fail" if extra in asked else "ok", name, missing + ("" if extra in asked else " (optional)"))
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(bad, name, f"{found}, lightrft needs {ranges}", install)

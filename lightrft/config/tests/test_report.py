@@ -1,9 +1,9 @@
-import json
-import struct
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lightrft.config.cli import parse_config
 from lightrft.config.estimate import (GIB, ModelSize, batch_sizes, batch_summary, memory, model_size, peak_flops,
@@ -12,23 +12,19 @@ from lightrft.config.options import build, options
 from lightrft.config.report import describe, option_table, resolved
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.utils.errors import UserError
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 
 
 def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
-    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path)
 
 
 def test_model_size_from_the_headers(tmp_path: Path) -> None:
     shapes = {
-        "model.embed_tokens.weight": [10, 4],
-        "model.layers.0.a": [4, 4],
-        "model.layers.1.a": [4, 4],
-        "model.layers.1.b": [3],
-        "model.norm.weight": [4]
+        "model.embed_tokens.weight": [10, 4], "model.layers.0.a": [4, 4], "model.layers.1.a": [4, 4],
+        "model.layers.1.b": [3], "model.norm.weight": [4]
     }
     safetensors(tmp_path / "a-1.safetensors", dict(list(shapes.items())[:2]))
     safetensors(tmp_path / "a-2.safetensors", dict(list(shapes.items())[2:]))
@@ -36,15 +32,20 @@ def test_model_size_from_the_headers(tmp_path: Path) -> None:
     assert model_size("org/model") is None and model_size(None) is None
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"cut"])
+def test_a_file_that_is_not_whole_is_named(tmp_path: Path, content: bytes) -> None:
+    safetensors(tmp_path / "a.safetensors", {"x": [4]})
+    whole = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(whole[:-1] if content == b"cut" else content)
+    with pytest.raises(UserError, match=r"a\.safetensors is not a whole safetensors file \(.+\): download it again"):
+        model_size(tmp_path)
+
+
 def test_batch_sizes_by_hand() -> None:
     config = build(
         Config, {
-            "rollout_batch_size": 6,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 8,
-            "max_epochs": 2,
-            "prompt_max_len": 10,
-            "generate_max_len": 20
+            "rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_epochs": 2,
+            "prompt_max_len": 10, "generate_max_len": 20
         })
     b = batch_sizes(config)
     assert (b.prompts, b.samples, b.tokens, b.response_tokens, b.optimizer_steps) == (6, 24, 720, 480, 6)
@@ -72,10 +73,7 @@ def test_memory_by_hand() -> None:
 
 def test_flops_by_hand() -> None:
     small = {
-        "rollout_batch_size": 1,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 2,
-        "prompt_max_len": 3,
+        "rollout_batch_size": 1, "n_samples_per_prompt": 2, "train_batch_size": 2, "prompt_max_len": 3,
         "generate_max_len": 2
     }
     tokens = 10
