@@ -1,12 +1,15 @@
 """Global batches of rows, the same on every rank, whose position is one number."""
 from collections.abc import Iterator, Sequence
+from zlib import crc32
 from typing import Any, Generic, TypeVar
 
 from lightrft.datasets.blend import Blend
 from lightrft.datasets.loading import DataError
+from lightrft.utils.env import World
 from lightrft.utils.logging import get_logger
 
 Item = TypeVar("Item")
+SAMPLED = 64  # rows that tell one data set from another
 
 
 class MixedDataset(Sequence[Item]):
@@ -87,7 +90,12 @@ class PromptLoader(Generic[Item]):
         """The position and what it depends on."""
         blend = self.blend
         return {"position": self.position, "sizes": blend.sizes, "probs": blend.probs, "shuffle": blend.shuffle,
-                "seed": blend.seed}  # yapf: disable
+                "seed": blend.seed, "rows": self._rows()}  # yapf: disable
+
+    def _rows(self) -> int:
+        """A number that stands for the content of a few rows."""
+        step = max(len(self.dataset) // SAMPLED, 1)
+        return crc32(repr([self.dataset[i] for i in range(0, len(self.dataset), step)]).encode())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, in its order; the batch size may have changed.
@@ -100,6 +108,15 @@ class PromptLoader(Generic[Item]):
                             f"{self.blend.sizes}. Use the same data, --max_samples and --prompt_max_len, or start anew")
         wanted = Blend(state["sizes"], state["probs"], state["shuffle"], state["seed"])
         if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
-            get_logger().warning("the data order goes on as in the checkpoint: seed %s, shuffle %s, probabilities %s",
-                                 wanted.seed, wanted.shuffle, wanted.probs)
+            _warn(f"the data order goes on as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
+                  f"probabilities {wanted.probs}")
+        if state["rows"] != self._rows():
+            _warn("the data has as many rows as that of the checkpoint, but other ones: the run goes on after the "
+                  f"first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])
+
+
+def _warn(text: str) -> None:
+    """On one rank: all see the same data."""
+    if World.from_env().is_main:
+        get_logger().warning(text)

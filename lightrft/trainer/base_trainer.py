@@ -5,12 +5,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.changes import changes, lost_length
+from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import rng_state, set_rng_state
-from lightrft.utils.errors import ExpectedError
+from lightrft.utils.errors import ExpectedError, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import progress
 from lightrft.utils.timer import Timer
@@ -102,7 +104,7 @@ class BaseTrainer(ABC):
         self._saved = self.step
         with self.timer("checkpoint"):
             if self.checkpoints is not None:
-                state = {"step": self.step, **self.extra_state()}
+                state = {"step": self.step, "options": flatten(self.log.config), **self.extra_state()}
                 self.checkpoints.save(self.step, self.prepared, state, rng_state(), self._metrics)
             if self.cfg.save_hf_ckpt and self.step < self.total_steps:
                 self.export(f"hf_step_{self.step}")
@@ -137,6 +139,7 @@ class BaseTrainer(ABC):
         path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
         if path is not None:
             state, ranks = self.checkpoints.load(path, self.prepared)
+            self._compare_options(state)
             self.step = self._saved = state["step"]
             self.load_extra_state(state)
             if self.strategy.rank < len(ranks):
@@ -148,3 +151,15 @@ class BaseTrainer(ABC):
             self.checkpoints.set_aside()
         self.log.start(self.step)
         return path is not None
+
+    def _compare_options(self, state: dict[str, Any]) -> None:
+        """Tell which options have changed since the checkpoint, where that changes what is learnt.
+
+        Raises:
+            UserError: the run has no length any more.
+        """
+        if problem := lost_length(state["options"], self.log.config):
+            raise UserError(problem)
+        changed = changes(state["options"], self.log.config)
+        if changed and self.strategy.is_main:
+            get_logger().warning(f"options differ from those of the checkpoint: {', '.join(changed)}")

@@ -37,8 +37,9 @@ class EntropyController:
         return {"value": self.value, "active": self.active}
 
     def load_state_dict(self, state: dict[str, float | bool]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.value, self.active = float(state["value"]), bool(state["active"])
+        """Continue from :meth:`state_dict`; a fixed value is that of the options."""
+        if self.target is not None:
+            self.value, self.active = float(state["value"]), bool(state["active"])
 
 
 def get_entropy_controller(cfg: AlgorithmConfig) -> EntropyController:

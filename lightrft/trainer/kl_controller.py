@@ -28,8 +28,9 @@ class KLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.value = state["value"]
+        """Continue from :meth:`state_dict`; a fixed value is that of the options."""
+        if self.target is not None:
+            self.value = state["value"]
 
 
 def get_kl_controller(cfg: AlgorithmConfig) -> KLController:

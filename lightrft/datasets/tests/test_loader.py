@@ -63,11 +63,22 @@ def test_resume_with_another_batch_size_goes_on_at_the_same_row():
     assert next(other) == rows[8:14]
 
 
-def test_resume_keeps_the_order_of_the_checkpoint_and_says_so(caplog):
+def test_resume_keeps_the_order_of_the_checkpoint_and_says_so(capsys):
     loader = PromptLoader(range(20), 4, seed=3)
     other = PromptLoader(range(20), 4, seed=4)
     other.load_state_dict(loader.state_dict())
     assert next(other) == next(loader)
+    assert "goes on as in the checkpoint: seed 3, shuffle True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [5, 64, 65, 200])
+def test_resume_with_other_rows_is_told(count, capsys):
+    data, other = list(range(count)), list(range(count))
+    PromptLoader(other, 4).load_state_dict(PromptLoader(data, 4).state_dict())
+    assert capsys.readouterr().err == ""
+    other[0] = -1
+    PromptLoader(other, 4).load_state_dict(PromptLoader(data, 4).state_dict())
+    assert "has as many rows as that of the checkpoint, but other ones" in capsys.readouterr().err
 
 
 def test_resume_with_other_data_is_refused():

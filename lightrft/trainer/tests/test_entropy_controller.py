@@ -47,6 +47,9 @@ def test_state_goes_on():
     first.update(0.1)
     second.load_state_dict(first.state_dict())
     assert second.coef == first.coef != 0
+    fixed = EntropyController(0.3)
+    fixed.load_state_dict(EntropyController(0.0, 0.2).state_dict())
+    assert fixed.coef == 0.3, "the option has no effect on a resumed run"
 
 
 @pytest.fixture(scope="module")

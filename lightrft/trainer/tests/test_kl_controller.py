@@ -33,3 +33,6 @@ def test_state_goes_on():
     first.update(1.0, 10)
     second.load_state_dict(first.state_dict())
     assert second.value == first.value != 0.5
+    fixed = KLController(0.3)
+    fixed.load_state_dict(first.state_dict())
+    assert fixed.value == 0.3, "the option has no effect on a resumed run"

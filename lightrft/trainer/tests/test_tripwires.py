@@ -1,5 +1,7 @@
 """Each tripwire on made-up metrics, and a few on real runs."""
 import copy
+import itertools
+import json
 import re
 from math import nan
 from pathlib import Path
@@ -250,3 +252,48 @@ def test_responses_at_the_limit_and_the_state_in_a_checkpoint(home, tmp_path, ca
     assert wires[0] == wires[1] and [line["tripwire/length_limit"] for line in wires[0]] == [0, 0, 0, 0, 1, 1]
     assert "tripwire/held_out" in wires[0][2] and "tripwire/held_out" not in wires[0][3]
     assert resumed.trainer.tripwires.state_dict() == straight.trainer.tripwires.state_dict()
+
+
+def spoken(done):
+    """The wires that were on in any step."""
+    return {name.split("/")[1] for line in done.lines for name, value in line.items()
+            if name.startswith("tripwire/") and value}  # yapf: disable
+
+
+def test_a_run_that_learns_hears_nothing(home, tmp_path, capsys):
+    """Long enough for every wire."""
+    vowels = lambda item: Outcome(sum(x in "aeiou" for x in item.response) / max(len(item.response), 1))  # noqa: E731
+    steps = max(PATIENCE.values()) + 2
+    done = run(home, tmp_path, vowels, max_steps=steps, n_samples_per_prompt=8, train_batch_size=32,
+               actor_learning_rate=6e-3, eval_data=[str(home / "test.jsonl")], eval_steps=steps // 3)  # yapf: disable
+    rewards = [line["reward/mean"] for line in done.lines]
+    assert sum(rewards[-6:]) > 1.5 * sum(rewards[:6]), "it does not learn"
+    assert spoken(done) == set() and "tripwire" not in capsys.readouterr().err
+    assert {f"tripwire/{name}" for name in PATIENCE} <= done.metrics.keys() | done.lines[steps // 3 * 3 - 1].keys()
+
+
+def test_a_learning_rate_beyond_all_bounds(home, tmp_path, capsys):
+    bad = lambda item: Outcome(-1.0)  # noqa: E731
+    done = run(home, tmp_path, bad, max_steps=3, actor_learning_rate=0.1, max_epochs=4, advantage_estimator="reinforce")
+    assert spoken(done) == {"kl_explosion", "ratio_explosion"}
+    text = capsys.readouterr().err
+    assert "from the policy of the rollout (nats per token)" in text and "ratios have been far from 1" in text
+
+
+def test_a_policy_that_collapses(home, tmp_path, capsys):
+    number = itertools.count()
+    done = run(home, tmp_path, lambda item: Outcome(float(next(number) % 3)), max_steps=9, actor_learning_rate=1.0,
+               max_epochs=6)  # yapf: disable
+    assert "entropy_collapse" in spoken(done) and "The policy hardly explores" in capsys.readouterr().err
+
+
+def test_the_reward_rises_and_the_held_out_score_falls(home, tmp_path, capsys):
+    path, number = tmp_path / "held.jsonl", itertools.count(1)
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "reference": "held"}) + "\n" for i in range(3)))
+
+    def score(item):
+        return Outcome(1 - next(number) / 100 if item.reference == "held" else next(number) / 100)
+
+    done = run(home, tmp_path / "run", score, max_steps=3, eval_data=[str(path)], eval_steps=1)
+    assert [line["tripwire/held_out"] for line in done.lines] == [0, 0, 1] and spoken(done) == {"held_out"}
+    assert capsys.readouterr().err.count("the training reward has risen and the held-out score has fallen") == 1
