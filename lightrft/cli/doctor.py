@@ -103,7 +103,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
         "engine": partial(check_engine, config.rollout.engine_type),
         "/dev/shm": check_shm,
         "--save_path": partial(check_save_path, config),
-        "model": partial(_plan, config, ranks),
+        "model": partial(plan, config, ranks),
     }
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for name, check in checks.items():
@@ -112,7 +112,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
         yield from (found for found in examine("process group", check_groups) if found.verdict != "ok")
 
 
-def _plan(config: Config, ranks: int | None) -> Iterator[Finding]:
+def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     """The model, if there is one, and the disk and memory that its run takes."""
     if not config.model.pretrain:
         return

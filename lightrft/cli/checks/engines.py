@@ -2,15 +2,15 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 
 from lightrft.cli.checks.finding import Finding
-from lightrft.cli.checks.versions import CPU_TWINS, installed
+from lightrft.cli.checks.versions import distribution, installed
 
 SHARED = ("torch", "transformers", "tokenizers", "numpy")  # what an engine and lightrft both depend on
 PROBES = {
     "transformers": "import transformers.image_utils; from transformers import AutoModelForCausalLM",  # torchvision too
-    "vllm": "from vllm import LLM",
+    "vllm": "from vllm.v1.engine.llm_engine import LLMEngine",
     "sglang": "from sglang.srt.entrypoints.engine import Engine",
 }
 ENGINES = ("vllm", "sglang")
@@ -37,7 +37,7 @@ def _import_remedy(name: str, trace: str) -> str:
     for other in ("torchvision", "torchaudio"):
         if other in trace:
             return f"{other} was built for another torch: pip uninstall {other}, or install the one that matches torch"
-    return f"pip install --force-reinstall {name}"
+    return f"pip install --force-reinstall {distribution(name)}"
 
 
 def check_engine(chosen: str) -> Iterator[Finding]:
@@ -48,7 +48,8 @@ def check_engine(chosen: str) -> Iterator[Finding]:
     """
     for name in filter(installed, ENGINES):
         if conflicts := list(_conflicts(name)):
-            yield Finding("warn", name, "; ".join(conflicts), f"pip install '{name}' in an environment of its own")
+            yield Finding("warn", name, "; ".join(conflicts),
+                          f"pip install {distribution(name)} in an environment of its own")
         else:
             yield Finding("ok", name, "fits the packages beside it")
     if chosen in ENGINES and installed(chosen):
@@ -58,15 +59,8 @@ def check_engine(chosen: str) -> Iterator[Finding]:
 def _conflicts(name: str) -> Iterator[str]:
     """What the metadata of an engine asks of the shared packages and does not get."""
     from packaging.requirements import Requirement
-    for requirement in map(Requirement, _requires(name)):
+    for requirement in map(Requirement, requires(distribution(name)) or []):
         here = installed(requirement.name) if requirement.name in SHARED else None
         wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if here and wanted and not requirement.specifier.contains(here, prereleases=True):
             yield f"it wants {requirement.name}{requirement.specifier}, {here} is installed"
-
-
-def _requires(name: str) -> list[str]:
-    try:
-        return requires(name) or []
-    except PackageNotFoundError:
-        return requires(CPU_TWINS[name]) or []

@@ -14,7 +14,6 @@ from lightrft.config.schema import Config
 KV_SHARE = 4  # --engine_kv_mib 0 takes up to a quarter of the memory
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64}, {"lora_rank": 16})
-MOST_RANKS = 1024
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
@@ -64,8 +63,7 @@ def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic
 
 def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, together: float) -> str:
     """The first change after which it fits; if none does, the one that saves most."""
-    plans = [(words, sum(memory(changed, count, size, critic).values()))
-             for words, changed, count in _changes(config, ranks, device)]
+    plans = [(words, sum(memory(changed, ranks, size, critic).values())) for words, changed in _changes(config, device)]
     for words, needed in plans:
         if needed <= device.free:
             return f"{words} brings it to {needed / GIB:.2f} GiB"
@@ -75,12 +73,8 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
     return f"{words} brings it to {needed / GIB:.2f} GiB, which is still too much: take a smaller model"
 
 
-def _changes(config: Config, ranks: int, device: Device) -> Iterator[tuple[str, Config, int]]:
-    """What can be done about it, the least intrusive first. On a CPU offloading and more ranks save nothing."""
-    on_gpu = device.name != "cpu"
-    for change in (*(OFFLOADS if on_gpu else ()), *SMALLER):
+def _changes(config: Config, device: Device) -> Iterator[tuple[str, Config]]:
+    """What can be done about it, the least intrusive first. On a CPU offloading saves nothing."""
+    for change in (*(OFFLOADS if device.name != "cpu" else ()), *SMALLER):
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in change.items())
-        yield words, build(Config, flatten(config) | change), ranks
-    while on_gpu and ranks < MOST_RANKS:
-        ranks *= 2
-        yield f"{ranks} GPUs (--ranks {ranks})", config, ranks
+        yield words, build(Config, flatten(config) | change)

@@ -37,13 +37,19 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
 
 def installed(name: str) -> str | None:
     """The version of a distribution, or of its twin for CPUs; None when it is not installed."""
-    for one in (name, CPU_TWINS.get(name)):
-        try:
-            if one:
-                return version(one)
-        except PackageNotFoundError:
-            continue
-    return None
+    try:
+        return version(distribution(name))
+    except PackageNotFoundError:
+        return None
+
+
+def distribution(name: str) -> str:
+    """``name``, or its twin for CPUs if that is what is installed."""
+    try:
+        version(twin := CPU_TWINS.get(name, name))
+        return twin
+    except PackageNotFoundError:
+        return name
 
 
 def _python(needed: str) -> Finding:

