@@ -3,25 +3,23 @@
 Rows of the key-value cache are *slots*; a prompt has a *place*, which all its samples read. A finished response leaves
 its slot at once and, as soon as a share of the slots is free, waiting ones take them; when nothing waits any more, live
 rows and prompts are moved to the front, so that matrix products work on them only. The host keeps one small array per
-slot; nothing in the decode loop runs once per row.
+slot; nothing in the decode loop runs once per row. A response that goes on from a prefix has its slot filled with that
+first; from then on it is in the state in which it would be had all of it been generated here.
 """
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightrft.rollout.engine import Completion, Request, SamplingParams
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams
 from lightrft.rollout.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.sampling import sample, uniforms
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free
 _TOKEN, _POSITION, _COLUMN, _SAMPLE, _ALIVE = range(5)
-
-Finished = Callable[[int, list[Completion]], None] | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Generation:
     """
 
     def __init__(self, model: nn.Module, cache: KVCache, requests: list[Request], params: SamplingParams, stop: Tensor,
-                 on_finished: Finished) -> None:
+                 on_finished: Finished | None) -> None:
         self.model, self.cache, self.params, self.on_finished = model, cache, params, on_finished
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
@@ -52,7 +50,10 @@ class Generation:
         self.num_samples = int(self.bounds[-1])
         self.request_of = np.repeat(np.arange(len(requests)), sizes)
         self.prompt_len = np.array([len(r.token_ids) for r in requests])[self.request_of]
-        self.remaining, self.length = sizes.copy(), np.zeros(self.num_samples, dtype=np.int64)
+        self.prefixes = [prefix for r in requests for prefix in r.prefixes or [[]] * len(r.seeds)]
+        self.begun = np.array([len(prefix) for prefix in self.prefixes], dtype=np.int64)
+        self.remaining, self.length, self.ended = sizes.copy(), self.begun.copy(), False
+        self.done = np.zeros(self.num_samples, dtype=bool)
         self.owner = np.full(cache.plan.slots, -1)  # sample of each slot, -1: free
         self.count = np.zeros(cache.plan.slots, dtype=np.int64)  # its tokens so far, 0 where free
         self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each place, -1: free
@@ -60,7 +61,8 @@ class Generation:
         self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
         self.responses: list[list[Completion]] = [[] for _ in requests]
         waiting = [i for i in range(len(requests)) if sizes[i]]
-        self.waiting = deque(sorted(waiting, key=lambda i: -len(requests[i].token_ids)))
+        self.waiting = deque(sorted(waiting, key=lambda i:
+                                    (not any(requests[i].prefixes), -len(requests[i].token_ids))))
         self.shared: _Shared | None = None
         self._allocate()
 
@@ -75,17 +77,18 @@ class Generation:
         self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
 
     def run(self) -> list[list[Completion]]:
-        """Generate everything; responses in the order of requests and seeds."""
+        """Generate all, or until ``on_finished`` has had enough; responses in the order of requests and seeds."""
         for i in np.flatnonzero(self.remaining == 0):
             self._deliver(int(i))
-        while self.remaining.any():
+        while self.remaining.any() and not self.ended:
             self._rearrange()
             self._step()
+        self._abort()
         return self.responses
 
     def _rearrange(self) -> None:
         """Give free slots to waiting samples or, when none waits, close the gaps, once enough slots are free."""
-        while self.waiting or self.shared:
+        while (self.waiting or self.shared) and not self.ended:
             free = np.flatnonzero(self.owner < 0)
             if len(free) < min(max(1, len(self.owner) // _SLACK), self._waiting_samples()):
                 return
@@ -137,17 +140,37 @@ class Generation:
         return self._forward(tokens, view.positions, view, view.last)
 
     def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> None:
-        """Slots begin to work for samples; the first tokens are drawn from ``logits`` [k, V]."""
-        device = self.cache.device
-        index, ids, lengths = (torch.from_numpy(x).to(device) for x in (slots, samples, self.prompt_len[samples]))
+        """Slots begin to work for samples; ``logits`` [k, V] are those after their prompts."""
+        fresh = self.begun[samples] == 0
+        if fresh.any():
+            self._draw(samples[fresh], slots[fresh], logits[torch.from_numpy(fresh).to(logits.device)], self.first)
+        if not fresh.all():
+            self._draw(samples[~fresh], slots[~fresh], self._restore(samples[~fresh], slots[~fresh]), self.params)
+
+    def _restore(self, samples: np.ndarray, slots: np.ndarray) -> Tensor:
+        """Runs the prompts and prefixes of ``samples``; the prefixes go into ``slots``. Last-token logits [k, V]."""
+        lengths = self.prompt_len[samples] + self.begun[samples]
+        passes, logits = (lengths.cumsum() - lengths) // _PREFILL_TOKENS, []
+        for part in (passes == number for number in np.unique(passes)):
+            tokens = [t for s in samples[part] for t in self.requests[self.request_of[s]].token_ids + self.prefixes[s]]
+            view = Prefill(self.cache, lengths[part].tolist(), slots[part], self.prompt_len[samples[part]])
+            logits.append(self._forward(torch.tensor(tokens, device=self.cache.device), view.positions, view,
+                                        view.last))
+        return torch.cat(logits)
+
+    def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> None:
+        """The next token of samples, from ``logits`` [k, V]; from now on their slots are live."""
+        device, begun = self.cache.device, self.begun[samples]
+        index, ids, column, lengths = (torch.from_numpy(x).to(device)
+                                       for x in (slots, samples, begun, self.prompt_len[samples]))
         state = torch.zeros_like(self.state[:, :len(slots)])
-        state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = lengths - 1, -1, ids, 1
+        state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = lengths + column - 1, column - 1, ids, 1
         if self.noise is not None:
             seeds = [self.requests[self.request_of[s]].seeds[s - self.bounds[self.request_of[s]]] for s in samples]
             self.noise[index] = torch.from_numpy(uniforms(seeds, self.params.max_new_tokens)).to(device)
-        self.owner[slots], self.count[slots], self.moved = samples, 1, True
+        self.owner[slots], self.count[slots], self.moved = samples, begun + 1, True
         self.live = max(self.live, int(slots.max()) + 1)
-        done = self._record(state, logits, None if self.noise is None else self.noise[index, 0], self.first)
+        done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params)
         self.state[:, index] = state
         self._retire(slots[done.cpu().numpy()])
 
@@ -159,7 +182,7 @@ class Generation:
     def _step(self) -> None:
         """One token for every row."""
         live = self.live
-        if not live:
+        if not live or self.ended:
             return
         if self.moved:
             self._arrange()
@@ -196,7 +219,7 @@ class Generation:
         if not len(slots):
             return
         samples = self.owner[slots]
-        self.length[samples] = self.count[slots]
+        self.length[samples], self.done[samples] = self.count[slots], True
         self.owner[slots], self.count[slots] = -1, 0
         index = torch.from_numpy(slots).to(self.cache.device)
         self.state[:, index] = self.state.new_tensor([[0], [0], [0], [self.num_samples], [0]])
@@ -208,13 +231,25 @@ class Generation:
     def _deliver(self, request: int) -> None:
         if self.place[request] >= 0:
             self.tenant[self.place[request]] = -1
-        first, end = int(self.bounds[request]), int(self.bounds[request + 1])
-        tokens, logprobs = self.tokens[first:end].tolist(), self.logprobs[first:end].tolist()
-        lengths = self.length[first:end].tolist()
-        rows = [(row[:n], values[:n]) for row, values, n in zip(tokens, logprobs, lengths)]
-        self.responses[request] = [Completion(t, l, "stop" if t[-1] in self.stop_ids else "length") for t, l in rows]
-        if self.on_finished is not None:
-            self.on_finished(request, self.responses[request])
+        self.responses[request] = self._completions(request)
+        if self.on_finished is not None and self.on_finished(request, self.responses[request]):
+            self.ended = True
+
+    def _completions(self, request: int) -> list[Completion]:
+        part = slice(int(self.bounds[request]), int(self.bounds[request + 1]))
+        columns = [x[part].tolist() for x in (self.tokens, self.logprobs, self.begun, self.length, self.done)]
+        return [Completion(tokens[begun:end], logprobs[begun:end], self._reason(tokens[end - 1]) if done else "abort")
+                for tokens, logprobs, begun, end, done in zip(*columns)]  # yapf: disable
+
+    def _reason(self, last: int) -> str:
+        return "stop" if last in self.stop_ids else "length"
+
+    def _abort(self) -> None:
+        """Hand back what is under way, if anything is."""
+        slots = np.flatnonzero(self.owner >= 0)
+        self.length[self.owner[slots]] = self.count[slots]
+        for request in np.flatnonzero(self.remaining):
+            self.responses[request] = self._completions(int(request))
 
     def _compact(self) -> None:
         """Move the live rows and prompts at the end into the gaps at the front."""

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
@@ -27,32 +28,82 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One prompt and the seeds of its samples: one response per seed. Equal seeds and weights give equal responses,
-    whatever else is in the batch and however many ranks there are."""
+    whatever else is in the batch and however many ranks there are.
+
+    ``prefixes``: the tokens that each response has already (empty: none has begun). It goes on from there as it would
+    have in one go: ``max_new_tokens`` counts the prefix too, and what a seed draws for a token hangs on the token's
+    place in the response. The weights may be others than those the prefix comes from.
+    """
     token_ids: list[int]
     seeds: list[int]
     mm_inputs: dict[str, Any] = field(default_factory=dict)
+    prefixes: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
 class Completion:
-    """One response: the generated tokens (a matched stop token included) and their log-probs, in nats, under the
-    distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax)."""
+    """One response: the generated tokens (a matched stop token included, a prefix not) and their log-probs, in nats,
+    under the distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1
+    softmax)."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" | "length" | "abort"
 
 
+Finished = Callable[[int, list[Completion]], bool | None]
+
+
+def check_requests(requests: list[Request], params: SamplingParams, engine: str) -> None:
+    """Refuse what no text engine can run.
+
+    Raises:
+        ValueError: no new tokens, an empty prompt, a prefix that leaves no room, or media.
+    """
+    if params.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
+    for i, request in enumerate(requests):
+        if not request.token_ids:
+            raise ValueError(f"request {i} has an empty prompt")
+        if (begun := max(map(len, request.prefixes), default=0)) >= params.max_new_tokens:
+            raise UserError(
+                f"request {i} goes on from {begun} tokens, but a response may have {params.max_new_tokens}; "
+                "use the --generate_max_len that it was begun with")
+        if request.mm_inputs:
+            raise ValueError(
+                f"request {i} has media ({', '.join(request.mm_inputs)}); the {engine} engine takes text only")
+
+
 class RolloutEngine(Protocol):
-    """An engine that lives in the training process. ``weight_version`` counts the updates it has received."""
+    """An engine that lives in the training process. ``weight_version`` counts the updates it has received.
+
+    Until the first of them an engine with weights of its own refuses to generate. The proof of the weight sync
+    (:mod:`lightrft.rollout.sync_proof`) asks it what it holds, under the names and in the order that it likes.
+    """
     weight_version: int
 
     def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Callable[[int, list[Completion]], None] | None = None) -> list[list[Completion]]:
+                 on_finished: Finished | None = None) -> list[list[Completion]]:
         """Responses in the order of ``requests`` and their seeds. ``on_finished(i, completions)`` is called as soon as
-        all responses of request ``i`` are done."""
+        all responses of request ``i`` are done; once it answers True, no further token is drawn, and the responses
+        under way come back as they are ("abort"), perhaps empty."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over full weights under their HF names; later responses come from them alone."""
+
+    def shared_storage(self) -> set[int]:
+        """Addresses (``data_ptr``) of the trainer's tensors that it computes with; empty: it has weights of its own."""
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """HF names of the weights that :meth:`fingerprints` can read, and the types they are held in. Known before the
+        first update, and fixed. A weight that is quantized, or lies in a layout that cannot be read, is left out: only
+        the canaries of the proof cover it."""
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """:func:`lightrft.ops.fingerprint.fingerprint` of these weights as they lie now: int64 [names], on the CPU.
+
+        Of a fused tensor the rows that belong to the name; over tensor-parallel ranks the sum of their parts, the same
+        on each of them.
+        """
 
     def sleep(self) -> None:
         """Give back the memory that only generation needs."""
@@ -74,4 +125,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if cfg.engine_type == "hf":
         from lightrft.rollout.hf_engine import build_hf_engine
         return build_hf_engine(cfg, actor, strategy.device, tokenizer, bf16)
-    raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf")
+    if cfg.engine_type == "vllm":
+        from lightrft.rollout.vllm_engine import build_vllm_engine
+        return build_vllm_engine(cfg, actor, strategy.device, tokenizer, bf16)
+    raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf, vllm")

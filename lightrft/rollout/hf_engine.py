@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching on a ``transformers`` causal language model, in this process."""
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.ops.fingerprint import fingerprint
 from lightrft.rollout.continuous import Generation
-from lightrft.rollout.engine import Completion, Request, SamplingParams
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
 from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
@@ -62,12 +63,12 @@ class HFEngine:
         self._cache: KVCache | None = None
 
     def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Callable[[int, list[Completion]], None] | None = None) -> list[list[Completion]]:
+                 on_finished: Finished | None = None) -> list[list[Completion]]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`.
 
         Raises:
             RuntimeError: while asleep, or before the first weights of an engine that owns its model.
-            ValueError: for an empty prompt, media, or a cache budget that does not hold one sequence.
+            ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
         """
         self._check(requests, params)
         if not requests:
@@ -81,14 +82,7 @@ class HFEngine:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
-        if params.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
-        for i, request in enumerate(requests):
-            if not request.token_ids:
-                raise ValueError(f"request {i} has an empty prompt")
-            if request.mm_inputs:
-                raise ValueError(
-                    f"request {i} has media ({', '.join(request.mm_inputs)}); the HF engine takes text only")
+        check_requests(requests, params, "HF")
 
     def _stop_mask(self, params: SamplingParams) -> Tensor:
         mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
@@ -141,6 +135,19 @@ class HFEngine:
             missing.pop(id(targets[name]), None)
         if missing:
             raise ValueError(f"{len(missing)} weights did not arrive, the first is {next(iter(missing.values()))!r}")
+
+    def shared_storage(self) -> set[int]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        return set() if self.owns_model else {parameter.data_ptr() for parameter in self.model.parameters()}
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`; every weight can be read."""
+        return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        held = dict(self.model.named_parameters(remove_duplicate=False))
+        return torch.stack([fingerprint(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
         """Free the key-value cache; a copy of the weights on a GPU moves to host memory."""

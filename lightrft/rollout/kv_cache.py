@@ -3,7 +3,7 @@
 A prompt is stored and read once for all its samples; each sample's own row holds its response only.
 
 The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of the view that the engine passes as the
-``kv_cache`` keyword of the model: :class:`Prefill` for whole prompts, :class:`Decode` for one token per live row.
+``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row.
 """
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -74,9 +74,10 @@ class KVPlan:
     @classmethod
     def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int) -> "KVPlan":
         """The most rows that ``tokens`` hold (perhaps 0), for prompts of ``sizes`` samples each."""
+        mean = sum(sizes) / max(1, np.count_nonzero(sizes)) or 1
 
         def plan(slots: int) -> KVPlan:
-            live = int(np.ceil(_LIVE_PROMPTS * slots / max(1, *sizes)))
+            live = int(np.ceil(_LIVE_PROMPTS * slots / mean))
             return cls(min(live, slots, len(sizes)), prompt_len, slots, length)
 
         rows = range(1, max(1, sum(sizes)) + 1)
@@ -117,21 +118,26 @@ class KVCache:
 
 
 class Prefill:
-    """Attention of whole prompts, packed one after another; prompt i is kept in place ``places[i]``."""
+    """Attention of whole sequences, packed one after another. Prompt i is kept in place ``places[i]``; with ``skip``,
+    sequence i is kept in row ``places[i]``, from token ``skip[i]`` (the end of its prompt) on."""
 
-    def __init__(self, cache: KVCache, lengths: list[int], places: np.ndarray) -> None:
+    def __init__(self, cache: KVCache, lengths: list[int], places: np.ndarray, skip: np.ndarray | None = None) -> None:
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
-        self.store, self.last = cache.prompts, (ends - 1).to(cache.device)
+        self.store, self.last = cache.prompts if skip is None else cache.rows, (ends - 1).to(cache.device)
         self.layout = PackedLayout(F.pad(ends, (1, 0)).to(cache.device, torch.int32), lengths)
         self.positions = (torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)).to(cache.device)
         place = torch.repeat_interleave(torch.from_numpy(places), counts).to(cache.device)
-        self.index = (self.store.first[place] + self.positions[:, None]).flatten()
+        self.kept, column = slice(None), self.positions
+        if skip is not None:
+            column = column - torch.repeat_interleave(torch.from_numpy(skip), counts).to(cache.device)
+            self.kept = column >= 0
+        self.index = (self.store.first[place] + column[:, None])[self.kept].flatten()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Stores keys and values; causal attention within each prompt."""
-        self.store.write(layer, self.index, key, value)
+        """Stores keys and values; causal attention within each sequence."""
+        self.store.write(layer, self.index, key[:, :, self.kept], value[:, :, self.kept])
         return packed_attention(_ENGINE, query, key, value, None, scaling, sliding_window=window, softcap=softcap,
                                 packing=self.layout)[0]
 

@@ -83,6 +83,6 @@ def test_a_change_of_a_selection_leaves_the_whole_alone():
 
 
 def test_response_length():
-    sample = Sample(Prompt("u", [1, 2], "p"), 0, 0, [1, 2, 3, 4, 5], [False] * 2 + [True] * 3, [0.0] * 5, [-1] * 2 + [0] * 3,
-                    "stop")
+    sample = Sample(Prompt("u", [1, 2], "p"), 0, 0, [1, 2, 3, 4, 5], [False] * 2 + [True] * 3, [0.0] * 5,
+                    [-1] * 2 + [0] * 3, "stop")
     assert sample.response_len == 3

@@ -77,8 +77,7 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt
         Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
                loss_mask=[False] * n + [True] * len(done.token_ids), logprobs=[0.0] * n + done.logprobs,
                weight_versions=[-1] * n + [weight_version] * len(done.token_ids), finish_reason=done.finish_reason,
-               text=text)
-        for index, (done, text) in enumerate(zip(completions, texts))
+               text=text) for index, (done, text) in enumerate(zip(completions, texts))
     ]
 
 

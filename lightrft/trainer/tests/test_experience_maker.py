@@ -147,7 +147,8 @@ def test_samples_and_packing():
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
     exp = pack_samples(samples, 2)
     assert exp.sample_ids.tolist() == [10, 11] and exp.group_ids.tolist() == [5, 5]
-    assert exp.truncated.tolist() == [False, True] and exp.weight_versions.tolist() == [-1] * 2 + [7] * 4 + [-1] * 2 + [7] * 2
+    assert exp.truncated.tolist() == [False, True]
+    assert exp.weight_versions.tolist() == [-1] * 2 + [7] * 4 + [-1] * 2 + [7] * 2
     assert exp.cu_seqlens.tolist() == [0, 6, 10] and exp.loss_mask.sum() == 6
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, -0.4, 0, 0, -1, -2])
 
