@@ -31,6 +31,7 @@ RANGES: dict[str, str] = {
     "engine_kv_mib": OFF_AT_ZERO,
     "micro_rollout_batch_size": OFF_AT_ZERO,
     "sync_bucket_mib": COUNT,
+    "sync_canary_every": COUNT,
     # data, reward
     "prompt_data_probs": PROBABILITY,
     "max_samples": OFF_AT_ZERO,

@@ -91,6 +91,10 @@ class RolloutConfig:
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
     sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
+    sync_proof: str = option(
+        "both", "after every weight sync, stop unless the engine has the trainer's weights: fingerprint compares every "
+        "weight, canary the log-probs of a few prompts now and then", ("off", "fingerprint", "canary", "both"))
+    sync_canary_every: int = option(50, "syncs between canaries; the first two syncs always have one")
 
 
 @dataclass

@@ -7,7 +7,7 @@ from math import gcd, isqrt
 from pathlib import Path
 
 from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_problems
-from lightrft.config.no_effect import best_metric, unmet_needs
+from lightrft.config.no_effect import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
@@ -190,6 +190,10 @@ def _rollout(c: Config) -> Iterator[str]:
     if c.rollout.use_fire and c.rollout.first_token_temperature == c.rollout.temperature:
         yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: that is --temperature, so --use_fire "
                "changes nothing; set it above, e.g. 10, or drop --use_fire")
+    if c.rollout.sync_proof in ("off", "fingerprint"):
+        for name, value in changed(c, ["sync_canary_every"]):
+            yield (f"--{name} {value}: has no effect with --sync_proof {c.rollout.sync_proof}; add --sync_proof both "
+                   "or drop it")
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
         yield ("--dynamic_sampling True: one response per prompt never differs, so no batch would ever fill; nearest "
                "valid value: --n_samples_per_prompt 2, or drop it")

@@ -2,15 +2,18 @@
 import time
 
 from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.sync_proof import SyncProof
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 
 
-def sync_weights(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, version: int,
-                 bucket_mib: int = 512) -> float:
+def sync_weights(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, version: int, bucket_mib: int = 512,
+                 proof: SyncProof | None = None) -> float:
     """Stream the full weights of ``prepared.model`` into ``engine``, ``bucket_mib`` MiB at a time; seconds taken.
 
-    A collective when the model is sharded: every rank calls it, and each fills its own engine.
+    A collective when the model is sharded: every rank calls it, and each fills its own engine. With ``proof`` what is
+    sent is watched; :meth:`SyncProof.check` then has the last word.
     """
     start = time.perf_counter()
-    engine.update_weights(strategy.full_params(prepared.model, bucket_mib << 20), version)
+    stream = strategy.full_params(prepared.model, bucket_mib << 20)
+    engine.update_weights(proof.watch(stream) if proof else stream, version)
     return time.perf_counter() - start

@@ -132,6 +132,9 @@ class StrategyBase(ABC):
         """What lies on this rank of every parameter, under the names and in the order of :meth:`full_params` (without
         LoRA). No collective: nothing moves. Each row is one rank's; where others hold it too, their part is empty."""
 
+    def free_full(self, model: nn.Module) -> None:
+        """Give back the full weights that a forward pass without a backward pass leaves behind; nothing by default."""
+
     @abstractmethod
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
         """Move parameters, gradients and optimizer state (or only the latter) to host memory."""

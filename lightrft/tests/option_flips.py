@@ -50,6 +50,11 @@ def metric(name: str, line: int = -1) -> Watch:
     return lambda seen: seen.run.lines[line][name]
 
 
+def metric_lines(name: str) -> Watch:
+    """The lines that have a metric."""
+    return lambda seen: [line["step"] for line in seen.run.lines if name in line]
+
+
 def keys(seen: Seen) -> set[str]:
     """Names of the metrics."""
     return {name for line in seen.run.lines for name in line}
@@ -131,6 +136,8 @@ FLIPS: dict[str, Flip] = {
     "min_p": Flip(0.5, said("response")),
     "stop": Flip(["A", "B", "C", "1", "2"], said("response")),
     "micro_rollout_batch_size": Flip(2, forwards, KL),
+    "sync_proof": Flip("off", keys),
+    "sync_canary_every": Flip(2, metric_lines("rollout/canary_gap"), {"sync_proof": "both"} | FOUR),
     # data
     "prompt_data": Flip(["@test"], train_prompts),
     "prompt_data_probs": Flip([0.1, 0.9], said("uid"), {"prompt_data": ["@train", "@test"]}),

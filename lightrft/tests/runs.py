@@ -38,6 +38,7 @@ BASE: dict[str, Any] = {
     "lr_warmup_ratio": 0.0,
     "reward_probe": False,
     "self_test": False,
+    "sync_proof": "fingerprint",
     "disable_ckpt": True,
     "eval_steps": 0,
 }

@@ -8,6 +8,7 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.sync_proof import get_sync_proof
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
@@ -37,6 +38,8 @@ class PPOTrainer(BaseTrainer):
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader)
+        self.proof = get_sync_proof(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
+                                    config.model.bf16, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
         self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
@@ -60,7 +63,7 @@ class PPOTrainer(BaseTrainer):
                                          if rollout.rows else {})
         with self.timer("weight_sync"):
             self.engine.wake()
-            self.sync_weights(self.step + 1)
+            metrics |= self.sync_weights(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
             check_step_facts(metrics, self.config, self.fresh)
             self.facts_due = False
@@ -102,9 +105,11 @@ class PPOTrainer(BaseTrainer):
             get_logger().info(f"the data is used up after step {step}; at most {self.total_steps} were possible")
             self.total_steps = step
 
-    def sync_weights(self, version: int) -> None:
-        """Strategy -> engine."""
-        sync_weights(self.strategy, self.prepared["actor"], self.engine, version, self.config.rollout.sync_bucket_mib)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Strategy -> engine, and the proof of it; returns the metrics of the proof."""
+        sync_weights(self.strategy, self.prepared["actor"], self.engine, version, self.config.rollout.sync_bucket_mib,
+                     self.proof)
+        return self.proof.check(version) if self.proof else {}
 
     def evaluate(self) -> dict[str, float]:
         """pass@k and avg@k of the engine's weights on the held-out prompts."""

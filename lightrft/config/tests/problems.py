@@ -65,6 +65,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
       "reinforce"}, ["--dynamic_sampling", "never differs", "--n_samples_per_prompt 2"]),
     ({"use_fire": True, "first_token_temperature": 1.0}, ["--first_token_temperature 1", "above, e.g. 10"]),
     ({"first_token_temperature": 5.0}, ["--first_token_temperature 5", "--use_fire"]),
+    ({"sync_proof": "fingerprint", "sync_canary_every": 9}, ["--sync_canary_every 9", "--sync_proof both"]),
     ({"max_gen_rounds": 5}, ["--max_gen_rounds 5", "--dynamic_sampling"]),
     ({"difficulty_min": 0.1}, ["--difficulty_min 0.1", "--difficulty_key pass_rate"]),
     ({"difficulty_key": "pass_rate"}, ["--difficulty_key pass_rate", "--difficulty_max 0.9"]),

@@ -7,9 +7,12 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
 
 PARAMS = SamplingParams(12, stop_token_ids=tuple(range(40, 52)))
 REQUESTS = [Request([5 + i, 60, 70 + 2 * i], [100 * i + j for j in range(3)]) for i in range(6)]
@@ -31,6 +34,44 @@ def changed(model):
             parameter.add_(parameter * 0.05)
 
 
+def proof_of(strategy, prepared, engine):
+    prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
+    return get_sync_proof(RolloutConfig(sync_canary_every=1), strategy, prepared, engine, prompts, False, Timer())
+
+
+def faulty_gather(strategy, prepared, engine, proof):
+    """A wrong row in what one rank gathers, and sends: the proof looks at what the trainer holds. Both ranks stop."""
+    gathered = strategy.gathered
+
+    def gather(model, bucket_bytes):
+        for name, tensor in gathered(model, bucket_bytes):
+            if strategy.rank == 1 and "1.mlp.down_proj" in name:
+                tensor = tensor.roll(1, 0)
+            yield name, tensor
+
+    strategy.gathered = gather
+    sync_weights(strategy, prepared, engine, 3, 1, proof)
+    try:
+        proof.check(3)
+    except SyncProofError as error:
+        assert "model.layers.1.mlp.down_proj.weight (layer 1) differs between engine and trainer on rank 1" in str(
+            error)
+    else:
+        raise AssertionError("a faulty gather passed")
+    strategy.gathered = gathered
+
+
+def lora(folder, strategy):
+    """Merged weights, which no rank holds."""
+    prepared = strategy.prepare(load_actor(ModelConfig(pretrain=folder, lora_rank=2)), OptimSpec(1e-3))
+    engine = get_engine(RolloutConfig(engine_kv_mib=1), prepared.model, strategy, load_tokenizer(folder))
+    proof = proof_of(strategy, prepared, engine)
+    for version in (1, 2):
+        sync_weights(strategy, prepared, engine, version, 512, proof)
+        assert proof.check(version)["rollout/canary_gap"] < 1e-5
+        changed(prepared.model)
+
+
 def main(folder: str) -> None:
     cfg, rollout = ModelConfig(pretrain=folder), RolloutConfig(engine_kv_mib=1)
     alone = load_actor(cfg)
@@ -42,9 +83,11 @@ def main(folder: str) -> None:
     engine = get_engine(rollout, prepared.model, strategy, load_tokenizer(folder))
     assert torch.equal(torch.get_rng_state(), random_state), "building the engine drew random numbers"
     assert engine.owns_model, "a sharded actor cannot be shared"
+    proof = proof_of(strategy, prepared, engine)
     mine = slice(strategy.rank, None, strategy.world_size)
     for version, bucket_mib in ((1, 512), (2, 1)):
-        seconds = sync_weights(strategy, prepared, engine, version, bucket_mib)
+        seconds = sync_weights(strategy, prepared, engine, version, bucket_mib, proof)
+        assert proof.check(version)["rollout/canary_gap"] < 1e-5
         assert 0 < seconds < 60 and engine.weight_version == version, (seconds, engine.weight_version)
         expected = reference.generate(REQUESTS, PARAMS)
         assert equal(flat(engine.generate(REQUESTS[mine], PARAMS)), flat(expected[mine])), f"version {version} differs"
@@ -53,6 +96,8 @@ def main(folder: str) -> None:
         changed(prepared.model)
         changed(alone)
         assert not equal(flat(reference.generate(REQUESTS, PARAMS)), flat(expected)), "the change changes nothing"
+    faulty_gather(strategy, prepared, engine, proof)
+    lora(folder, strategy)
     strategy.barrier()
     strategy.teardown()
 

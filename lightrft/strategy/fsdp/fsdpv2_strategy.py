@@ -77,12 +77,12 @@ class FSDPV2Strategy(CommonStrategy):
 
     def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
         """See :class:`StrategyBase`."""
-        self._placements[prepared.model].free_full()
+        self.free_full(prepared.model)
         return super().gradients(prepared)
 
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """See :class:`StrategyBase`."""
-        self._placements[prepared.model].free_full()
+        self.free_full(prepared.model)
         return super().optimizer_step(prepared, max_norm)
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -101,20 +101,24 @@ class FSDPV2Strategy(CommonStrategy):
             torch.cuda.synchronize(self.device)
 
     # -- weights and state --------------------------------------------------------------------------------------------
+    def free_full(self, model: nn.Module) -> None:
+        """See :class:`StrategyBase`."""
+        self._placements[model].free_full()
+
     def gathered(self, model: nn.Module, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """See :class:`CommonStrategy`; one all-gather per bucket."""
-        self._placements[model].free_full()
+        self.free_full(model)
         for bucket in collectives.buckets(model.named_parameters(), bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
 
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
         """See :class:`StrategyBase`."""
-        self._placements[model].free_full()
+        self.free_full(model)
         return super().parts(model)
 
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
         """See :class:`StrategyBase`."""
-        self._placements[prepared.model].free_full()
+        self.free_full(prepared.model)
         return super().state_dict(prepared)
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:

@@ -207,8 +207,7 @@ def full_params(case: Case) -> None:
         assert ("lm_head.weight" in expected) is not tied
         for bucket_bytes in (1, 20_000, 1 << 30):
             assert_same({n: v.clone() for n, v in case.strategy.full_params(prepared.model, bucket_bytes)}, expected)
-        parts = case.strategy.parts(prepared.model)
-        assert_same({name: case.strategy.all_reduce(placed(part)) for name, part in parts}, expected)
+        assert_same({n: case.strategy.all_reduce(placed(p)) for n, p in case.strategy.parts(prepared.model)}, expected)
 
 
 @check

@@ -1,0 +1,184 @@
+"""Proof that the engine samples from the trainer's weights, after every weight sync.
+
+Stale or half-loaded weights are silent: responses still look right. So after each sync a fingerprint of every weight is
+computed where it lies, of the trainer's on the ranks that hold its parts (not of what was sent), of the engine's in the
+engine, and both must be equal bit for bit once the trainer's is rounded to the engine's type. Now and then canaries
+(:mod:`lightrft.rollout.canary`) compare what both compute. All ranks see all verdicts and stop together.
+"""
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.ops.fingerprint import fingerprint
+from lightrft.rollout.canary import Canary
+from lightrft.rollout.engine import RolloutEngine
+from lightrft.strategy.strategy_base import Part, Prepared, StrategyBase
+from lightrft.types import Prompt
+from lightrft.utils.errors import ExpectedError
+from lightrft.utils.logging import get_logger
+from lightrft.utils.timer import Timer
+
+Named = Iterator[tuple[str, Tensor]]
+REMEDY = ("Nothing was learnt from these weights: --load_checkpoint goes on from the newest checkpoint. If it comes "
+          "back, this engine does not load this model as it should: see python -m lightrft.cli.doctor for the versions "
+          "that fit together, or choose another --engine_type")
+
+
+class SyncProofError(ExpectedError, RuntimeError):
+    """The engine does not hold, or does not compute with, the trainer's weights."""
+
+
+class Fingerprints:
+    """Compares every weight that the engine can read with the trainer's.
+
+    An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared.
+    With LoRA the engine gets weights that the trainer never holds (merged ones); their fingerprints are taken from the
+    stream on its way to the engine (:meth:`watch`), on rank 0.
+    """
+
+    def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, timer: Timer) -> None:
+        self.strategy, self.prepared, self.engine, self.timer = strategy, prepared, engine, timer
+        self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
+        self.merges = prepared.model.merges and not self.shared
+        self.trainer: dict[str, int] = {}  # of the last sync
+        self._seen: dict[str, Tensor] = {}  # of the last stream
+        self._told = False
+
+    def watch(self, stream: Named) -> Named:
+        """``stream``, seen on its way where it cannot be computed afterwards."""
+        return self._watched(stream) if self.merges else stream
+
+    def _watched(self, stream: Named) -> Named:
+        self._seen = {}
+        for name, tensor in stream:
+            with self.timer("sync_proof"):
+                rows = tensor if self.strategy.is_main else tensor[:0]
+                self._seen[name] = self._of(name, Part(rows, tensor.shape, 0))
+            yield name, tensor
+
+    def _of(self, name: str, part: Part) -> Tensor:
+        """0 for a weight that the engine cannot read."""
+        if name not in self.dtypes:
+            return torch.zeros((), dtype=torch.int64, device=part.tensor.device)
+        start = (part.first_row, ) + (0, ) * (len(part.shape) - 1)
+        return fingerprint(part.tensor, self.dtypes[name], part.shape, start)
+
+    def _mine(self) -> dict[str, Tensor]:
+        """This rank's part of the trainer's fingerprints."""
+        if self.merges:
+            return self._seen
+        parts = self.strategy.parts(self.prepared.model)
+        return {name: self._of(name, part) for name, part in parts}
+
+    def _readable(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that can be compared; says once how many cannot."""
+        unread = [name for name in names if name not in self.dtypes]
+        if unread and not self._told:
+            get_logger().info(f"sync proof: the engine holds {len(unread)} weights, {unread[0]} the first, in a form "
+                              "that cannot be compared; only canaries cover them (--sync_proof both)")
+        self._told = True
+        return [name for name in names if name in self.dtypes]
+
+    def fault(self) -> str | None:
+        """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
+        if self.shared:
+            return self._elsewhere()
+        mine, strategy = self._mine(), self.strategy
+        names = self._readable(mine)
+        table = torch.zeros(strategy.world_size + 1, len(names), dtype=torch.int64)
+        if names:
+            table[0] = torch.stack([mine[name] for name in names]).cpu()
+            table[strategy.rank + 1] = self.engine.fingerprints(names)
+        table = strategy.all_reduce(table)
+        before, self.trainer = self.trainer, dict(zip(names, table[0].tolist()))
+        wrong = table[1:] != table[0]
+        if not wrong.any():
+            return None
+        first = int(wrong.any(0).nonzero()[0])
+        ranks = wrong[:, first].nonzero()[:, 0].tolist()
+        value = int(table[ranks[0] + 1, first])
+        return (
+            f"{_place(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
+            f"{self._likely(names[first], value, before)}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
+
+    def _elsewhere(self) -> str | None:
+        """The first of the trainer's weights that the engine, which is to share them, does not compute with."""
+        addresses = self.engine.shared_storage()
+        for name, parameter in self.prepared.model.named_parameters():
+            if parameter.data_ptr() not in addresses:
+                return f"{_place(name)} is not shared: the engine computes with another tensor"
+        return None
+
+    def _likely(self, name: str, value: int, before: dict[str, int]) -> str:
+        if before.get(name) == value:
+            return "it still has the values of the sync before"
+        others = [other for other, theirs in self.trainer.items() if theirs == value]
+        if others:
+            return f"it has the values of {others[0]}"
+        return "its values are neither the ones before nor those of another weight (transposed, scaled, cut or mixed?)"
+
+
+def _place(name: str) -> str:
+    found = re.search(r"layers\.(\d+)\.", name)
+    return f"{name} (layer {found[1]})" if found else name
+
+
+class SyncProof:
+    """What ``--sync_proof`` asks for, at every sync of one engine.
+
+    Args:
+        cfg: the options; ``bf16``: the trainer computes in bfloat16.
+        prompts: of the training data; canaries are the first few.
+        timer: books the time on ``sync_proof``.
+    """
+
+    def __init__(self, cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
+                 prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> None:
+        self.every, self.timer, self.syncs = cfg.sync_canary_every, timer, 0
+        self.wants_fingerprints = cfg.sync_proof in ("fingerprint", "both")
+        self.wants_canary = cfg.sync_proof in ("canary", "both")
+        self.fingerprints = Fingerprints(strategy, prepared, engine, timer)
+        self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, bf16)
+
+    def watch(self, stream: Named) -> Named:
+        """To be put around the stream of weights; see :class:`Fingerprints`."""
+        return self.fingerprints.watch(stream) if self.wants_fingerprints else stream
+
+    def check(self, version: int) -> dict[str, float]:
+        """Prove that the engine has the weights of ``version``; a collective. Returns the metrics.
+
+        Raises:
+            SyncProofError: on all ranks, naming the first weight that differs.
+        """
+        self.syncs += 1
+        with self.timer("sync_proof"):
+            fault, metrics = self.fingerprints.fault() if self.wants_fingerprints else None, {}
+            if fault is None and self._canary_due():
+                gaps, limit = self.canary.measure(), self.canary.limit
+                metrics = {"rollout/canary_gap": max(gaps)}
+                if not max(gaps) <= limit:
+                    fault = self._of_canary(gaps, limit)
+        if fault is not None:
+            raise SyncProofError(f"weight sync {version}: {fault}. {REMEDY}")
+        return metrics
+
+    def _canary_due(self) -> bool:
+        """At the first sync, which sets the band, at the second, the first that brings new weights, then regularly."""
+        return self.wants_canary and (self.syncs <= 2 or self.syncs % self.every == 0)
+
+    def _of_canary(self, gaps: list[float], limit: float) -> str:
+        told = ", ".join(f"rank {rank} {gap:.3g}" for rank, gap in enumerate(gaps) if not gap <= limit)
+        named = self.fingerprints.fault()
+        return (
+            f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {told}); " +
+            (named or "every weight that can be compared is equal, so a cache outlived the update (prefixes, "
+             "keys and values), or the engine computes something else (type, attention, quantization)"))
+
+
+def get_sync_proof(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
+                   prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> SyncProof | None:
+    """What ``--sync_proof`` asks for; see :class:`SyncProof`."""
+    return None if cfg.sync_proof == "off" else SyncProof(cfg, strategy, prepared, engine, prompts, bf16, timer)
