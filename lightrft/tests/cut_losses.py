@@ -34,6 +34,13 @@ def own_seqs(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> Loss:
     return loss / (segment_sum(exp.loss_mask, exp.cu_seqlens) > 0).sum().clamp(min=1), metrics
 
 
+@policy_loss("own_length")
+def own_length(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> Loss:
+    """Divides by the length of its micro-batch, as a plain mean does."""
+    loss, metrics = plain(logprobs, exp)
+    return loss / max(exp.num_tokens, 1), metrics
+
+
 @policy_loss("own_baseline")
 def own_baseline(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> Loss:
     """Subtracts the mean advantage of its micro-batch."""

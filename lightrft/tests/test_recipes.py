@@ -21,8 +21,9 @@ def home_fixture(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe, home, tmp_path):
-    """Parsed, validated, two steps: the options are the recipe's and the weights move."""
-    done = runs.run(home, tmp_path, recipe=recipe, **SPARE)
+    """Parsed, validated, self-tested, two steps: the options are the recipe's and the weights move."""
+    done = runs.run(home, tmp_path, recipe=recipe, self_test=True, **SPARE)
+    assert not done.trainer.update.self_test.due, "the self-test found nothing to compare"
     values = flatten(done.trainer.config)
     assert {name: values[name] for name in RECIPES[recipe].options} == RECIPES[recipe].options
     assert [line["step"] for line in done.lines] == [1, 2]

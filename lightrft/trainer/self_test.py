@@ -7,6 +7,7 @@ gradients are dropped, dropout is off meanwhile, and random generators are put b
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,8 @@ FORMULAS = {
     "seq-mean-token-sum-norm": "sum over kept tokens / (norm {norm:.0f} * {seqs:.0f} seqs)",
 }
 WITHOUT_SEQS = "sum over kept tokens / norm {norm:.0f}"  # seq-mean-token-sum-norm with --no_loss_agg_norm_seqs
-PLURAL = {"rank": "ranks", "micro-batch": "micro-batches"}
 LossOf = Callable[[Experience], Tensor]
+Weight = Callable[[list[int]], float]  # of a micro-batch, by its samples
 
 
 class SelfTestError(ExpectedError, RuntimeError):
@@ -120,21 +121,14 @@ def formula(mode: str, norm_seqs: bool, denominators: Denominators) -> str:
     return text.format(**vars(denominators))
 
 
-def suspect(planned: Cut, other: Cut, found: Comparison) -> str:
-    """The likeliest mistake, in words: the counts whose ratio is nearest to that of the norms."""
-    ratio = max(found.planned, 1e-30) / max(found.other, 1e-30)
-    counts = {
-        "": (1, 1), "rank": (planned.ranks, other.ranks), "micro-batch": (planned.micro_batches, other.micro_batches)
-    }
-    what = min(counts, key=lambda name: abs(math.log(ratio * counts[name][1] / counts[name][0])))
-    one, two = counts[what]
-    if one == two:
-        return (f"the norms are to each other as {ratio:.3g}, which is no ratio of counts: the loss of a token seems "
-                "to depend on which other samples share its micro-batch, through a mean, a maximum, a baseline or a "
-                "normalisation. Compute it per sequence, in the advantages, or with selects= of the policy loss")
-    return (f"the norms are to each other as {ratio:.3g}, near {one} to {two}, the numbers of {PLURAL[what]} with "
-            f"samples: each {what} seems to divide by its own count of tokens or sequences. Leave that division out: "
-            "the one by the counts of the whole mini-batch happens once, after the policy loss")
+def own_counts(batch: Experience) -> dict[str, Weight]:
+    """By what a loss may divide its micro-batch: name -> count."""
+    lens, kept = batch.seq_lens.tolist(), segment_sum(batch.loss_mask.float(), batch.cu_seqlens).tolist()
+    return {
+        "tokens in the loss": lambda samples: sum(kept[i] for i in samples),
+        "sequences": len,
+        "tokens, prompts included": lambda samples: sum(lens[i] for i in samples),
+    }  # yapf: disable
 
 
 class SelfTest:
@@ -161,7 +155,7 @@ class SelfTest:
             losses_of: the loss of a micro-batch for each model, given the denominators.
 
         Raises:
-            SelfTestError: with both norms, the formula and the likeliest mistake.
+            SelfTestError: with both norms, the formula and the suspected denominator.
         """
         samples = choose(exp, buffer.epoch(0)[0].samples, SAMPLES * self.strategy.world_size)
         batch = exp.select(samples)
@@ -176,8 +170,9 @@ class SelfTest:
         denominators = Denominators.of(count(batch.loss_mask, batch.cu_seqlens), norm)
         losses, batch, state = losses_of(denominators), self._moved(batch), rng_state()
         for name in due:
-            found = self._compare(prepared[name], batch, (planned, other), losses[name])
-            self._judge(name, found, (planned, other), denominators)
+            compare = partial(self._compare, prepared[name], batch, (planned, other), losses[name])
+            self._judge(name, compare(lambda samples: 1.0), (planned, other), denominators,
+                        lambda: self._suspect(batch, compare))
         set_rng_state(state)
 
     def _moved(self, batch: Experience) -> Experience:
@@ -187,18 +182,19 @@ class SelfTest:
         return moved if selects is None else replace(moved, selected=selects(batch.rollout_logprobs, moved, algorithm,
                                                                              0))
 
-    def _compare(self, prepared: Prepared, batch: Experience, both: tuple[Cut, Cut], loss_of: LossOf) -> Comparison:
+    def _compare(self, prepared: Prepared, batch: Experience, both: tuple[Cut, Cut], loss_of: LossOf,
+                 weight: Weight) -> Comparison:
         """Without dropout, whose masks would differ between the cuts; the model's mode is put back."""
         training, strategy = prepared.model.training, self.strategy
         prepared.model.train()
         for module in prepared.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
-        grads = self._gradients(prepared, batch, both[0], loss_of)
+        grads = self._gradients(prepared, batch, both[0], loss_of, weight)
         planned = strategy.global_norm(prepared, list(grads.values()))
         kept = {name: grad.to("cpu", copy=True) for name, grad in grads.items()}  # a second copy may not fit on a GPU
         strategy.discard_gradients(prepared)
-        grads = self._gradients(prepared, batch, both[1], loss_of)
+        grads = self._gradients(prepared, batch, both[1], loss_of, weight)
         other = strategy.global_norm(prepared, list(grads.values()))
         for name, grad in grads.items():
             grad.sub_(kept[name].to(grad.device))
@@ -207,39 +203,56 @@ class SelfTest:
         prepared.model.train(training)
         return Comparison(planned, other, difference)
 
-    def _gradients(self, prepared: Prepared, batch: Experience, cut: Cut, loss_of: LossOf) -> dict[str, Tensor]:
+    def _gradients(self, prepared: Prepared, batch: Experience, cut: Cut, loss_of: LossOf,
+                   weight: Weight) -> dict[str, Tensor]:
         parts = cut.parts[self.strategy.rank]
         for number, part in enumerate(parts):
-            loss = loss_of(take(batch, part).to(self.strategy.device))
+            loss = loss_of(take(batch, part).to(self.strategy.device)) * weight(part)
             self.strategy.backward(loss, prepared, last=number == len(parts) - 1)
         return self.strategy.gradients(prepared)
 
-    def _judge(self, name: str, found: Comparison, both: tuple[Cut, Cut], denominators: Denominators) -> None:
-        limit = TOLERANCE[self.config.model.bf16]
+    @property
+    def limit(self) -> float:
+        """How far right losses may be apart."""
+        return TOLERANCE[self.config.model.bf16]
+
+    def _suspect(self, batch: Experience, compare: Callable[[Weight], Comparison]) -> str:
+        """The count by which the loss was divided: multiplied by it again, the two gradients agree."""
+        gaps = {name: compare(weight).gap for name, weight in own_counts(batch).items()}
+        best = min(gaps, key=lambda name: gaps[name])
+        if not gaps[best] <= self.limit:
+            return ("no count explains it: the loss of a token seems to depend on which other samples share its "
+                    "micro-batch or rank, through a mean, a maximum, a baseline or a normalisation. Compute it per "
+                    "sequence, in the advantages, or with selects= of the policy loss")
+        return (f"each micro-batch divides by the number of its own {best}; with that undone, both give the same "
+                "gradient. Leave the division out: the one by the counts of the whole mini-batch comes later, once")
+
+    def _judge(self, name: str, found: Comparison, both: tuple[Cut, Cut], denominators: Denominators,
+               suspect: Callable[[], str]) -> None:
         if not math.isfinite(found.difference):
             return self._postpone(f"the gradient of the {name} is not finite")
         if max(found.planned, found.other) == 0:
             return self._postpone(f"the gradient of the {name} is 0")
-        if found.gap > limit:
-            raise SelfTestError(self._report(name, found, both, denominators, limit))
+        if found.gap > self.limit:
+            raise SelfTestError(self._report(name, found, both, denominators, suspect()))
         self.due.discard(name)
         get_logger().info(f"self-test: {both[0]} and {both[1]} give the same gradient of the {name} (relative "
-                          f"difference {found.gap:.1g}, at most {limit:g})")
+                          f"difference {found.gap:.1g}, at most {self.limit:g})")
 
     def _report(self, name: str, found: Comparison, both: tuple[Cut, Cut], denominators: Denominators,
-                limit: float) -> str:
+                suspect: str) -> str:
         cfg = self.config.algorithm
         mode = "token-mean" if name == "critic" else cfg.loss_agg_mode
         what = "value loss" if name == "critic" else (f"loss (--policy_loss {cfg.policy_loss} --rollout_correction "
                                                       f"{cfg.rollout_correction} --loss_agg_mode {mode})")
-        return (
-            f"self-test: the gradient of the {what} depends on how the batch is cut\n"
-            f"  as planned: {both[0]}: norm {found.planned:.6g}\n"
-            f"  otherwise:  {both[1]}: norm {found.other:.6g}\n"
-            f"  norm of the difference: {found.difference:.6g}, {found.gap:.3g} of the larger one (at most {limit:g})\n"
-            f"  formula ({mode}): {formula(mode, cfg.loss_agg_norm_seqs, denominators)}\n"
-            f"  suspect: {suspect(*both, found)}.\n"
-            "  --no_self_test trains all the same; the result then depends on batch sizes and ranks")
+        return (f"self-test: the gradient of the {what} depends on how the batch is cut\n"
+                f"  as planned: {both[0]}: norm {found.planned:.6g}\n"
+                f"  otherwise:  {both[1]}: norm {found.other:.6g}\n"
+                f"  norm of the difference: {found.difference:.6g}, {found.gap:.3g} of the larger one (at most "
+                f"{self.limit:g})\n"
+                f"  formula ({mode}): {formula(mode, cfg.loss_agg_norm_seqs, denominators)}\n"
+                f"  suspect: {suspect}.\n"
+                "  --no_self_test trains all the same; the result then depends on batch sizes and ranks")
 
     def _postpone(self, reason: str) -> None:
         if not self._told:

@@ -7,8 +7,8 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.values import other_value
 
-SILENT = {"max_steps", "num_episodes", "save_steps", "eval_steps", "eval_data", "logging_steps", "use_wandb", "strategy",
-          "micro_train_batch_size", "reward_workers", "save_path"}  # yapf: disable
+SILENT = {"max_steps", "num_episodes", "save_steps", "eval_steps", "eval_data", "logging_steps", "use_wandb",
+          "strategy", "micro_train_batch_size", "reward_workers", "save_path"}  # yapf: disable
 TOLD = {"seed", "prompt_data", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs",
         "advantage_estimator", "eps_clip", "init_kl_coef", "actor_learning_rate", "temperature", "generate_max_len",
         "reward", "pretrain", "bf16", "shuffle", "loss_agg_mode", "lr_scheduler", "stages"}  # yapf: disable

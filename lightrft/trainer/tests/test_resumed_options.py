@@ -1,5 +1,7 @@
 """A run that goes on with other options or other data says so."""
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,8 @@ def test_each_change_is_named_once(home, tmp_path, capsys):
     done = resumed(home, tmp_path / "run", eps_clip=0.3, seed=7, prompt_data=[str(tmp_path / "more.jsonl")])
     text = capsys.readouterr().err
     assert [line["step"] for line in done.lines] == [1, 2, 3] and text.count(TOLD) == 1
-    assert f"--prompt_data {tmp_path}/more.jsonl (was {home}/train.jsonl), --eps_clip 0.3 (was 0.2), --seed 7 (was 42)" in text
+    changed = f"--prompt_data {tmp_path}/more.jsonl (was {home}/train.jsonl), --eps_clip 0.3 (was 0.2)"
+    assert f"{TOLD}{changed}, --seed 7 (was 42)" in text
     assert "the data order goes on as in the checkpoint: seed 42" in text
 
 
@@ -51,6 +54,15 @@ def test_two_ranks_tell_it_once(home, tmp_path):
     assert good.output.count(TOLD) == 1 and "--seed 7 (was 42)" in good.output, good.output
     assert good.output.count("but other ones: the run goes on after the first 8 rows") == 1, good.output
     assert bad.wait() == [2, 2] and len(errors(bad.output)) == 1 and "Traceback" not in bad.output, bad.output
+
+
+def test_the_warning_in_the_docs_is_a_real_one(home, tmp_path, capsys):
+    page = Path(runs.__file__).parents[2] / "docs" / "safety.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    shown = re.search(f"^WARNING: {TOLD}.*$", page.read_text(encoding="utf-8"), re.MULTILINE)[0]
+    resumed(home, tmp_path / "run", eps_clip=0.3, seed=7)
+    assert f" {shown}\n" in capsys.readouterr().err
 
 
 def test_the_checkpoint_of_the_resumed_run_has_the_new_options(home, tmp_path, capsys):

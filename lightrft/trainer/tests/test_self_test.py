@@ -1,5 +1,6 @@
 """The self-test at launch: right losses pass, wrong ones stop the run in words, and it leaves no trace."""
 import itertools
+import math
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,19 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
-from lightrft.ops.aggregate import MODES
+from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
 from lightrft.tests import faults, runs
-from lightrft.tests.launch import finish, launch
+from lightrft.tests.launch import launch
 from lightrft.trainer import self_test
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.replay_buffer import MicroBatchLimits
-from lightrft.trainer.self_test import Comparison, Cut, SelfTestError, choose, cuts, off_policy, suspect
+from lightrft.trainer.self_test import SelfTestError, choose, cuts, formula, off_policy
 from lightrft.utils.env import rng_state
 from lightrft.utils.logging import get_logger
 
 ON = {"self_test": True}
+VOLATILE = re.compile("^time/|^perf/|_per_s$")
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +56,14 @@ def message(parts, **algorithm):
     return str(caught.value)
 
 
+OWN = {"own_tokens": "tokens in the loss", "own_seqs": "sequences", "own_length": "tokens, prompts included"}
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["own_tokens", "own_seqs"])
+@pytest.mark.parametrize("name", OWN)
 def test_a_loss_that_divides_by_its_own_micro_batch(name, mode, parts):
     text = message(parts, policy_loss=name, loss_agg_mode=mode, use_kl_loss=False)
-    assert f"--policy_loss {name}" in text and "each micro-batch seems to divide by its own count" in text
+    assert f"--policy_loss {name}" in text and f"divides by the number of its own {OWN[name]}; with" in text
 
 
 @pytest.mark.parametrize("name", ["own_baseline", "own_weights"])
@@ -66,14 +72,34 @@ def test_a_loss_with_a_statistic_of_its_micro_batch(name, parts):
     assert "depend on which other samples share its micro-batch" in text and "a baseline" in text
 
 
-@pytest.mark.parametrize("mode,formula", [("token-mean", r"sum over kept tokens / (\d+) tokens"),
-                                          ("seq-mean-token-mean", "token mean / 4 seqs"),
-                                          ("seq-mean-token-sum", "tokens / 4 seqs"),
-                                          ("seq-mean-token-sum-norm", r"tokens / \(norm 12 \* 4 seqs\)")])
-def test_the_report_has_the_numbers(mode, formula, parts):
-    text = message(parts, policy_loss="own_tokens", loss_agg_mode=mode)
+@pytest.mark.parametrize("mode,norm_seqs", [(mode, True) for mode in MODES] + [(MODES[-1], False)])
+def test_the_report_has_the_numbers(mode, norm_seqs, parts):
+    text = message(parts, policy_loss="own_tokens", loss_agg_mode=mode, loss_agg_norm_seqs=norm_seqs)
     one, other, apart = (float(x) for x in re.findall(r"norm(?: of the difference)?:? ([\d.e-]+)", text)[:3])
-    assert re.search(formula, text) and abs(one - other) <= apart <= one + other and "--no_self_test" in text
+    assert abs(one - other) <= apart <= one + other and "--no_self_test" in text
+    shown = text.partition(f"formula ({mode}): ")[2].partition("\n")[0]
+    assert shown == {
+        ("token-mean", True): f"sum over kept tokens / {re.search('[0-9]+', shown)[0]} tokens",
+        ("seq-mean-token-mean", True): "sum over sequences of their token mean / 4 seqs",
+        ("seq-mean-token-sum", True): "sum over kept tokens / 4 seqs",
+        ("seq-mean-token-sum-norm", True): "sum over kept tokens / (norm 12 * 4 seqs)",
+        ("seq-mean-token-sum-norm", False): "sum over kept tokens / norm 12",
+    }[mode, norm_seqs]
+
+
+@pytest.mark.parametrize("mode,norm_seqs", list(itertools.product(MODES, (True, False))))
+def test_the_formula_is_what_is_computed(mode, norm_seqs):
+    """The product of its numbers is what divides; the norm is shown in full."""
+    lens = torch.tensor([3, 2, 4])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lens.cumsum(0)]).int()
+    loss, mask = torch.arange(9.0).double(), torch.arange(9) != 4
+    denominators = Denominators.of(count(mask, cu_seqlens), 1048576)
+    shown = formula(mode, norm_seqs, denominators)
+    means = mode == "seq-mean-token-mean"
+    kept = torch.stack([part.mean() if means else part.sum() for part in (loss[:3], loss[3:4], loss[5:])]).sum()
+    divisor = math.prod(int(number) for number in re.findall(r"\d+", shown))
+    expected = aggregate(loss, mask, cu_seqlens, mode, denominators, norm_seqs)
+    assert kept / divisor == pytest.approx(expected.item(), rel=1e-12) and ("mean" in shown) == means
 
 
 def test_a_run_stops_before_it_has_learnt_anything(home, tmp_path):
@@ -138,8 +164,9 @@ def findings(parts, exp=None, **algorithm):
 
 BUILT_IN = {POLICY_LOSSES.get(name).fn: name for name in POLICY_LOSSES}  # one name for each
 LOSSES = sorted(name for fn, name in BUILT_IN.items() if fn.__module__.startswith("lightrft.algorithms."))
-COMBINED = [{"loss_agg_mode": mode} for mode in MODES] + [{"entropy_coef": 0.1}, {"dual_clip": 1.5},
-                                                          {"use_kl_loss": False}, {"kl_estimator": "k2"}]
+COMBINED = [{"loss_agg_mode": mode}
+            for mode in MODES] + [{"loss_agg_mode": MODES[-1], "loss_agg_norm_seqs": False}, {"entropy_coef": 0.1},
+                                  {"dual_clip": 1.5}, {"use_kl_loss": False}, {"kl_estimator": "k2"}]
 
 
 @pytest.mark.parametrize("options", [{"policy_loss": name}
@@ -159,18 +186,21 @@ def test_bfloat16_is_allowed_more(home, tmp_path, caplog):
 
 
 def numbers(done):
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and "_per_s" not in k}
-            for line in done.lines]  # yapf: disable
+    return [{k: v for k, v in line.items() if not VOLATILE.search(k)} for line in done.lines]
 
 
 @pytest.mark.parametrize("options", [{"lora_rank": 2, "lora_dropout": 0.3}, {"advantage_estimator": "gae"}], ids=str)
 def test_it_leaves_no_trace(options, home, tmp_path):
-    states, done = [], []
+    states, done, kept = [], [], []
     for name, on in (("a", True), ("b", False)):
         done.append(runs.run(home, tmp_path / name, max_steps=2, self_test=on, **options))
         states.append(rng_state())
+        trainer = done[-1].trainer
+        kept.append({f"{name}/{key}": value for name, prepared in trainer.prepared.items()
+                     for key, value in trainer.strategy.state_dict(prepared).items()})  # yapf: disable
     assert numbers(done[0]) == numbers(done[1])
-    assert all(torch.equal(value, done[1].weights[name]) for name, value in done[0].weights.items())
+    assert any("/optim/" in key for key in kept[0]) and kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(value, kept[1][key]) for key, value in kept[0].items()), "weights, moments, schedule"
     assert torch.equal(states[0]["torch"], states[1]["torch"]) and states[0]["python"] == states[1]["python"]
     assert done[0].lines[0]["time/self_test_s"] > 0 == done[0].lines[1]["time/self_test_s"]
 
@@ -251,31 +281,51 @@ def test_there_may_be_no_second_cut():
     assert planned == other
 
 
-def cut(ranks, micro_batches, world=2):
-    """A cut with so many micro-batches on so many ranks."""
-    parts = [[[] for _ in range(micro_batches)] for _ in range(world)]
-    for i in range(micro_batches):
-        parts[i % ranks][i] = [i]
-    return Cut(parts)
-
-
-@pytest.mark.parametrize("norms,word", [((1.0, 4.0), "micro-batch seems"), ((1.0, 3.0), "micro-batch seems"),
-                                        ((2.0, 1.1), "rank seems"), ((1.0, 1.02), "no ratio of counts"),
-                                        ((0.0, 1.0), "seems"), ((1.0, 0.0), "seems")])  # yapf: disable
-def test_the_suspect_is_the_nearest_count(norms, word):
-    assert word in suspect(cut(2, 2), cut(1, 8), Comparison(*norms, 1.0))
+@pytest.fixture(name="launched", scope="module")
+def launched_fixture(home, tmp_path_factory):
+    """Sharded over two ranks, all at once: a right loss, with and without the self-test, and the wrong ones."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "reward.py").write_text(faults.REWARD, encoding="utf-8")
+    common = {k: v for k, v in runs.BASE.items() if k != "self_test"}
+    common |= {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": folder / "reward.py"}
+    wrong = {"plugin": "lightrft.tests.cut_losses", "advantage_estimator": "reinforce"}
+    kinds = {"good": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3}}
+    kinds["without"] = kinds["good"] | {"no_self_test": True}
+    kinds |= {name: wrong | {"policy_loss": name} for name in ("own_tokens", "own_seqs", "own_baseline", "own_rank")}
+    return folder, {
+        name: launch(folder / name, common | own | {"save_path": folder / name / "run"}, ranks=2)
+        for name, own in kinds.items()
+    }
 
 
 @pytest.mark.dist
-def test_two_ranks(home, tmp_path):
-    """Sharded: a right loss passes, with a critic; one that treats a rank differently stops both ranks."""
-    (tmp_path / "reward.py").write_text(faults.REWARD, encoding="utf-8")
-    common = {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": tmp_path / "reward.py"}
-    options = {k: v for k, v in runs.BASE.items() if k != "self_test"} | common
-    good = finish(tmp_path / "good", options | {"advantage_estimator": "gae", "save_path": tmp_path / "good"}, ranks=2)
-    assert "give the same gradient of the policy" in good.output and "gradient of the critic" in good.output
-    bad = launch(tmp_path / "bad", options | {"plugin": "lightrft.tests.cut_losses", "policy_loss": "own_rank",
-                                              "advantage_estimator": "reinforce", "save_path": tmp_path / "bad"},
-                 ranks=2)  # yapf: disable
-    assert bad.wait() == [1, 1], bad.output
-    assert "depends on how the batch is cut" in bad.output and "Traceback" not in bad.output
+def test_two_ranks_with_a_right_loss(launched):
+    """It passes, and leaves no trace."""
+    folder, started = launched
+    codes = {name: started[name].wait(120) for name in ("good", "without")}
+    assert codes == {"good": [0, 0], "without": [0, 0]}, started["good"].output
+    text = started["good"].output
+    assert text.count("2 micro-batches on 2 of 2 ranks and 8 micro-batches on 1 of 2 ranks give the same gradient") == 2
+    assert "give the same" not in started["without"].output
+    good, other = (load_file(folder / name / "run" / "hf" / "model.safetensors") for name in ("good", "without"))
+    assert all(torch.equal(value, other[name]) for name, value in good.items())
+    lines = [[{k: v for k, v in line.items() if not VOLATILE.search(k)}
+              for line in runs.read_lines(folder / name / "run" / "metrics.jsonl")] for name in ("good", "without")]
+    assert lines[0] == lines[1] != []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name,what", [
+    ("own_tokens", "its own tokens in the loss"),
+    ("own_seqs", "its own sequences"),
+    ("own_baseline", "no count explains it"),
+    ("own_rank", "micro-batch or rank"),
+])
+def test_two_ranks_with_a_wrong_loss(name, what, launched):
+    """Both stop; one of them tells the two norms."""
+    run = launched[1][name]
+    assert run.wait(120) == [1, 1] and "Traceback" not in run.output, run.output
+    assert run.output.count("depends on how the batch is cut") == 1 and what in run.output, run.output
+    assert re.search(
+        r"2 micro-batches on 2 of 2 ranks: norm [\d.e-]+\n.* 8 micro-batches on 1 of 2 ranks: norm [\d.e-]+\n",
+        run.output), run.output

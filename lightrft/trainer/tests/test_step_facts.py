@@ -1,9 +1,13 @@
 """The facts of the first step: each one violated is an error that names it."""
+import re
+from pathlib import Path
+
 import pytest
 
 from lightrft.config.schema import Config
 from lightrft.tests import runs
-from lightrft.trainer.step_facts import StepFactError, check_step_facts
+from lightrft.trainer import step_facts
+from lightrft.trainer.step_facts import LIMITS, REPACKED, StepFactError, check_step_facts
 
 GOOD = {
     "policy/first_ratio_gap": 0.0, "rollout/mismatch/abs_logp_mean": 1e-6, "rollout/mismatch/abs_dp_max": 1e-6,
@@ -47,6 +51,7 @@ def test_a_fact_that_was_not_measured_is_no_fact(key):
     ("rollout/mismatch/abs_logp_mean", 0.02, {"bf16": True}, True),
     ("rollout/mismatch/abs_dp_max", 0.5, {"lora_rank": 4, "lora_dropout": 0.1}, True),
     ("policy/first_ratio_gap", 0.5, {"lora_rank": 4, "lora_dropout": 0.1}, True),
+    ("policy/first_ratio_gap", 0.5, {"rollout_correction": "bypass"}, True),
 ])
 def test_what_need_not_hold(key, value, options, fresh):
     check_step_facts({**GOOD, key: value}, config(**options), fresh)
@@ -94,3 +99,15 @@ def test_dropout_does_not_stop_a_resumed_run(tmp_path):
     runs.run(home, tmp_path / "run", **options)
     done = runs.run(home, tmp_path / "run", **options | {"max_steps": 2}, load_checkpoint=True)
     assert done.metrics["policy/first_ratio_gap"] > 1e-3
+
+
+def test_the_limits_in_the_docs():
+    page = Path(step_facts.__file__).parents[2] / "docs" / "safety.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    text = page.read_text(encoding="utf-8")
+    for key, (float32, bfloat16) in LIMITS.items():
+        shown = re.search(rf"^\| `rollout/mismatch/{key}` \| (\S+) \(([\d.]+) with `--bf16`\)", text, re.MULTILINE)
+        assert (float(shown[1]), float(shown[2])) == (float32, bfloat16)
+    shown = re.search(r"^\| `policy/first_ratio_gap` \| 0; (\S+) \(([\d.]+) with `--bf16`\)", text, re.MULTILINE)
+    assert (float(shown[1]), float(shown[2])) == REPACKED
