@@ -7,54 +7,96 @@ up to that of the whole. One changed element always changes the number; several 
 """
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = {"cpu": 1 << 17}  # elements that are hashed at once: what stays in the cache of a core, or fills a GPU
+_SMALL = 1 << 15  # elements, up to which tensors are taken together
+_BLOCK = {"cpu": 1 << 17}  # elements that are multiplied at once: what stays in the cache of a core, or fills a GPU
 _BLOCK_GPU = 1 << 25
+
+
+class Piece(NamedTuple):
+    """A tensor, or a part of one; of one dimension or more.
+
+    ``dtype``: what its elements are rounded to first; None: as they are. ``shape``: of the whole tensor, and ``start``:
+    the index there of the part's first element; empty: the part is the whole.
+    """
+    tensor: Tensor
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] = ()
+    start: Sequence[int] = ()
+
+
+def fingerprints(pieces: Sequence[Piece]) -> Tensor:
+    """The fingerprint of every piece, or its share in that of the tensor it is a part of: int64 [pieces].
+
+    The pieces lie on one device, where the result is. Large ones are read block by block, in a few MiB.
+    """
+    found: list[Tensor | None] = [None] * len(pieces)
+    together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for i, piece in enumerate(pieces):
+        if piece.tensor.numel() > _SMALL:
+            found[i] = _large(piece)
+        else:
+            together.setdefault((piece.tensor.dtype, piece.dtype or piece.tensor.dtype), []).append(i)
+    for (_, dtype), indices in together.items():
+        for i, value in zip(indices, _small([pieces[i] for i in indices], dtype).unbind()):
+            found[i] = value
+    return torch.stack([value for value in found if value is not None])
+
+
+def _large(piece: Piece) -> Tensor:
+    """[] : sums over the last dimension, block by block, then over the others."""
+    part, dtype = piece.tensor, piece.dtype or piece.tensor.dtype
+    *outer, last = _keys(piece.shape or part.shape, piece.start or (0, ) * part.ndim, part.shape, part.device)
+    rows = part[None] if part.ndim == 1 else part.flatten(0, -2)
+    blocks = rows.split(max(1, _BLOCK.get(part.device.type, _BLOCK_GPU) // len(last)))
+    sums = torch.cat([(_bits(block.to(dtype)) * last).sum(-1) for block in blocks]).view(part.shape[:-1])
+    for key in reversed(outer):
+        sums = (sums * key).sum(-1)
+    return sums
+
+
+def _small(pieces: list[Piece], dtype: torch.dtype) -> Tensor:
+    """[pieces], all of one type, in a handful of operations."""
+    places = tuple((tuple(p.shape or p.tensor.shape), tuple(p.start or (0, ) * p.tensor.ndim), tuple(p.tensor.shape))
+                   for p in pieces)  # yapf: disable
+    key, bounds = _joint_key(places, pieces[0].tensor.device)
+    flat = torch.cat([piece.tensor.reshape(-1) for piece in pieces]).to(dtype)
+    sums = (_bits(flat) * key).cumsum(0)
+    return torch.cat([sums.new_zeros(1), sums])[bounds].diff()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements as integers of their size."""
+    return tensor.contiguous().view(_INTS[tensor.element_size()])
 
 
 @lru_cache(maxsize=None)
 def _key(dim: int, size: int, device: torch.device) -> Tensor:
-    """Odd int64 [size], the same in every process."""
+    """The factors of a dimension: odd int64 [size], the same in every process."""
     generator = torch.Generator().manual_seed(dim)
     return (torch.randint(-1 << 62, 1 << 62, (size, ), generator=generator) * 2 + 1).to(device)
 
 
-def _words(rows: Tensor, per_word: int) -> Tensor:
-    """The bits of [n, m] as integers: [n, m], or [n, m / per_word] words of eight bytes.
-
-    High bits are mixed into low ones there: sign bits alone would vanish in pairs modulo 2^64.
-    """
-    rows = rows.contiguous()
-    if per_word == 1:
-        return rows.view(_INTS[rows.element_size()])
-    aligned = rows.storage_offset() * rows.element_size() % 8 == 0
-    words = (rows if aligned else rows.clone()).view(torch.int64)
-    return words ^ (words >> 32)
+def _keys(shape: Sequence[int], start: Sequence[int], part: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The factors of every dimension, for the rows, columns, ... that the part has."""
+    return [_key(dim, size, device)[first:first + length]
+            for dim, (size, first, length) in enumerate(zip(shape, start, part))]  # yapf: disable
 
 
-def fingerprint(part: Tensor, dtype: torch.dtype | None = None, shape: Sequence[int] = (),
-                start: Sequence[int] = ()) -> Tensor:
-    """The fingerprint of ``part``, or its share in that of the tensor it is a part of: int64 [], on its device.
-
-    Args:
-        part: of one dimension or more; it is read block by block, in a few MiB.
-        dtype: what its elements are rounded to first.
-        shape: of the whole tensor; default: that of the part.
-        start: index of the part's first element in the whole, in every dimension. Where the last of several dimensions
-            is cut, no eight bytes may be torn apart.
-    """
-    dtype, shape, start = dtype or part.dtype, shape or part.shape, start or (0, ) * part.ndim
-    per_word = 8 // dtype.itemsize if len(shape) > 1 and shape[-1] * dtype.itemsize % 8 == 0 else 1
-    *outer, last = (_key(dim, size, part.device) for dim, size in enumerate([*shape[:-1], shape[-1] // per_word]))
-    last = last[start[-1] // per_word:][:part.shape[-1] // per_word]
-    rows = part[None] if part.ndim == 1 else part.flatten(0, -2)
-    blocks = rows.split(max(1, _BLOCK.get(part.device.type, _BLOCK_GPU) // max(1, part.shape[-1])))
-    sums = torch.cat([(_words(block.to(dtype), per_word) * last).sum(-1) for block in blocks])
-    sums = sums.view(part.shape[:-1])
-    for key, first in zip(reversed(outer), reversed(start[:-1])):
-        sums = (sums * key[first:first + sums.shape[-1]]).sum(-1)
-    return sums
+@lru_cache(maxsize=8)
+def _joint_key(places: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The factors of all elements of (shape, start, shape of the part), one part after another, and where each
+    begins and ends."""
+    flat = []
+    for shape, start, part in places:
+        *outer, key = _keys(shape, start, part, device)
+        for other in reversed(outer):
+            key = (other[:, None] * key.flatten()).flatten()
+        flat.append(key)
+    bounds = torch.tensor([0] + [len(key) for key in flat], device=device).cumsum(0)
+    return torch.cat(flat), bounds

@@ -99,7 +99,7 @@ class RolloutEngine(Protocol):
         the canaries of the proof cover it."""
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """:func:`lightrft.ops.fingerprint.fingerprint` of these weights as they lie now: int64 [names], on the CPU.
+        """:func:`lightrft.ops.fingerprint.fingerprints` of these weights as they lie now: int64 [names], on the CPU.
 
         Of a fused tensor the rows that belong to the name; over tensor-parallel ranks the sum of their parts, the same
         on each of them.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.ops.fingerprint import fingerprint
+from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.continuous import Generation
 from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
 from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
@@ -147,7 +147,7 @@ class HFEngine:
     def fingerprints(self, names: list[str]) -> Tensor:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
         held = dict(self.model.named_parameters(remove_duplicate=False))
-        return torch.stack([fingerprint(held[name]) for name in names]).cpu()
+        return fingerprints([Piece(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
         """Free the key-value cache; a copy of the weights on a GPU moves to host memory."""

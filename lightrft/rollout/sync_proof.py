@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.ops.fingerprint import fingerprint
+from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.canary import Canary
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.strategy.strategy_base import Part, Prepared, StrategyBase
@@ -45,7 +45,7 @@ class Fingerprints:
         self.merges = prepared.model.merges and not self.shared
         self.trainer: dict[str, int] = {}  # of the last sync
         self._seen: dict[str, Tensor] = {}  # of the last stream
-        self._told = False
+        self._announced = False
 
     def watch(self, stream: Named) -> Named:
         """``stream``, seen on its way where it cannot be computed afterwards."""
@@ -56,53 +56,54 @@ class Fingerprints:
         for name, tensor in stream:
             with self.timer("sync_proof"):
                 rows = tensor if self.strategy.is_main else tensor[:0]
-                self._seen[name] = self._of(name, Part(rows, tensor.shape, 0))
+                self._seen[name] = fingerprints([self._piece(name, Part(rows, tensor.shape, 0))])[0]
             yield name, tensor
 
-    def _of(self, name: str, part: Part) -> Tensor:
-        """0 for a weight that the engine cannot read."""
-        if name not in self.dtypes:
-            return torch.zeros((), dtype=torch.int64, device=part.tensor.device)
+    def _piece(self, name: str, part: Part) -> Piece:
+        """``part`` in the type in which the engine holds it."""
         start = (part.first_row, ) + (0, ) * (len(part.shape) - 1)
-        return fingerprint(part.tensor, self.dtypes[name], part.shape, start)
-
-    def _mine(self) -> dict[str, Tensor]:
-        """This rank's part of the trainer's fingerprints."""
-        if self.merges:
-            return self._seen
-        parts = self.strategy.parts(self.prepared.model)
-        return {name: self._of(name, part) for name, part in parts}
+        return Piece(part.tensor, self.dtypes.get(name), part.shape, start)
 
     def _readable(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that can be compared; says once how many cannot."""
         unread = [name for name in names if name not in self.dtypes]
-        if unread and not self._told:
+        if unread and not self._announced:
             get_logger().info(f"sync proof: the engine holds {len(unread)} weights, {unread[0]} the first, in a form "
                               "that cannot be compared; only canaries cover them (--sync_proof both)")
-        self._told = True
+        self._announced = True
         return [name for name in names if name in self.dtypes]
+
+    def _mine(self) -> tuple[list[str], Tensor | None]:
+        """The names that are compared, and this rank's part of the trainer's fingerprints: int64 [names]."""
+        if self.merges:
+            names = self._readable(self._seen)
+            return names, torch.stack([self._seen[name] for name in names]) if names else None
+        parts = dict(self.strategy.parts(self.prepared.model))
+        names = self._readable(parts)
+        return names, fingerprints([self._piece(name, parts[name]) for name in names]) if names else None
 
     def fault(self) -> str | None:
         """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
         if self.shared:
             return self._elsewhere()
-        mine, strategy = self._mine(), self.strategy
-        names = self._readable(mine)
-        table = torch.zeros(strategy.world_size + 1, len(names), dtype=torch.int64)
-        if names:
-            table[0] = torch.stack([mine[name] for name in names]).cpu()
-            table[strategy.rank + 1] = self.engine.fingerprints(names)
-        table = strategy.all_reduce(table)
+        names, mine = self._mine()
+        if mine is None:
+            return None
+        table = torch.zeros(self.strategy.world_size + 1, len(names), dtype=torch.int64)
+        table[0], table[self.strategy.rank + 1] = mine.cpu(), self.engine.fingerprints(names)
+        table = self.strategy.all_reduce(table)
         before, self.trainer = self.trainer, dict(zip(names, table[0].tolist()))
         wrong = table[1:] != table[0]
-        if not wrong.any():
-            return None
+        return self._report(names, table[1:], wrong, before) if wrong.any() else None
+
+    def _report(self, names: list[str], held: Tensor, wrong: Tensor, before: dict[str, int]) -> str:
+        """The first column of ``wrong`` [ranks, names], where the engines' fingerprints ``held`` are not the
+        trainer's."""
         first = int(wrong.any(0).nonzero()[0])
         ranks = wrong[:, first].nonzero()[:, 0].tolist()
-        value = int(table[ranks[0] + 1, first])
-        return (
-            f"{_place(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
-            f"{self._likely(names[first], value, before)}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
+        likely = self._likely(names[first], int(held[ranks[0], first]), before)
+        return (f"{_place(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
+                f"{likely}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
 
     def _elsewhere(self) -> str | None:
         """The first of the trainer's weights that the engine, which is to share them, does not compute with."""

@@ -130,7 +130,7 @@ def test_no_generation_before_the_first_sync(folder):
 
 def test_shared_weights_are_proven_by_their_addresses(folder, monkeypatch):
     rig = Rig(folder, shared=True)
-    monkeypatch.setattr(sync_proof, "fingerprint", None)  # would raise
+    monkeypatch.setattr(sync_proof, "fingerprints", None)  # would raise
     for _ in range(3):
         rig.learn()
         rig.sync()

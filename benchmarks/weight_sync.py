@@ -1,0 +1,127 @@
+"""Seconds of a weight sync against a plain copy of the same bytes, paired in one run, for several bucket sizes.
+
+    python benchmarks/weight_sync.py [--size 0.5b] [--ranks 1 2] [--buckets 16 64 256 512 1024] [--repeats 5]
+
+A random model of Qwen2.5-0.5B's shape in float32, sharded by FSDP2 (one rank: whole), and an HF engine with weights of
+its own on every rank. "plain copy" writes as many bytes from host memory into the same engine, on all ranks at once;
+"per tensor" gathers every tensor alone. "proof" is what the fingerprints of all weights cost on top. Rounds of all
+variants are repeated; the table shows medians, and of the ratios the median over rounds. The bar is 2x.
+"""
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from lightrft.config.schema import RolloutConfig, StrategyConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.sync_proof import get_sync_proof
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
+
+SIZES = {
+    "quickstart": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                   "intermediate_size": 256, "vocab_size": 64},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864, "vocab_size": 151936},
+}  # yapf: disable
+Variant = Callable[[], object]
+
+
+def model_of(size: str, device: torch.device) -> ActorLanguage:
+    """A model with random weights."""
+    config = Qwen2Config(tie_word_embeddings=True, **SIZES[size])
+    with device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    return ActorLanguage(model)
+
+
+def variants(size: str, strategy: StrategyBase, buckets: list[int]) -> tuple[dict[str, Variant], int]:
+    """What is timed, by name; and the bytes of the weights."""
+    strategy.setup()
+    torch.manual_seed(0)
+    model = model_of(size, strategy.device)
+    engine = HFEngine(model_of(size, strategy.device).hf_model.requires_grad_(False), [], 1 << 24, owns_model=True)
+    prepared = strategy.prepare(model)
+    proof = get_sync_proof(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
+                           [Prompt("0", [1, 2, 3], "")], False, Timer())
+    targets = [parameter.detach() for parameter in engine.model.parameters()]
+    sources = [target.clone() for target in targets]
+
+    def plain() -> None:
+        for target, source in zip(targets, sources):
+            target.copy_(source)
+
+    def sync(mib: float) -> Variant:
+        return lambda: sync_weights(strategy, prepared, engine, 1, mib)
+
+    found: dict[str, Variant] = {"plain copy": plain, "per tensor": sync(0)}
+    found |= {f"buckets of {mib} MiB": sync(mib) for mib in buckets}
+    return found | {"proof": lambda: proof.check(1)}, sum(t.numel() * t.element_size() for t in targets)
+
+
+def measure(strategy: StrategyBase, found: dict[str, Variant], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every round; a variant begins and ends on all ranks together."""
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(repeats + 1):
+        for name, variant in found.items():
+            strategy.barrier()
+            start = time.perf_counter()
+            variant()
+            strategy.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in seconds.items()}  # the first round warms up
+
+
+def table(seconds: dict[str, list[float]], nbytes: int, ranks: int) -> str:
+    """Markdown: one row per variant."""
+    rows = [f"| {ranks} rank{'s, FSDP2' if ranks > 1 else ''} | ms | GB/s | plain copies |", "|---|---|---|---|"]
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        ratio = statistics.median(value / plain for value, plain in zip(values, seconds["plain copy"]))
+        rows.append(f"| {name} | {middle * 1e3:.4g} | {nbytes / middle / 1e9:.2f} | {ratio:.2f}x |")
+    return "\n".join([*rows, ""])
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: measure, and print on rank 0."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy = get_strategy(StrategyConfig())
+    found, nbytes = variants(args.size, strategy, args.buckets)
+    seconds = measure(strategy, found, args.repeats)
+    if strategy.is_main:
+        print(f"{args.size}: {nbytes / 2**20:.0f} MiB of weights, medians of {args.repeats} rounds\n")
+        print(table(seconds, nbytes, ranks), flush=True)
+    strategy.teardown()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="0.5b", help="shape of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 64, 256, 512, 1024], help="bucket sizes in MiB")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    for ranks in args.ranks:
+        flags = ["--worker", "--size", args.size, "--repeats", str(args.repeats), "--buckets", *map(str, args.buckets)]
+        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        subprocess.run([sys.executable, *launcher, __file__, *flags], check=True,
+                       env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    main()
