@@ -21,6 +21,8 @@ RANGES: dict[str, str] = {
     "rollout_batch_size": COUNT,
     "n_samples_per_prompt": COUNT,
     "max_gen_rounds": COUNT,
+    "oversample": "[1, 2]",
+    "max_staleness": COUNT,
     "prompt_max_len": COUNT,
     "generate_max_len": COUNT,
     "temperature": POSITIVE,
@@ -112,6 +114,8 @@ RANGES: dict[str, str] = {
 }
 REASONS = {
     "temperature": "greedy responses of one prompt are all the same, so there is nothing to learn from",
+    "oversample": "of more than one batch left over, not all could be trained in time for --max_staleness",
+    "max_staleness": "a response that goes on in the next step is one version behind there",
     "dual_clip": "the bound is a ratio above 1 + eps_clip_high",
 }
 

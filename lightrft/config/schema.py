@@ -73,6 +73,12 @@ class RolloutConfig:
         False, "replace groups whose rewards differ by no more than --zero_spread by those of further prompts (DAPO)")
     max_gen_rounds: int = option(
         10, "most rounds of generation per step under --dynamic_sampling; then the step trains on the groups it has")
+    oversample: float = option(
+        1.0, "batches of prompts under way at once; a step trains the first one that is finished, the others go on in "
+        "the next step (best with --rollout_correction); 1 is off")
+    max_staleness: int = option(
+        1, "--oversample: most versions that the weights may be ahead of those that drew a token when it is trained; "
+        "groups that would become older are waited for")
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt")
     generate_max_len: int = option(1024, "longest response, in tokens")
     stages: list[str] = option(

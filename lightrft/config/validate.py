@@ -9,6 +9,7 @@ from pathlib import Path
 from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_problems
 from lightrft.config.no_effect import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
+from lightrft.config.oversample_rules import oversample_problems
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                     StrategyConfig)
@@ -185,6 +186,7 @@ def _probabilities(probs: list[float], sources: int) -> Iterator[str]:
 
 def _rollout(c: Config) -> Iterator[str]:
     yield from length_problems(c)
+    yield from oversample_problems(c)
     if any(not text for text in c.rollout.stop):
         yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
     if c.rollout.use_fire and c.rollout.first_token_temperature == c.rollout.temperature:

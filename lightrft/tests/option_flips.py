@@ -124,6 +124,8 @@ FLIPS: dict[str, Flip] = {
     "rollout_batch_size": Flip(2, metric("rollout/prompts"), {"train_batch_size": 4}),
     "n_samples_per_prompt": Flip(4, metric("rollout/samples")),
     "dynamic_sampling": Flip(True, keys),
+    "oversample": Flip(1.5, keys, TWO),
+    "max_staleness": Flip(2, metric("rollout/partial/due", 1), {"oversample": 2.0} | FOUR),
     "use_fire": Flip(True, said("response")),
     "first_token_temperature": Flip(2.0, said("response"), {"use_fire": True}),
     "max_gen_rounds": Flip(2, metric("rollout/rounds"), {"dynamic_sampling": True, "zero_spread": 10.0}),

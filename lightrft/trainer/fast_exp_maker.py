@@ -15,10 +15,13 @@ class FastExperienceMaker(NaiveExperienceMaker):
 
         def finished(i: int, completions: list[Completion]) -> None:
             done[i] = self.samples_of(*groups[i], completions)
-            self._handles[i] = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in done[i]])
+            self._submit(i, done[i])
 
         self.engine.generate(self._requests(groups, step), self.sampling, finished)
         return [sample for i in range(len(groups)) for sample in done[i]]
+
+    def _submit(self, i: int, samples: list[Sample]) -> None:
+        self._handles[i] = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples])
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Wait for the scores of the groups of the last :meth:`generate_samples`, in its order."""

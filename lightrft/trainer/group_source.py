@@ -5,7 +5,11 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout, set_rewards
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.groups import Groups, Tally
+from lightrft.trainer.oversampling import OversamplingSource
+from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
+from lightrft.trainer.rollout_metrics import staleness_metrics
 from lightrft.types import Experience
 from lightrft.utils.logging import get_logger
 
@@ -26,7 +30,8 @@ class PromptSource:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to go on with; what a run with dynamic sampling left is told."""
+        """Nothing to go on with; what a run with dynamic sampling or oversampling left is told."""
+        _tell_open(state)
         if state.get("rows"):
             get_logger().warning("without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
                                  len(state["rows"]))
@@ -66,6 +71,7 @@ class DynamicSource:
             self._round(min(self._left(), self._wanted(tally)), tally)
         groups, self.waiting = self.waiting.split(self.batch)
         rollout = self._rollout(groups.numbered(), tally, step, kl_coef)
+        rollout.metrics |= staleness_metrics(rollout.exp, step) if rollout.rows else {}
         rollout.metrics |= tally.metrics(self.maker.timer.seconds("rollout"))
         return rollout
 
@@ -103,6 +109,7 @@ class DynamicSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; groups of another size than this run's are told and dropped."""
+        _tell_open(state)
         if state.get("rows") and state["size"] == self.waiting.size:
             self.waiting = Groups(Experience(**state["exp"]), state["rows"], state["size"])
         elif state.get("rows"):
@@ -111,8 +118,22 @@ class DynamicSource:
                 "--n_samples_per_prompt is %d now", state["size"], self.waiting.size)
 
 
-def get_group_source(config: Config, maker: NaiveExperienceMaker, loader: PromptLoader) -> PromptSource | DynamicSource:
-    """The source that the options ask for."""
+def _tell_open(state: dict[str, Any]) -> None:
+    if state.get("open"):
+        get_logger().warning("without --oversample the %d groups under way in the checkpoint are dropped",
+                             len(state["open"]))
+
+
+def get_maker(config: Config) -> type[FastExperienceMaker]:
+    """The class of experience makers that :func:`get_group_source` needs."""
+    return PartialExperienceMaker if config.rollout.oversample > 1 else FastExperienceMaker
+
+
+def get_group_source(config: Config, maker: NaiveExperienceMaker, loader: PromptLoader,
+                     total_steps: int) -> PromptSource | DynamicSource | OversamplingSource:
+    """The source that the options ask for, in a run of ``total_steps`` steps."""
+    if isinstance(maker, PartialExperienceMaker):
+        return OversamplingSource(config, maker, loader, total_steps)
     if not config.rollout.dynamic_sampling:
         return PromptSource(maker, loader)
     return DynamicSource(config, maker, loader,

@@ -37,7 +37,7 @@ class PPOTrainer(BaseTrainer):
         self.config, self.engine, self.maker, self.update = config, engine, maker, update
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
         self.entropy = get_entropy_controller(config.algorithm)
-        self.source = get_group_source(config, maker, loader)
+        self.source = get_group_source(config, maker, loader, total_steps)
         self.proof = get_sync_proof(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
                                     config.model.bf16, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)

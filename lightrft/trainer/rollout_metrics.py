@@ -26,6 +26,16 @@ def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
     }
 
 
+def staleness_metrics(exp: Experience, step: int) -> dict[str, float]:
+    """``rollout/stale*``: how many versions the weights of ``step`` are ahead of those that drew each token."""
+    age = (step - exp.weight_versions[exp.weight_versions >= 0]).float()
+    return {
+        "rollout/staleness/mean": age.mean().item(),
+        "rollout/staleness/max": age.max().item(),
+        "rollout/stale_frac": (age > 0).float().mean().item(),
+    }
+
+
 def reward_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
     """``reward/<part>/{mean,std}`` over the samples each part judged, and how many samples are unscored, by cause."""
     metrics: dict[str, float] = {"reward/unscored": sum(row["reward"] is None for row in rows)}

@@ -13,13 +13,15 @@ _SUMS, _PEAKS = "same policy", "same policy, peaks"
 class SamePolicy:
     """Measures the mismatch of the tokens that the weights of this step sampled at the temperature of training.
 
-    That is every token, and ``rollout/mismatch/*`` says it already, but for two options. Dynamic sampling carries over
-    groups of older weights; FIRE draws first tokens at a temperature of their own. Those really differ.
+    That is every token, and ``rollout/mismatch/*`` says it already, but for three options. Dynamic sampling and
+    oversampling carry over tokens of older weights; FIRE draws first tokens at a temperature of their own. Those really
+    differ.
     """
 
     def __init__(self, config: Config) -> None:
         self.fire = config.rollout.use_fire
-        self.apart = self.fire or config.rollout.dynamic_sampling  # whether some tokens are not of this kind
+        carries = config.rollout.dynamic_sampling or config.rollout.oversample > 1
+        self.apart = self.fire or carries  # whether some tokens are not of this kind
         self.version = 0  # of the weights that generate the rollout of this step
 
     def mask(self, exp: Experience) -> Tensor:

@@ -17,7 +17,7 @@ from lightrft.strategy.strategy_base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.experience_maker import reward_input
-from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.group_source import get_maker
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.kl_controller import get_kl_controller
 from lightrft.trainer.logprob_pass import LogprobPass
@@ -88,7 +88,7 @@ class SPMDPPOTrainer(PPOTrainer):
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
-        maker = FastExperienceMaker(
+        maker = get_maker(config)(
             config, strategy, engine, rewards, tokenizer, LogprobPass(config, strategy, actor, critic, reference),
             get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer, greedy)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
