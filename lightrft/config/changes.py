@@ -11,7 +11,7 @@ from lightrft.config.sft_schema import SFTConfig
 FREE_GROUPS = ("strategy", "eval", "checkpoint", "log")
 FREE = frozenset("""
     gradient_checkpointing use_liger logprob_chunk_mib initial_model_shard_size save_value_network
-    engine_kv_mib micro_rollout_batch_size sync_bucket_mib
+    engine_kv_mib engine_mem_util engine_tp_size engine_sleep micro_rollout_batch_size sync_bucket_mib
     sync_proof sync_canary_every
     eval_data eval_split max_eval_samples overlong_prompt data_workers
     reward_workers reward_timeout_s reward_probe max_unscored_steps

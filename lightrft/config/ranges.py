@@ -31,6 +31,8 @@ RANGES: dict[str, str] = {
     "top_k": OFF_AT_ZERO,
     "min_p": "[0, 1)",
     "engine_kv_mib": OFF_AT_ZERO,
+    "engine_mem_util": PROBABILITY,
+    "engine_tp_size": COUNT,
     "micro_rollout_batch_size": OFF_AT_ZERO,
     "sync_bucket_mib": COUNT,
     "sync_canary_every": COUNT,

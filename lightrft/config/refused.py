@@ -5,13 +5,14 @@ from typing import Any
 ALIASES: dict[str, tuple[str, Any]] = {
     "fsdp": ("strategy", "fsdp"),
     "disable_ds_ckpt": ("disable_ckpt", True),
+    "enable_engine_sleep": ("engine_sleep", True),
+    "disable_engine_sleep": ("engine_sleep", False),
 }
 
 _ALWAYS_PACKED = "batches are always packed, without padding; drop the flag"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed; drop the flag"
 _DEEPSPEED = "DeepSpeed is not part of this release; use --strategy fsdp"
 _MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
-_ENGINE = "it belongs to the vLLM and SGLang engines, which are not part of this release; use --engine_type hf"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
 _MULTIMODAL = "only language models are trained in this release; drop the flag"
 _PRETRAIN_MIX = "mixing in a pretraining loss is not part of this release; drop the flag"
@@ -21,10 +22,6 @@ _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; 
 
 REFUSED: dict[str, str] = {
     # rollout engines
-    "engine_tp_size": _ENGINE,
-    "engine_mem_util": f"{_ENGINE}, whose cache is bounded by --engine_kv_mib",
-    "enable_engine_sleep": _ENGINE,
-    "disable_engine_sleep": _ENGINE,
     "rm_use_engine": _RM_ENGINE,
     "rm_engine_cudagraph": _RM_ENGINE,
     "max_len": "use --prompt_max_len and --generate_max_len",

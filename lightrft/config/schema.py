@@ -66,7 +66,7 @@ class StrategyConfig:
 @dataclass
 class RolloutConfig:
     """How responses are generated."""
-    engine_type: str = option("hf", "rollout engine", ("hf", ))
+    engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm"))
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
     dynamic_sampling: bool = option(
@@ -93,7 +93,17 @@ class RolloutConfig:
     top_k: int = option(0, "keep the k most likely tokens; 0 is off")
     min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off")
     stop: list[str] = option([], "strings that end a response (kept in it); each must be one token of the tokenizer")
-    engine_kv_mib: int = option(0, "MiB of key-value cache of the HF engine; 0: a quarter of the memory of the device")
+    engine_kv_mib: int = option(
+        0, "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, vllm --engine_mem_util")
+    engine_mem_util: float = option(
+        0.5, "vllm: share of the device's memory for weights and key-value cache; on a CPU, of the host's for the "
+        "caches of its ranks, at most 4 GiB each")
+    engine_tp_size: int = option(1, "vllm: consecutive ranks that run one engine together (tensor parallelism)")
+    engine_sleep: bool = option(True, "vllm: free the engine's weights and cache on the device while models train")
+    engine_quantization: str = option(
+        "none", "vllm: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
+        ("none", "fp8"))
+    engine_args: list[str] = option([], "vllm: arguments of its own, name=value, e.g. max_num_seqs=512")
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
     sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")

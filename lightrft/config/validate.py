@@ -7,6 +7,7 @@ from math import gcd, isqrt
 from pathlib import Path
 
 from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_problems
+from lightrft.config.engine_rules import engine_problems
 from lightrft.config.no_effect import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
 from lightrft.config.oversample_rules import oversample_problems
@@ -34,6 +35,7 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
     problems += [*_reference(config.model, world_size), *_batches(config, world_size)]
     problems += best_metric(config.checkpoint.best_metric, config)
     problems += algorithm_problems(config, facts)
+    problems += [*engine_problems(config), *_divides("engine_tp_size", config.rollout.engine_tp_size, world_size)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from lightrft.config.engine_rules import READ_BY
 from lightrft.config.no_effect import LOSS_OPTIONS
 from lightrft.tests.runs import Run
 
@@ -244,6 +245,7 @@ SHOWN: dict[str, str] = {
     "fsdp_cpu_offload": _S + "test_conformance.py::test_two_ranks",
     "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",
     "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
+    **dict.fromkeys(READ_BY, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
     "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",
     "sync_bucket_mib": "lightrft/rollout/tests/test_weight_sync.py::test_two_ranks_generate_what_one_process_does",
     "prompt_split": _D + "test_prompts_dataset.py::test_split_options",

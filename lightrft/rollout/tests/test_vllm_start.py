@@ -1,0 +1,90 @@
+"""What vLLM would be started with, and how requests travel between the ranks of one engine; vLLM is not needed."""
+import sys
+
+import pytest
+import torch
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import Request
+from lightrft.rollout.engine_group import _decode, _encode
+from lightrft.rollout.vllm_start import engine_arguments, process_state_kept, start_engine
+from lightrft.rollout.vllm_weights import checked
+from lightrft.utils.env import World, total_memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def arguments(device=CUDA, bf16=False, world=World(), **rollout):
+    return engine_arguments(RolloutConfig(**rollout), "folder", device, bf16, world)
+
+
+def test_options_reach_vllm():
+    plain = arguments()
+    assert plain["model"] == "folder" and plain["max_model_len"] == 2048 and plain["dtype"] == "float32"
+    assert plain["kv_cache_memory_bytes"] is None and plain["quantization"] is None and not plain["enforce_eager"]
+    changes = [
+        ({"engine_tp_size": 2}, "tensor_parallel_size", 2),
+        ({"engine_mem_util": 0.8}, "gpu_memory_utilization", 0.8),
+        ({"engine_sleep": False}, "enable_sleep_mode", False),
+        ({"engine_quantization": "fp8"}, "quantization", "fp8"),
+        ({"engine_args": ["max_num_seqs=8"]}, "max_num_seqs", 8),
+        ({"engine_args": ["enforce_eager=true"]}, "enforce_eager", True),
+        ({"engine_kv_mib": 3}, "kv_cache_memory_bytes", 3 << 20),
+        ({"prompt_max_len": 24}, "max_model_len", 1048),
+        ({"bf16": True}, "dtype", "bfloat16"),
+        ({"world": World(1, 1, 2, 2)}, "distributed_executor_backend", "external_launcher"),
+    ]  # yapf: disable
+    for options, name, value in changes:
+        changed = arguments(**options)
+        assert changed[name] == value != plain.get(name), name
+        assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+
+
+def test_without_cuda_the_cache_is_bounded_and_nothing_sleeps():
+    small = 1 << 20
+    share = small / total_memory(CPU)
+    assert arguments(CPU)["kv_cache_memory_bytes"] <= 4 << 30
+    assert abs(arguments(CPU, engine_mem_util=share)["kv_cache_memory_bytes"] - small) <= 1
+    two = arguments(CPU, world=World(0, 0, 2, 2), engine_mem_util=share)
+    assert abs(two["kv_cache_memory_bytes"] - small // 2) <= 1
+    assert arguments(CPU, engine_kv_mib=5)["kv_cache_memory_bytes"] == 5 << 20
+    assert not arguments(CPU)["enable_sleep_mode"] and arguments(CPU)["enforce_eager"]
+
+
+def test_the_state_of_the_process_is_put_back():
+    state, set_threads, threads = torch.get_rng_state(), torch.set_num_threads, torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="x"), process_state_kept():
+        torch.rand(3)
+        torch.set_num_threads(threads + 1)
+        torch.set_num_threads = None
+        raise RuntimeError("x")
+    assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("requests", [
+    [], [Request([1], [2])],
+    [Request([1, 2, 3], [(1 << 63) - 1, 5]), Request([7], [], prefixes=[]), Request([8, 9], [1, 2], {}, [[], [3, 4]])],
+])  # yapf: disable
+def test_requests_survive_the_way_to_the_other_ranks(requests):
+    assert _decode(_encode(requests).tolist()) == requests
+
+
+def test_a_stream_of_weights_is_complete_and_fits():
+    shapes = {"a": torch.Size([2]), "b": torch.Size([3, 4])}
+    a, b = ("a", torch.zeros(2)), ("b", torch.zeros(3, 4))
+    assert [name for name, _ in checked([b, a], shapes)] == ["b", "a"]
+    for stream, message in (([a], "1 weights did not arrive, the first is 'b'"), ([a, a, b], "'a' came twice"),
+                            ([a, b, ("c", b[1])], "'c' is not one of the model"), ([
+                                ("a", torch.zeros(3)), b
+                            ], r"'a' has shape \[3\], the model's has \[2\]")):
+        with pytest.raises(ValueError, match=message):
+            list(checked(stream, shapes))
+
+
+def test_a_missing_package_is_told_in_one_line(monkeypatch):
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match=r"cannot import vllm .* run: pip install 'lightrft\[vllm\]'"):
+        start_engine({}, CPU)

@@ -1,0 +1,167 @@
+"""vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
+import gc
+from collections.abc import Iterable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout import vllm_weights
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
+from lightrft.rollout.engine_group import any_of_group, share_requests
+from lightrft.rollout.hf_engine import eos_ids
+from lightrft.rollout.vllm_places import Places
+from lightrft.rollout.vllm_run import VLLMRun
+from lightrft.rollout.vllm_start import engine_arguments, process_state_kept, start_engine
+from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class VLLMEngine:
+    """A rollout engine on ``native``, vLLM's own engine, whose weights mean nothing until the first update.
+
+    Asleep it keeps nothing: weights and cache are given back (on CUDA), and come again in the order weights, update,
+    cache, so that the cache is never there beside a bucket of the trainer's weights.
+
+    Args:
+        shapes: name and shape of every weight that an update brings.
+        eos_token_ids: tokens that end every response.
+        sleeps: whether :meth:`sleep` frees memory (CUDA).
+        group: CPU process group of the ranks that run this engine together; None: this rank alone.
+        owns_world: torch's process group was made by vLLM, and goes with it.
+    """
+
+    def __init__(self, native: "LLMEngine", shapes: vllm_weights.Shapes, eos_token_ids: Iterable[int],
+                 sleeps: bool = False, group: dist.ProcessGroup | None = None, owns_world: bool = False) -> None:
+        self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
+        self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
+        self.weight_version = 0
+        self._ready = self._asleep = self._cache_asleep = False
+        if not any(name.endswith("lm_head.weight") for name in shapes):
+            vllm_weights.tie_head(self.model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that vLLM runs on this rank: fused, and with tensor parallelism this rank's part of it."""
+        return self.native.model_executor.driver_worker.worker.get_model()
+
+    @cached_property
+    def places(self) -> Places:
+        """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
+        return Places(self.native, self.model, self.shapes, self.group)
+
+    def shared_storage(self) -> set[int]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
+        return set()
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        return self.places.dtypes
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        return self.places.fingerprints(names)
+
+    def generate(self, requests: list[Request], params: SamplingParams,
+                 on_finished: Finished | None = None) -> list[list[Completion]]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
+
+        Raises:
+            RuntimeError: while asleep, or when no weights came since the start or the last sleep.
+            ValueError: for an empty prompt, media, or a request that is longer than the engine was started for.
+        """
+        self._check(requests, params)
+        everyone, mine = share_requests(requests, self.group)
+        if not everyone:
+            return []
+        if self._cache_asleep:
+            self.native.wake_up(["kv_cache"])
+            self._cache_asleep = False
+
+        def report(i: int, completions: list[Completion]) -> bool:
+            own = on_finished is not None and mine.start <= i < mine.stop
+            return bool(own and on_finished(i - mine.start, completions))
+
+        agree = partial(any_of_group, group=self.group)
+        with process_state_kept():  # vLLM draws from the global generators
+            return VLLMRun(self.native, everyone, params, self._stop_ids(params), report, agree).run()[mine]
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        if self._asleep:
+            raise RuntimeError("the vLLM engine is asleep: call wake() and update_weights() before generate()")
+        if not self._ready:
+            raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
+        check_requests(requests, params, "vLLM")
+        limit = self.native.model_config.max_model_len
+        for i, request in enumerate(requests):
+            if len(request.token_ids) + params.max_new_tokens > limit:
+                raise UserError(
+                    f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
+                    f"more than the {limit} that the vLLM engine was started for; raise --prompt_max_len "
+                    "or --generate_max_len")
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        vocabulary = self.native.model_config.get_vocab_size()
+        return sorted({i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < vocabulary})
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over full weights under their HF names and forget every cached prefix.
+
+        Raises:
+            RuntimeError: while asleep.
+            ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
+        """
+        if self._asleep:
+            raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
+        self._ready = False
+        vllm_weights.load(self.native, self.model, vllm_weights.checked(named_tensors, self.shapes))
+        if not self.native.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
+        self._ready, self.weight_version = True, version
+
+    def sleep(self) -> None:
+        """Forget weights and cache; their device memory is free afterwards (CUDA)."""
+        if self.sleeps and not self._asleep:
+            self.native.sleep(level=2)
+        self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
+
+    def wake(self) -> None:
+        """Room for the weights again; :meth:`update_weights` fills it, the cache returns with the next request."""
+        if self.sleeps and self._asleep:
+            self.native.wake_up(["weights"])
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
+        from vllm.distributed import parallel_state
+        client = self.native.engine_core
+        if client._finalizer.detach() is None:
+            return
+        self._asleep, self._ready = True, False
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+        parallel_state.destroy_model_parallel()
+        if self.owns_world:
+            parallel_state.destroy_distributed_environment()
+        gc.unfreeze()
+
+
+def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
+                      bf16: bool) -> VLLMEngine:
+    """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    world, shapes, owns_world = World.from_env(), vllm_weights.exported_shapes(actor), not dist.is_initialized()
+    arguments = engine_arguments(cfg, actor.hf_model.config.name_or_path, device, bf16, world)
+    native = start_engine(arguments, device)
+    group = None
+    if cfg.engine_tp_size > 1:
+        from vllm.distributed.parallel_state import get_tp_group
+        group = get_tp_group().cpu_group
+    return VLLMEngine(native, shapes, eos_ids(actor.hf_model, tokenizer), arguments["enable_sleep_mode"], group,
+                      owns_world)

@@ -1,0 +1,119 @@
+"""Where vLLM's model keeps each weight of the trainer: fused tensors, shards, copies."""
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrft.ops.fingerprint import fingerprint
+from lightrft.rollout.vllm_weights import Shapes, stored_as_loaded
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a part begins in the full weight, and its shape
+
+
+@dataclass(frozen=True)
+class Place:
+    """``view`` into vLLM's model, whose first element is that at index ``start`` of the full weight."""
+    view: Tensor
+    start: tuple[int, ...]
+
+    @property
+    def key(self) -> Key:
+        """Which part it is."""
+        return self.start, tuple(self.view.shape)
+
+
+class _Copies(TorchDispatchMode):
+    """Does no copy: notes for each where it would have gone and what would have been copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every operation."""
+        if func is torch.ops.aten.copy_.default:
+            self.found.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _copies(engine: "LLMEngine", model: nn.Module, shapes: Shapes) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """What vLLM's loader copies where for each full weight, without copying: (destination, meta view of the weight)."""
+    from vllm.config import set_current_vllm_config
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    copies = _Copies()
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            copies.found = found[name] = []
+            yield name, torch.empty(shape, device="meta")
+
+    with set_current_vllm_config(engine.vllm_config), copies:
+        model.load_weights(stream())
+    return found
+
+
+def _place(view: Tensor, part: Tensor, shape: torch.Size) -> Place | None:
+    """None where ``part`` is not a block of a weight of ``shape``, laid out as the view is."""
+    whole = torch.empty(shape, device="meta")
+    if part.ndim != whole.ndim or part.stride() != whole.stride() or part.shape != view.shape:
+        return None
+    return Place(view, tuple(int(i) for i in torch.unravel_index(torch.tensor(part.storage_offset()), shape)))
+
+
+class Places:
+    """The weights that can be read back, by HF name. Over the ranks of ``group`` each part is read once, although
+    several may hold it. A collective of them.
+
+    None can be where the model derives something else from its weights (:func:`stored_as_loaded`); a single weight can
+    not where its parts are no blocks of it or do not cover it.
+
+    Attributes:
+        dtypes: what each is held in.
+        mine: the parts that this rank reads.
+    """
+
+    def __init__(self, engine: "LLMEngine", model: nn.Module, shapes: Shapes,
+                 group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.mine: dict[str, list[Place]] = {}
+        self.shapes = shapes
+        found = _copies(engine, model, shapes) if stored_as_loaded(model) else {}
+        places = {name: [_place(*one, shapes[name]) for one in copies] for name, copies in found.items()}
+        held = {name: [one for one in parts if one] for name, parts in places.items() if all(parts)}
+        keys = self._of_all_ranks({name: [one.key for one in parts] for name, parts in held.items()})
+        for name, parts in held.items():
+            ranks = [set(there.get(name, ())) for there in keys]
+            if sum(prod(shape) for _, shape in set().union(*ranks)) == shapes[name].numel():
+                before = set().union(*ranks[:dist.get_rank(group) if group else 0])
+                self.dtypes[name] = parts[0].view.dtype
+                self.mine[name] = [one for one in parts if one.key not in before]
+
+    def _of_all_ranks(self, keys: dict[str, list[Key]]) -> list[dict[str, list[Key]]]:
+        if self.group is None:
+            return [keys]
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, keys, group=self.group)
+        return found
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group."""
+        parts = [torch.stack([self._of(name, one) for one in self.mine[name]]).sum() if self.mine[name] else
+                 torch.zeros((), dtype=torch.int64) for name in names]  # yapf: disable
+        sums = torch.stack([part.cpu() for part in parts])
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return sums
+
+    def _of(self, name: str, place: Place) -> Tensor:
+        return fingerprint(place.view, None, self.shapes[name], place.start)

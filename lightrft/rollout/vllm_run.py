@@ -1,0 +1,108 @@
+"""One call of ``generate`` on vLLM: requests in, responses out as they finish."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightrft.rollout.engine import Completion, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+@dataclass
+class _Drawing:
+    """A sample under way. ``first`` is what a request before this one drew of its response; ``native_id`` is vLLM's."""
+    request: int
+    sample: int
+    first: Completion
+    native_id: str = ""
+
+
+class VLLMRun:
+    """Every sample is a vLLM request of its own, with its own seed; samples of one prompt share its cached blocks.
+
+    With ``params.first_temperature`` a response takes two requests: one for the first token, one that goes on from it.
+    A request that goes on, from there or from a prefix, has a seed derived from where it does (vLLM's noise starts
+    anew).
+
+    Args:
+        on_finished: called with a request and its responses as soon as all are done; whether that is enough.
+        agree: whether any of the ranks that run the engine together has had enough.
+    """
+
+    def __init__(self, engine: "LLMEngine", requests: list[Request], params: SamplingParams, stop_ids: list[int],
+                 on_finished: Callable[[int, list[Completion]], bool], agree: Callable[[bool], bool]) -> None:
+        self.engine, self.requests, self.params, self.stop_ids = engine, requests, params, stop_ids
+        self.on_finished, self.agree = on_finished, agree
+        self.done: list[dict[int, Completion]] = [{} for _ in requests]
+        self.drawing: dict[str, _Drawing] = {}
+
+    def run(self) -> list[list[Completion]]:
+        """All responses, in the order of the requests and their seeds."""
+        try:
+            self._draw_all()
+        finally:  # after an error too, or the next call would go on with what is left
+            self._abort()
+        return [self._responses(i) for i in range(len(self.requests))]
+
+    def _draw_all(self) -> None:
+        for i, request in enumerate(self.requests):
+            for j in range(len(request.seeds)):
+                self._add(_Drawing(i, j, Completion([], [], "")))
+        while self.engine.has_unfinished_requests():
+            answers = [self._finished(output) for output in self.engine.step() if output.finished]
+            told = [answer for answer in answers if answer is not None]
+            if told and self.agree(any(told)):
+                return
+
+    def _add(self, drawing: _Drawing) -> None:
+        request, j = self.requests[drawing.request], drawing.sample
+        begun = (request.prefixes[j] if request.prefixes else []) + drawing.first.token_ids
+        temperature, left = self.params.temperature, self.params.max_new_tokens - len(begun)
+        if self.params.first_temperature is not None and not begun:
+            temperature, left = self.params.first_temperature, 1
+        name = f"{drawing.request}/{j}/{len(begun)}"
+        self.drawing[name] = drawing
+        seed = (request.seeds[j] + len(begun)) % (1 << 63)
+        drawing.native_id = self.engine.add_request(name, {"prompt_token_ids": request.token_ids + begun},
+                                                    self._native(temperature, left, seed))
+
+    def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
+        from vllm import SamplingParams as NativeParams
+        from vllm.sampling_params import RequestOutputKind
+        p = self.params
+        return NativeParams(temperature=temperature, top_p=p.top_p, top_k=p.top_k, min_p=p.min_p, seed=seed,
+                            max_tokens=max_tokens, stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0,
+                            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def _finished(self, output: "RequestOutput") -> bool | None:
+        """Take in a finished sample; whether there are enough, asked when it was the last one of its request."""
+        drawing = self.drawing.pop(output.request_id)
+        response = _response(drawing, output)
+        i, params = drawing.request, self.params
+        if params.first_temperature is not None and len(response.token_ids) == 1 < params.max_new_tokens \
+                and response.finish_reason == "length" and not any(self.requests[i].prefixes):
+            self._add(_Drawing(i, drawing.sample, response))
+            return None
+        self.done[i][drawing.sample] = response
+        return self.on_finished(i, self._responses(i)) if len(self.done[i]) == len(self.requests[i].seeds) else None
+
+    def _abort(self) -> None:
+        """Stop what is under way; it counts as it is."""
+        from vllm.v1.engine import FinishReason
+        states = self.engine.output_processor.request_states
+        for drawing in self.drawing.values():
+            output = states[drawing.native_id].make_request_output([], None, FinishReason.ABORT, None)
+            self.done[drawing.request][drawing.sample] = _response(drawing, output)
+        self.engine.abort_request(list(self.drawing))
+        self.drawing.clear()
+
+    def _responses(self, i: int) -> list[Completion]:
+        return [self.done[i][j] for j in range(len(self.requests[i].seeds))]
+
+
+def _response(drawing: _Drawing, output: "RequestOutput") -> Completion:
+    native, first = output.outputs[0], drawing.first
+    return Completion(first.token_ids + list(native.token_ids), first.logprobs + list(native.logprobs.logprobs),
+                      native.finish_reason)

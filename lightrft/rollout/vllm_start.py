@@ -1,0 +1,105 @@
+"""Starting vLLM in this process: its environment, its arguments, and the state of the process that stays as it was."""
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from lightrft.config.engine_rules import INSTALL
+from lightrft.config.options import did_you_mean
+from lightrft.config.schema import RolloutConfig
+from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_MOST_HOST_CACHE = 4 * _GIB
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torchrun's ranks share the cores as the launcher says
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def native_arguments(entries: list[str]) -> dict[str, Any]:
+    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
+    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def engine_arguments(cfg: RolloutConfig, path: str, device: torch.device, bf16: bool, world: World) -> dict[str, Any]:
+    """What vLLM is started with for the HF folder ``path``. Its weights are random until the first sync."""
+    cuda = device.type == "cuda"
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": "bfloat16" if bf16 else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
+        "max_model_len": cfg.prompt_max_len + cfg.generate_max_len,
+        "tensor_parallel_size": cfg.engine_tp_size,
+        "distributed_executor_backend": "external_launcher" if world.world_size > 1 else "uni",
+        "enable_sleep_mode": cuda and cfg.engine_sleep,
+        "enforce_eager": not cuda,
+        "disable_log_stats": True,
+        "quantization": None if cfg.engine_quantization == "none" else cfg.engine_quantization,
+        "gpu_memory_utilization": cfg.engine_mem_util,
+        "kv_cache_memory_bytes": cfg.engine_kv_mib * _MIB or None,
+    }
+    if not cuda and not cfg.engine_kv_mib:
+        share = cfg.engine_mem_util * total_memory(device) / world.local_world_size
+        arguments["kv_cache_memory_bytes"] = min(int(share), _MOST_HOST_CACHE)
+    return arguments | native_arguments(cfg.engine_args)
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Generators, thread count and torch's own functions are afterwards what they were."""
+    state, threads, set_threads = rng_state(), torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        set_rng_state(state)
+
+
+def keep_weights_unpacked() -> None:
+    """On a CPU, hold linear weights as they come.
+
+    vLLM would pack them into handles of oneDNN; that of a tied head is not renewed when the embedding is (log-probs
+    were off by 0.1 after an update), and packed weights cannot be compared with the trainer's.
+    """
+    from vllm import _custom_ops
+    _custom_ops._supports_onednn = False
+
+
+def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine":
+    """vLLM's engine in this process; under torchrun every rank calls it.
+
+    Raises:
+        UserError: vLLM is missing, does not know an argument, or cannot run the model with them.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with process_state_kept():
+        try:
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise UserError(f"--engine_type vllm: cannot import vllm ({error}); run: {INSTALL['vllm']}") from error
+        known = {one.name for one in fields(EngineArgs)}
+        for name in set(arguments) - known:
+            raise UserError(f"--engine_args {name}: vLLM has no such argument{did_you_mean(name, known)}")
+        if device.type == "cpu":
+            keep_weights_unpacked()
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"vLLM cannot run {arguments['model']}: {error}") from error

@@ -1,0 +1,91 @@
+"""Trainer weights -> the model that vLLM holds in this process."""
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.models.packed_model import PackedModel
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+Shapes = dict[str, torch.Size]
+
+
+def exported_shapes(actor: PackedModel) -> Shapes:
+    """Name and shape of every weight that ``full_params`` of ``actor`` brings."""
+    stream = ((name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+              for name, parameter in actor.named_parameters())
+    return {name: tensor.shape for name, tensor in actor.export_params(stream)}
+
+
+def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str,
+                                                                         torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """The stream itself, once it is known to hold each weight of ``shapes`` exactly once.
+
+    Raises:
+        ValueError: a name is unknown or comes twice, a shape differs, or at the end a weight is missing.
+    """
+    missing = dict(shapes)
+    for name, tensor in named_tensors:
+        if name not in missing:
+            raise ValueError(f"weight {name!r} {'came twice' if name in shapes else 'is not one of the model'}")
+        if missing.pop(name) != tensor.shape:
+            raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model's has {list(shapes[name])}")
+        yield name, tensor
+    if missing:
+        raise ValueError(f"{len(missing)} weights did not arrive, the first is {next(iter(missing))!r}")
+
+
+def tie_head(model: nn.Module) -> None:
+    """Let the head read the embedding's weight: for models that are tied although their folder holds a copy of the
+    head (vLLM then gives the head a weight of its own, which no update would reach)."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    heads = [layer for layer in tables if isinstance(layer, ParallelLMHead)]
+    if len(heads) == 1 and len(tables) == 2:
+        heads[0].tie_weights(next(table for table in tables if table is not heads[0]))
+
+
+def stored_as_loaded(model: nn.Module) -> bool:
+    """Whether nothing is derived from a weight after it was loaded: no quantised or packed layer, MoE kernel or MLA."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = [layer.quant_method for layer in model.modules() if "quant_method" in vars(layer)]
+    return (all(type(method) in plain for method in methods if isinstance(method, QuantizeMethodBase))
+            and all(parameter.numel() for parameter in model.parameters())
+            and not any(isinstance(layer, MLAAttention) for layer in model.modules()))
+
+
+@torch.no_grad()
+def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill ``model``, the one ``engine`` runs, with full weights under HF names; vLLM's loaders fuse and shard them.
+
+    Raises:
+        ValueError: vLLM has a weight that did not come.
+    """
+    from vllm.config import set_current_vllm_config
+    with set_current_vllm_config(engine.vllm_config):
+        if stored_as_loaded(model):
+            loaded = model.load_weights(named_tensors)
+            unfilled = {name for name, _ in model.named_parameters()} - loaded
+            if unfilled:
+                raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(unfilled)!r}")
+        else:
+            _load_layerwise(engine, model, named_tensors)
+
+
+def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    initialize_layerwise_reload(model)
+    model.load_weights(named_tensors)
+    finalize_layerwise_reload(model, engine.model_config)
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
+            layer.quant_method.process_weights_after_loading(layer)
