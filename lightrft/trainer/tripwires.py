@@ -39,8 +39,8 @@ WORDS = {
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
     "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
     "kl_explosion":
-    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or --max_epochs, "
-    "or hold it with --init_kl_coef",
+    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or --max_epochs,"
+    " or hold it with --init_kl_coef",
     "ratio_explosion":
     "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
     "{m[policy/ratio_max]:.3g}). Lower --actor_learning_rate or --max_epochs, or raise --train_batch_size",
