@@ -51,6 +51,7 @@ $(CORE): requirements.txt setup.py | $(BIN)/python
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(DEV): requirements-dev.txt $(CORE)
+$(DEV): requirements-dev.txt requirements-vllm.txt $(CORE)
 	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-deps -r requirements-vllm.txt
 	@touch $@

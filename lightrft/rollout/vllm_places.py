@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.ops.fingerprint import fingerprint
+from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.vllm_weights import Shapes, stored_as_loaded
 
 if TYPE_CHECKING:
@@ -108,12 +108,11 @@ class Places:
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group."""
-        parts = [torch.stack([self._of(name, one) for one in self.mine[name]]).sum() if self.mine[name] else
-                 torch.zeros((), dtype=torch.int64) for name in names]  # yapf: disable
-        sums = torch.stack([part.cpu() for part in parts])
+        sums = torch.zeros(len(names), dtype=torch.int64)
+        parts = [(i, place) for i, name in enumerate(names) for place in self.mine[name]]
+        if parts:
+            pieces = [Piece(place.view, None, self.shapes[names[i]], place.start) for i, place in parts]
+            sums.index_add_(0, torch.tensor([i for i, _ in parts]), fingerprints(pieces).cpu())
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums
-
-    def _of(self, name: str, place: Place) -> Tensor:
-        return fingerprint(place.view, None, self.shapes[name], place.start)

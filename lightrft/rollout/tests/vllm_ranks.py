@@ -5,7 +5,7 @@ import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
-from lightrft.ops.fingerprint import fingerprint
+from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.rollout.tests.ranks import changed
@@ -41,7 +41,7 @@ def main(folder: str) -> None:
         sync_weights(strategy, prepared, engine, version, 1)
         whole = {name: tensor.clone() for name, tensor in strategy.full_params(prepared.model)}
         assert list(engine.weight_dtypes()) == list(whole)
-        expected = torch.stack([fingerprint(tensor) for tensor in whole.values()])
+        expected = fingerprints([Piece(tensor) for tensor in whole.values()])
         assert torch.equal(engine.fingerprints(list(whole)), expected), "the shards do not add up to the weights"
         seen: list[int] = []
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
