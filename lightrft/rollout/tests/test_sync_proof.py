@@ -16,7 +16,7 @@ from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.strategy_base import OptimSpec
-from lightrft.tests import faults, tiny
+from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import launch
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
@@ -201,3 +201,14 @@ def test_two_ranks_stop_together(tmp_path):
     assert time.monotonic() - start < 20
     told = f"weight sync 1: {TARGET} (layer 1) differs between engine and trainer on rank 1: "
     assert run.output.count(told) == 1 and "Traceback" not in run.output, run.output
+
+
+def test_a_run_with_the_proof_is_the_same_run(tmp_path):
+    home, found = runs.write_home(tmp_path), {}
+    for mode in ("off", "both"):
+        options = {"sync_proof": mode, "max_steps": 3, "save_trajectories": True}
+        found[mode] = runs.run(home, tmp_path / mode, **options)
+    for name, value in found["off"].weights.items():
+        assert torch.equal(value, found["both"].weights[name]), name
+    assert found["off"].rollout(3) == found["both"].rollout(3)
+    assert ["rollout/canary_gap" in line for line in found["both"].lines] == [True, False, False]

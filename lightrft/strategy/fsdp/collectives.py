@@ -14,6 +14,7 @@ from lightrft.strategy.optimizer import local
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 ALL_GATHER = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 Named = tuple[str, Tensor]
+_SMALL_BYTES = 1 << 20  # full size below which tensors share an all-gather
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -107,20 +108,45 @@ def _padded(shard: Tensor, rows: int) -> Tensor:
 
 
 def gather_bucket(bucket: list[Named], device: torch.device) -> Iterator[Named]:
-    """Full tensors of ``bucket``, of one dtype and one mesh: one all-gather for all of them."""
+    """Full tensors of ``bucket``, of one dtype and one mesh: one all-gather for all small ones; a large one is gathered
+    straight into its place, when its turn comes, because copying it twice costs more than a collective."""
     first = bucket[0][1]
     if not isinstance(first, DTensor) or shard_group(first).size() == 1:
         for name, tensor in bucket:
             yield name, local(tensor)
         return
-    group = shard_group(first)
+    small = [tensor for _, tensor in bucket if _is_small(tensor)]
+    together = _gather_together(small, device) if len(small) > 1 else None
+    for name, tensor in bucket:
+        yield name, next(together) if together and _is_small(tensor) else _gather_alone(tensor, device)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() < _SMALL_BYTES
+
+
+def _rows(tensor: DTensor, size: int) -> int:
+    """Rows of a shard, padding included."""
+    return -(-tensor.shape[0] // size)
+
+
+def _gather_alone(tensor: DTensor, device: torch.device) -> Tensor:
+    group = shard_group(tensor)
+    rows = _rows(tensor, group.size())
+    full = torch.empty(rows * group.size(), *tensor.shape[1:], dtype=tensor.dtype, device=device)
+    ALL_GATHER(full.view(-1), _padded(local(tensor).to(device), rows), group=group)
+    return full[:tensor.shape[0]]
+
+
+def _gather_together(tensors: list[DTensor], device: torch.device) -> Iterator[Tensor]:
+    group = shard_group(tensors[0])
     size = group.size()
-    rows = [-(-tensor.shape[0] // size) for _, tensor in bucket]
-    mine = torch.cat([_padded(local(tensor).to(device), n) for (_, tensor), n in zip(bucket, rows)])
+    rows = [_rows(tensor, size) for tensor in tensors]
+    mine = torch.cat([_padded(local(tensor).to(device), n) for tensor, n in zip(tensors, rows)])
     full = mine.new_empty(size, mine.numel())
     ALL_GATHER(full.view(-1), mine, group=group)
     offset = 0
-    for (name, tensor), n in zip(bucket, rows):
+    for tensor, n in zip(tensors, rows):
         width = n * tensor.shape[1:].numel()
-        yield name, full[:, offset:offset + width].reshape(n * size, *tensor.shape[1:])[:tensor.shape[0]]
+        yield full[:, offset:offset + width].reshape(n * size, *tensor.shape[1:])[:tensor.shape[0]]
         offset += width
