@@ -48,6 +48,11 @@ def _shape_each(exp: Experience, change: Callable[[Tensor], Tensor]) -> None:
         exp.baseline_rewards = change(exp.baseline_rewards)
 
 
+def teaches(exp: Experience, cfg: RewardConfig) -> Tensor:
+    """bool [B]: the samples that stay in the loss, the scored ones and, with ``mask_truncated``, not cut off."""
+    return exp.scored & ~exp.truncated if cfg.mask_truncated else exp.scored
+
+
 class AdvantageCalculator:
     """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns``, ``forking`` and the final ``loss_mask`` of a
     rollout batch.
@@ -116,8 +121,7 @@ class AdvantageCalculator:
 
     def _drop_from_loss(self, exp: Experience) -> None:
         """Unscored samples, and truncated ones when asked, teach nothing."""
-        keep = exp.scored & ~exp.truncated if self.reward.mask_truncated else exp.scored
-        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(keep, exp.seq_lens)
+        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(teaches(exp, self.reward), exp.seq_lens)
 
     def _reward_kl(self, exp: Experience) -> Tensor | None:
         if exp.ref_logprobs is None or self.cfg.use_kl_loss:

@@ -4,6 +4,7 @@ from typing import Any
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
+from lightrft.trainer.advantage_calculator import teaches
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout, set_rewards
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.groups import Groups, Tally
@@ -41,7 +42,7 @@ class DynamicSource:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose rewards do not differ are replaced by others.
 
     A group is accepted when it has two scored samples whose rewards, before shaping, differ by more than
-    ``zero_spread``. Rounds of generation go on until a batch of groups is there, ``max_gen_rounds`` are over or the
+    ``zero_spread``, and a sample that stays in the loss. Rounds of generation go on until a batch of groups is there, ``max_gen_rounds`` are over or the
     data is used up. What is too much waits for the next step with its rollout log-probs and weight version. Each round
     is gathered before anything is decided, and seeds hang on the number of the draw, so ranks make no difference.
 
@@ -88,7 +89,8 @@ class DynamicSource:
         groups = Groups(exp, rows_of(), self.waiting.size)
         set_rewards(exp, groups.rows)
         stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
-        good = groups.keep((stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread))
+        taught = group_stats(teaches(exp, self.config.reward).float(), exp.group_ids, exp.scored).mean > 0
+        good = groups.keep(taught & (stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread))
         tally.add(groups, len(good))
         self.waiting = self.waiting + good
 

@@ -103,11 +103,12 @@ SHARE = {"high_entropy_token_ratio": 0.3}
 @pytest.mark.parametrize("options", [{}, {"init_kl_coef": 0.1, "use_kl_loss": True, "entropy_coef": 0.01}])
 def test_only_tokens_of_high_entropy_get_a_policy_gradient(options, home, tmp_path):
     """The threshold is the whole rollout's; the other terms and the denominators keep every token."""
-    trainer = build(home, tmp_path, advantage_estimator="reinforce", self_test=False, **SHARE, **options)
+    trainer = build(home, tmp_path, advantage_estimator="reinforce", self_test=False, temperature=0.7, **SHARE,
+                    **options)
     rollout = make_rollout(trainer)
     exp = rollout.exp
     model = trainer.prepared["actor"].model
-    logprobs, entropies = model(exp, entropy=True)
+    logprobs, entropies = model(exp, temperature=0.7, entropy=True)
     kept = int(0.3 * int(exp.loss_mask.sum()))
     threshold = entropies[exp.loss_mask].sort(descending=True).values[kept - 1]
     high = exp.loss_mask & (entropies >= threshold)

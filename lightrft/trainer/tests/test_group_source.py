@@ -105,6 +105,19 @@ def test_prompts_are_used_in_the_order_that_a_loop_finds(rounds, episodes, home,
         assert min(rewards) <= done.lines[0]["reward/generated_mean"] <= max(rewards)
 
 
+def test_a_group_that_masking_empties_is_not_accepted(home, tmp_path):
+    """A flat response among those that are cut off differs from them, and may be the only one that stays."""
+    limits = {"mask_truncated": True, "generate_max_len": 6, "stop": list("aeiouAEIOU0123456789"), "max_steps": 3}
+    plain = run(home, tmp_path / "plain", runs.letters, **limits | {"mask_truncated": False})
+    masked = run(home, tmp_path / "masked", runs.letters, **limits)
+    cut = [[row["finish_reason"] == "length" for row in plain.rollout(step)] for step in (1, 2, 3)]
+    assert any(all(step[i:i + 3]) for step in cut for i in range(0, len(step), 3)), "no group would be emptied"
+    for step in (1, 2, 3):
+        reasons = [row["finish_reason"] for row in masked.rollout(step)]
+        groups = [reasons[i:i + 3] for i in range(0, len(reasons), 3)]
+        assert len(groups) == BATCH and all("stop" in group and len(group) == 3 for group in groups)
+
+
 def test_seeds_never_repeat(home, tmp_path):
     """The same prompt again (next episode) or another prompt of the same round: other noise."""
     made = run(home, tmp_path, max_steps=1).trainer

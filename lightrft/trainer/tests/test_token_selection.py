@@ -75,7 +75,7 @@ def mark(home, folder, **options):
 
 
 def test_the_choice_is_among_the_tokens_of_the_mini_batch_under_the_current_policy(home, tmp_path):
-    trainer, rollout = mark(home, tmp_path)
+    trainer, rollout = mark(home, tmp_path, temperature=0.5)
     exp, (first, second), selection = rollout.exp, rollout.buffer.epoch(0), trainer.update.selection
     calls = []
     trainer.prepared["actor"].model.register_forward_pre_hook(lambda *_: calls.append(1))
