@@ -42,9 +42,10 @@ class DynamicSource:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose rewards do not differ are replaced by others.
 
     A group is accepted when it has two scored samples whose rewards, before shaping, differ by more than
-    ``zero_spread``, and a sample that stays in the loss. Rounds of generation go on until a batch of groups is there, ``max_gen_rounds`` are over or the
-    data is used up. What is too much waits for the next step with its rollout log-probs and weight version. Each round
-    is gathered before anything is decided, and seeds hang on the number of the draw, so ranks make no difference.
+    ``zero_spread``, and a sample that stays in the loss. Rounds of generation go on until a batch of groups is there,
+    ``max_gen_rounds`` are over or the data is used up. What is too much waits for the next step with its rollout
+    log-probs and weight version. Each round is gathered before anything is decided, and seeds hang on the number of the
+    draw, so ranks make no difference.
 
     Args:
         limit: prompts to draw in the whole run; None: the data has no end.
