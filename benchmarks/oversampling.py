@@ -1,11 +1,11 @@
 """What ``--oversample`` saves: forward passes of the engine per step, where lengths spread within every group.
 
-    python benchmarks/oversampling.py [--steps 10] [--factors 1,1.25,1.5,2] [--max_staleness 1]
+    python benchmarks/oversampling.py [--steps 12] [--factors 1,1.25,1.5,2] [--max_staleness 1] [--samples 8]
 
-64 prompts x 8 samples per step on the smaller model of ``hf_engine.py``, which counts down from a number that it draws
-log-uniformly from 8 to 256. The trainer's own source and maker drive the engine; rewards and the update are left out,
-so the weights never change. A forward pass is the unit: on a GPU the last ones, with few responses left, take nearly as
-long as the first. Every run trains the same responses; about two minutes on a free core.
+512 responses per step (64 prompts x 8 samples) of the smaller model of ``hf_engine.py``, which counts down from a
+number that it draws log-uniformly from 8 to 256. The trainer's own source and maker drive the engine; rewards and the
+update are left out, so the weights never change. A forward pass is the unit: on a GPU the last ones, with few responses
+left, take nearly as long as the first. Every run trains the same responses; about two minutes on a free core.
 """
 import argparse
 import random
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hf_engine import END, LONGEST, SAMPLES, SIZES, counting_model
+from hf_engine import END, LONGEST, SIZES, counting_model
 
 import torch
 from lightrft.config.schema import Config
@@ -27,7 +27,7 @@ from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.timer import Timer
 
-BATCH, PROMPT = 64, 128
+RESPONSES, PROMPT = 512, 128
 
 
 class Generating(PartialExperienceMaker):
@@ -51,18 +51,19 @@ class Generating(PartialExperienceMaker):
         return Rollout(exp, None, [], {})
 
 
-def measure(factor: float, max_staleness: int, steps: int) -> tuple[list[int], list[dict[str, float]], float, int]:
+def measure(factor: float, max_staleness: int, steps: int,
+            samples: int) -> tuple[list[int], list[dict[str, float]], float, int]:
     """Forward passes and metrics of every step, CPU seconds per step, and a checksum of the lengths."""
-    config, rng, passes = Config(), random.Random(0), [0]
+    config, rng, passes, batch = Config(), random.Random(0), [0], RESPONSES // samples
     config.rollout.oversample, config.rollout.max_staleness = factor, max_staleness
-    config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt = BATCH, SAMPLES
+    config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt = batch, samples
     prompts = [Prompt(str(i), [rng.randrange(LONGEST + 1, LONGEST + 33) for _ in range(PROMPT)], "")
-               for i in range(BATCH * steps)]  # yapf: disable
+               for i in range(batch * steps)]  # yapf: disable
     model = counting_model(SIZES["quickstart"])
     model.set_attn_implementation("packed")
     model.register_forward_pre_hook(lambda *_: passes.append(passes.pop() + 1))
     source = OversamplingSource(config, Generating(config, HFEngine(model, [END], 1 << 30)),
-                                PromptLoader(prompts, BATCH), steps)
+                                PromptLoader(prompts, batch), steps)
     made, counts, start = [], [], time.process_time()
     for step in range(steps):
         passes[0] = 0
@@ -78,9 +79,10 @@ def measure(factor: float, max_staleness: int, steps: int) -> tuple[list[int], l
 def main() -> None:
     """Print one line per factor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--factors", default="1,1.25,1.5,2")
     parser.add_argument("--max_staleness", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -89,7 +91,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     base = None
     for factor in map(float, args.factors.split(",")):
-        counts, metrics, seconds, lengths = measure(factor, args.max_staleness, args.steps)
+        counts, metrics, seconds, lengths = measure(factor, args.max_staleness, args.steps, args.samples)
         mean = sum(counts) / len(counts)
         base = base or (mean, lengths)
         stale, age = (sum(line[name] for line in metrics) / len(metrics)

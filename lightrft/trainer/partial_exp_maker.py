@@ -50,10 +50,10 @@ class PartialExperienceMaker(FastExperienceMaker):
             late.discard(mine[i].number)
             return len(done) >= quota and not late
 
-        if quota or late:
-            found = self.engine.generate(self._continued(mine), self.sampling, finished)
-            for i in set(range(len(mine))) - done.keys():
-                mine[i].add(found[i], version)
+        asked = self._continued(mine) if quota or late else []  # ranks that share an engine have to call it together
+        for i, completions in enumerate(self.engine.generate(asked, self.sampling, finished)):
+            if i not in done:
+                mine[i].add(completions, version)
         return [sample for i in sorted(done) for sample in done[i]]
 
     def _continued(self, groups: list[OpenGroup]) -> list[Request]:
