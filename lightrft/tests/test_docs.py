@@ -170,7 +170,7 @@ def test_the_causes_of_unscored_rewards():
 
 def metric_keys():
     """Every key that is spelled out in the code, or that a function returns."""
-    code = sources_of("trainer")
+    code = sources_of("trainer", "rollout")
     keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z_/]+)"', code))
     keys |= {f"time/{name}_s" for name in re.findall(r'timer\("(\w+)"\)', code)} | {"time/step_s", "time/other_s"}
     keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS)), torch.ones(2))}
