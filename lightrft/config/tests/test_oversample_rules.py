@@ -1,4 +1,4 @@
-"""``--oversample`` beside engines, where the package of the engine need not be installed; the rest is in problems.py."""
+"""``--oversample`` beside engines, whose packages need not be installed here; the rest is in problems.py."""
 import re
 
 import pytest
