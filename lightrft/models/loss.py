@@ -17,8 +17,10 @@ from lightrft.ops.importance import any_below
 from lightrft.ops.kl import kl_estimate
 from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 Loss = tuple[Tensor, dict[str, Tensor]]
+_METRICS = ("ratio", "clip_frac_low", "clip_frac_high")  # of every policy loss
 _TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "advantages", "returns")
 
 
@@ -72,7 +74,7 @@ class PolicyLoss(nn.Module):
         logprobs = torch.where(mask, logprobs, 0)
         if exp.old_logprobs is None:
             exp = replace(exp, old_logprobs=logprobs.detach())
-        token_loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
+        token_loss, metrics = self._policy_terms(logprobs, exp)
         weights, corrected = self._weights(exp)
         token_loss = token_loss * weights
         if exp.forking is not None:
@@ -83,6 +85,22 @@ class PolicyLoss(nn.Module):
         loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators,
                          self.cfg.loss_agg_norm_seqs)
         return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss}.items()}
+
+    def _policy_terms(self, logprobs: Tensor, exp: Experience) -> Loss:
+        """The policy loss [T] and its metrics.
+
+        Raises:
+            UserError: a registered one does not keep its contract.
+        """
+        loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
+        if missing := [name for name in _METRICS if name not in metrics]:
+            raise UserError(f"policy loss {self.cfg.policy_loss!r} returns no metric {', '.join(missing)}: return "
+                            "(loss, ratio_metrics(ratio, low, high)), with that of lightrft.algorithms.base; ones and "
+                            "zeros where there is no ratio and no clip")
+        if loss.shape != logprobs.shape:
+            raise UserError(f"policy loss {self.cfg.policy_loss!r} returns a loss of shape {list(loss.shape)}: return "
+                            f"one number per token, {list(logprobs.shape)} here; it is masked and aggregated elsewhere")
+        return loss, metrics
 
     def _weights(self, exp: Experience) -> Loss:
         """The correction [T] after its bounds and the veto, and its metrics."""

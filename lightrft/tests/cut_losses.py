@@ -1,12 +1,13 @@
-"""A plugin of policy losses whose gradient depends on how the batch is cut: mistakes that are easily made."""
+"""A plugin of policy losses and a correction whose gradient depends on how the batch is cut: easy mistakes."""
 import os
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import policy_loss
+from lightrft.algorithms.base import correction, policy_loss
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.segment import segment_sum
+from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 Loss = tuple[Tensor, dict[str, Tensor]]
@@ -61,3 +62,11 @@ def own_rank(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> Loss:
     """Counts the samples of rank 1 twice."""
     loss, metrics = plain(logprobs, exp)
     return loss * (1 + int(os.environ.get("RANK", "0"))), metrics
+
+
+@correction("own_mean")
+def own_mean(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
+    """Divides the weights by their mean over the micro-batch."""
+    weights = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+    kept = weights[exp.loss_mask]
+    return weights / (kept.mean() if len(kept) else 1.0)

@@ -89,8 +89,7 @@ class PolicyUpdate:
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
         for epoch in range(self.config.train.max_epochs):
             for number, mini in enumerate(rollout.buffer.epoch(epoch)):
-                counts = kept[mini.samples]
-                denominators = Denominators(counts.sum().item(), (counts > 0).sum().item(), self.norm)
+                denominators = mini.denominators(kept, self.norm)
                 losses = {}
                 if train_actor:
                     with self.timer("forward"):

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from lightrft.ops.aggregate import Denominators
 from lightrft.types import Experience
 
 
@@ -102,6 +103,11 @@ class MiniBatch:
     def micro_batches(self) -> list[list[int]]:
         """Those of all samples; planned when first asked for, which not every step does."""
         return self.cut(self.samples)
+
+    def denominators(self, kept: torch.Tensor, norm: float) -> Denominators:
+        """Of this optimizer step, the same on every rank; ``kept`` [B] are the tokens in the loss of each sample."""
+        counts = kept[self.samples]
+        return Denominators(counts.sum().item(), (counts > 0).sum().item(), norm)
 
     def of(self, live: torch.Tensor) -> list[list[int]]:
         """Those of the samples where ``live`` [B] bool; at least one, which may be empty."""

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.base import POLICY_LOSSES
 from lightrft.config.schema import Config
-from lightrft.ops.aggregate import Denominators, count
-from lightrft.ops.segment import segment_sum
+from lightrft.ops.aggregate import Denominators
+from lightrft.ops.segment import expand, segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_mini_batch, take
+from lightrft.trainer.logprob_pass import bypasses
+from lightrft.trainer.replay_buffer import MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
 from lightrft.types import Experience
 from lightrft.utils.env import rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError
@@ -27,7 +28,7 @@ SAMPLES = 4  # per rank
 # of the norm of the difference to the larger norm, in float32 and bfloat16; right losses were measured to reach 1e-6
 # and 2e-3 (a random model of four layers, responses of 90 tokens)
 TOLERANCE = (1e-4, 0.1)
-# added to old, rollout and reference log-probs: clips act and weights differ as later in a run. A few fixed values,
+# added to the log-probs of the rollout batch: clips act and weights differ as later in a run. A few fixed values,
 # because a continuous one would put a token of a large batch so near a clip that rounding decides
 SHIFTS = (-0.53, -0.11, 0.0, 0.11, 0.53)
 FORMULAS = {
@@ -49,6 +50,14 @@ class SelfTestError(ExpectedError, RuntimeError):
 class Cut:
     """``parts[rank][micro-batch]`` are samples; every rank has equally many micro-batches, some may be empty."""
     parts: list[list[list[int]]]
+
+    def mini_batch(self, rank: int) -> MiniBatch:
+        """The optimizer step of ``rank``."""
+        return MiniBatch([i for own in self.parts for part in own for i in part], lambda samples: self.parts[rank])
+
+    def moved(self) -> "Cut":
+        """The same micro-batches, each on another rank."""
+        return Cut(self.parts[1:] + self.parts[:1])
 
     @property
     def micro_batches(self) -> int:
@@ -91,13 +100,20 @@ def has_signal(exp: Experience) -> bool:
     return bool((exp.loss_mask & (exp.advantages != 0)).any())
 
 
-def off_policy(exp: Experience) -> Experience:
-    """``exp`` as if the policy had moved since the rollout, and away from the reference (:data:`SHIFTS`)."""
+def off_policy(exp: Experience, bypass: bool) -> Experience:
+    """``exp`` as if the policy had moved since the rollout, and away from the reference (:data:`SHIFTS`).
+
+    The engine is apart from the trainer in every second sample, so that weights of a correction differ; not in all,
+    because one that masks whole sequences would leave nothing. With ``bypass`` both are one.
+    """
     generator = torch.Generator().manual_seed(0)
-    shift = torch.tensor(SHIFTS)[torch.randint(len(SHIFTS), (exp.num_tokens, ), generator=generator)]
-    old = exp.rollout_logprobs if exp.old_logprobs is None else exp.old_logprobs
+    drawn = torch.randint(len(SHIFTS), (2, exp.num_tokens), generator=generator)
+    shift, apart = torch.tensor(SHIFTS)[drawn]
+    odd = expand(torch.arange(exp.num_seqs) % 2 == 1, exp.cu_seqlens, exp.num_tokens)
+    old = (exp.rollout_logprobs if exp.old_logprobs is None else exp.old_logprobs) + shift
+    rollout = old if bypass else exp.rollout_logprobs + torch.where(odd, apart, shift)
     ref = None if exp.ref_logprobs is None else exp.ref_logprobs + shift
-    return replace(exp, old_logprobs=old + shift, rollout_logprobs=exp.rollout_logprobs + shift, ref_logprobs=ref)
+    return replace(exp, old_logprobs=old, rollout_logprobs=rollout, ref_logprobs=ref)
 
 
 def cuts(lens: list[int], world: int, limits: MicroBatchLimits) -> tuple[Cut, Cut]:
@@ -167,34 +183,39 @@ class SelfTest:
         planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits)
         if planned == other:
             return self._postpone("--max_tokens_per_micro_batch leaves no second way to cut the batch")
-        denominators = Denominators.of(count(batch.loss_mask, batch.cu_seqlens), norm)
-        losses, batch, state = losses_of(denominators), self._moved(batch), rng_state()
+        kept = segment_sum(batch.loss_mask.double(), batch.cu_seqlens)
+
+        def denominators(cut: Cut) -> Denominators:
+            return cut.mini_batch(self.strategy.rank).denominators(kept, norm)
+
+        batch, state = self._moved(batch), rng_state()
         for name in due:
-            compare = partial(self._compare, prepared[name], batch, (planned, other), losses[name])
-            self._judge(name, compare(lambda samples: 1.0), (planned, other), denominators,
-                        lambda: self._suspect(batch, compare))
+            compare = partial(self._compare, prepared[name], batch, lambda cut: losses_of(denominators(cut))[name])
+            self._judge(name, compare((planned, other)), (planned, other), denominators(planned),
+                        lambda: self._suspect(batch, (planned, other), compare))
         set_rng_state(state)
 
     def _moved(self, batch: Experience) -> Experience:
         """Off policy, with the choice of a policy loss that makes one."""
         algorithm = self.config.algorithm
-        selects, moved = POLICY_LOSSES.get(algorithm.policy_loss).selects, off_policy(batch)
+        selects = POLICY_LOSSES.get(algorithm.policy_loss).selects
+        moved = off_policy(batch, bypasses(self.config))
         return moved if selects is None else replace(moved, selected=selects(batch.rollout_logprobs, moved, algorithm,
                                                                              0))
 
-    def _compare(self, prepared: Prepared, batch: Experience, both: tuple[Cut, Cut], loss_of: LossOf,
-                 weight: Weight) -> Comparison:
+    def _compare(self, prepared: Prepared, batch: Experience, loss_of: Callable[[Cut], LossOf], both: tuple[Cut, Cut],
+                 weight: Weight = lambda samples: 1.0) -> Comparison:
         """Without dropout, whose masks would differ between the cuts; the model's mode is put back."""
         training, strategy = prepared.model.training, self.strategy
         prepared.model.train()
         for module in prepared.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
-        grads = self._gradients(prepared, batch, both[0], loss_of, weight)
+        grads = self._gradients(prepared, batch, both[0], loss_of(both[0]), weight)
         planned = strategy.global_norm(prepared, list(grads.values()))
         kept = {name: grad.to("cpu", copy=True) for name, grad in grads.items()}  # a second copy may not fit on a GPU
         strategy.discard_gradients(prepared)
-        grads = self._gradients(prepared, batch, both[1], loss_of, weight)
+        grads = self._gradients(prepared, batch, both[1], loss_of(both[1]), weight)
         other = strategy.global_norm(prepared, list(grads.values()))
         for name, grad in grads.items():
             grad.sub_(kept[name].to(grad.device))
@@ -216,9 +237,13 @@ class SelfTest:
         """How far right losses may be apart."""
         return TOLERANCE[self.config.model.bf16]
 
-    def _suspect(self, batch: Experience, compare: Callable[[Weight], Comparison]) -> str:
-        """The count by which the loss was divided: multiplied by it again, the two gradients agree."""
-        gaps = {name: compare(weight).gap for name, weight in own_counts(batch).items()}
+    def _suspect(self, batch: Experience, both: tuple[Cut, Cut], compare: Callable[..., Comparison]) -> str:
+        """The rank, or the count by which the loss was divided: multiplied by it again, the two gradients agree."""
+        if self.strategy.world_size > 1 and not compare((both[0], both[0].moved())).gap <= self.limit:
+            return ("the rank: the same micro-batches on other ranks give another gradient. The loss, or its "
+                    "denominators, must not read what differs between ranks: RANK, a random generator, a state or "
+                    "samples of its own")
+        gaps = {name: compare(both, weight).gap for name, weight in own_counts(batch).items()}
         best = min(gaps, key=lambda name: gaps[name])
         if not gaps[best] <= self.limit:
             return ("no count explains it: the loss of a token seems to depend on which other samples share its "

@@ -4,11 +4,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightrft.algorithms.base import POLICY_LOSSES, policy_loss
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import GPTLMLoss, PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
 from lightrft.ops.kl import kl_estimate
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns")
 REGULARISED = {"use_kl_loss": True, "init_kl_coef": 0.1, "entropy_coef": 0.02}
@@ -169,3 +171,19 @@ def test_language_model_loss_is_the_mean_over_kept_tokens():
     exp, new, _ = make()
     loss, _ = GPTLMLoss()(new, exp, Denominators.of(count(exp.loss_mask, exp.cu_seqlens)))
     torch.testing.assert_close(loss, -new[exp.loss_mask].mean())
+
+
+@pytest.mark.parametrize("returned,told", [
+    (lambda loss: (loss, {}), r"'mine' returns no metric ratio, clip_frac_low, clip_frac_high: .* ratio_metrics\("),
+    (lambda loss: (loss, {"ratio": loss, "clip_frac_high": loss}), "'mine' returns no metric clip_frac_low: "),
+    (lambda loss: (loss.mean(), dict.fromkeys(["ratio", "clip_frac_low", "clip_frac_high"], loss)),
+     r"'mine' returns a loss of shape \[\]: return one number per token, \[15\] here"),
+])  # yapf: disable
+def test_a_policy_loss_that_breaks_its_contract_is_told(returned, told):
+    policy_loss("mine")(lambda logprobs, exp, cfg: returned(-exp.advantages * logprobs))
+    exp, new, _ = make()
+    try:
+        with pytest.raises(UserError, match=told):
+            run(PolicyLoss(AlgorithmConfig(policy_loss="mine"), 1.0), exp, new, None)
+    finally:
+        del POLICY_LOSSES._entries["mine"]

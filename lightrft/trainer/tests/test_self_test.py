@@ -34,10 +34,10 @@ def home(tmp_path_factory):
 def wrong_losses():
     """Registered for this module only: other tests list the registry."""
     import lightrft.tests.cut_losses  # noqa: F401
-    names = [name for name in POLICY_LOSSES if name.startswith("own_")]
+    names = [(table, name) for table in (POLICY_LOSSES, CORRECTIONS) for name in table if name.startswith("own_")]
     yield
-    for name in names:
-        del POLICY_LOSSES._entries[name]
+    for table, name in names:
+        del table._entries[name]
 
 
 @contextmanager
@@ -70,6 +70,11 @@ def test_a_loss_that_divides_by_its_own_micro_batch(name, mode, parts):
 def test_a_loss_with_a_statistic_of_its_micro_batch(name, parts):
     text = message(parts, policy_loss=name)
     assert "depend on which other samples share its micro-batch" in text and "a baseline" in text
+
+
+def test_a_correction_with_a_statistic_of_its_micro_batch(parts):
+    text = message(parts, rollout_correction="own_mean")
+    assert "--rollout_correction own_mean" in text and "a normalisation" in text
 
 
 @pytest.mark.parametrize("mode,norm_seqs", [(mode, True) for mode in MODES] + [(MODES[-1], False)])
@@ -256,11 +261,14 @@ def test_the_samples_are_short_and_have_advantages(parts):
 
 def test_the_moved_batch_is_off_policy_by_fixed_amounts(parts):
     exp = parts[1].exp
-    moved = off_policy(exp)
+    moved = off_policy(exp, bypass=False)
     shift = moved.old_logprobs - exp.rollout_logprobs
     assert exp.old_logprobs is None and {round(x, 2) for x in shift.tolist()} == set(self_test.SHIFTS)
-    assert torch.equal(moved.rollout_logprobs, moved.old_logprobs) and moved.advantages is exp.advantages
     assert torch.allclose(moved.ref_logprobs - exp.ref_logprobs, shift, atol=1e-6)
+    gaps = (moved.old_logprobs - moved.rollout_logprobs).abs().split(exp.seq_lens.tolist())
+    assert [bool(gap.max() > 0.1) for gap in gaps] == [False, True] * 4 and moved.advantages is exp.advantages
+    one = off_policy(exp, bypass=True)
+    assert torch.equal(one.rollout_logprobs, one.old_logprobs) and torch.equal(one.old_logprobs, moved.old_logprobs)
 
 
 @pytest.mark.parametrize("world,rows,tokens", list(itertools.product((1, 2, 3, 4), (0, 1, 2), (10**6, 20))))
@@ -291,6 +299,7 @@ def launched_fixture(home, tmp_path_factory):
     wrong = {"plugin": "lightrft.tests.cut_losses", "advantage_estimator": "reinforce"}
     kinds = {"good": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3}}
     kinds["without"] = kinds["good"] | {"no_self_test": True}
+    kinds["own_share"] = {"plugin": "lightrft.tests.own_share", "advantage_estimator": "reinforce"}
     kinds |= {name: wrong | {"policy_loss": name} for name in ("own_tokens", "own_seqs", "own_baseline", "own_rank")}
     return folder, {
         name: launch(folder / name, common | own | {"save_path": folder / name / "run"}, ranks=2)
@@ -319,7 +328,7 @@ def test_two_ranks_with_a_right_loss(launched):
     ("own_tokens", "its own tokens in the loss"),
     ("own_seqs", "its own sequences"),
     ("own_baseline", "no count explains it"),
-    ("own_rank", "micro-batch or rank"),
+    ("own_rank", "suspect: the rank: the same micro-batches on other ranks"),
 ])
 def test_two_ranks_with_a_wrong_loss(name, what, launched):
     """Both stop; one of them tells the two norms."""
@@ -329,3 +338,12 @@ def test_two_ranks_with_a_wrong_loss(name, what, launched):
     assert re.search(
         r"2 micro-batches on 2 of 2 ranks: norm [\d.e-]+\n.* 8 micro-batches on 1 of 2 ranks: norm [\d.e-]+\n",
         run.output), run.output
+
+
+@pytest.mark.dist
+def test_two_ranks_that_count_only_their_own_samples(launched):
+    """The denominators are those of the update: a mistake there stops the run too; each rank shows its own."""
+    run = launched[1]["own_share"]
+    assert run.wait(120) == [1, 1] and "Traceback" not in run.output, run.output
+    shown = re.findall(r"sum over kept tokens / (\d+) tokens", run.output)
+    assert len(shown) == len(set(shown)) == 2 and "depends on how the batch is cut" in run.output, run.output
