@@ -65,9 +65,10 @@ def _small(pieces: list[Piece], dtype: torch.dtype) -> Tensor:
     places = tuple((tuple(p.shape or p.tensor.shape), tuple(p.start or (0, ) * p.tensor.ndim), tuple(p.tensor.shape))
                    for p in pieces)  # yapf: disable
     key, bounds = _joint_key(places, pieces[0].tensor.device)
-    flat = torch.cat([piece.tensor.reshape(-1) for piece in pieces]).to(dtype)
-    sums = (_bits(flat) * key).cumsum(0)
-    return torch.cat([sums.new_zeros(1), sums])[bounds].diff()
+    zero = pieces[0].tensor.new_zeros(1)
+    flat = torch.cat([zero, *(piece.tensor.reshape(-1) for piece in pieces)]).to(dtype)
+    sums = _bits(flat).long().mul_(key)
+    return torch.cumsum(sums, 0, out=sums)[bounds].diff()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -90,13 +91,12 @@ def _keys(shape: Sequence[int], start: Sequence[int], part: Sequence[int], devic
 
 @lru_cache(maxsize=8)
 def _joint_key(places: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factors of all elements of (shape, start, shape of the part), one part after another, and where each
-    begins and ends."""
-    flat = []
+    """The factors of all elements of (shape, start, shape of the part), one part after another behind a 0, and the
+    places of the last element before each and of the very last."""
+    flat = [torch.zeros(1, dtype=torch.int64, device=device)]
     for shape, start, part in places:
         *outer, key = _keys(shape, start, part, device)
         for other in reversed(outer):
             key = (other[:, None] * key.flatten()).flatten()
         flat.append(key)
-    bounds = torch.tensor([0] + [len(key) for key in flat], device=device).cumsum(0)
-    return torch.cat(flat), bounds
+    return torch.cat(flat), torch.tensor([len(key) for key in flat], device=device).cumsum(0) - 1

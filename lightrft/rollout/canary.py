@@ -12,7 +12,7 @@ from lightrft.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.types import Experience, Prompt
 
-PROMPTS, NEW_TOKENS = 4, 8
+PROMPTS, NEW_TOKENS = 4, 4
 # nats, mean |engine - trainer| over the tokens, without and with bfloat16. The first gap, with the weights that were
 # loaded, must stay below AT_START; it sets the band of the later ones: SLACK times itself, at least LEAST.
 AT_START, LEAST, SLACK = (1e-3, 0.2), (1e-4, 0.05), 10.0
