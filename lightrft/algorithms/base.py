@@ -71,6 +71,7 @@ class Correction:
     fn: CorrectionFn
     low: float | None = None
     high: float | None = None
+    masks: bool = False  # what is outside the bounds has weight 0
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -113,12 +114,12 @@ def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, s
     return add
 
 
-def correction(*names: str, low: float | None = None,
-               high: float | None = None) -> Callable[[CorrectionFn], CorrectionFn]:
+def correction(*names: str, low: float | None = None, high: float | None = None,
+               masks: bool = False) -> Callable[[CorrectionFn], CorrectionFn]:
     """Register a correction under ``names`` with its default bounds; what it masks stays in the denominators."""
 
     def add(fn: CorrectionFn) -> CorrectionFn:
-        CORRECTIONS.register(*names)(Correction(fn, low, high))
+        CORRECTIONS.register(*names)(Correction(fn, low, high, masks))
         return fn
 
     return add

@@ -4,8 +4,8 @@ Paper: MiniMax 2025 (MiniMax-M1), https://arxiv.org/abs/2506.13585 (bound on the
     https://arxiv.org/abs/2510.13786)
 Equation: loss_t = -sg[clip(rho_t, 1 - low, 1 + high)] * A_t * log pi_t (eq. 4, 5)
 Degenerate: first update on a rollout, or bounds out of reach and rho = 1: REINFORCE.
-Deviation: both bounds are options. The paper sets no lower one (--eps_clip 1) and tunes the upper one; --cispo_max is
-    a bound on the ratio itself in place of 1 + high, without a lower one. clip_frac counts both signs of A.
+Deviation: both bounds are options. The paper sets no lower one (--eps_clip 1) and tunes the upper one; with
+    --cispo_absolute it is high in place of 1 + high, without a lower one. clip_frac counts both signs of A.
 """
 from torch import Tensor
 
@@ -15,11 +15,11 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@policy_loss("cispo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "cispo_max"))
+@policy_loss("cispo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "cispo_absolute"))
 def cispo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """([T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask).detach()
     low, high = clip_bounds(cfg)
-    smallest, largest = (1 - low, 1 + high) if cfg.cispo_max is None else (0.0, cfg.cispo_max)
+    smallest, largest = (0.0, high) if cfg.cispo_absolute else (1 - low, 1 + high)
     loss = -ratio.clamp(smallest, largest) * exp.advantages * logprobs
     return loss, ratio_metrics(ratio, ratio < smallest, ratio > largest)

@@ -16,7 +16,7 @@ from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
 from lightrft.types import Experience
 
 
-@correction("geo_mis", low=0.999, high=1.001)
+@correction("geo_mis", low=0.999, high=1.001, masks=True)
 def geo_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
     log_ratio = safe_log_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)

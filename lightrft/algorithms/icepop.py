@@ -14,7 +14,7 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@correction("icepop", low=0.5, high=5.0)
+@correction("icepop", low=0.5, high=5.0, masks=True)
 def icepop(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
     ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)

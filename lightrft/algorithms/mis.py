@@ -16,7 +16,7 @@ from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience
 
 
-@correction("mis", low=0.0, high=2.0)
+@correction("mis", low=0.0, high=2.0, masks=True)
 def mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
     ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)

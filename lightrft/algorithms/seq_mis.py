@@ -15,7 +15,7 @@ from lightrft.ops.importance import keep_inside, sequence_product
 from lightrft.types import Experience
 
 
-@correction("seq_mis", low=0.0, high=2.0)
+@correction("seq_mis", low=0.0, high=2.0, masks=True)
 def seq_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T], one value per sequence."""
     ratio = sequence_product(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask, exp.cu_seqlens)

@@ -3,6 +3,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightrft.config.flags import show
 from lightrft.config.no_effect import CRITIC_OPTIONS, CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import Config
@@ -10,8 +11,18 @@ from lightrft.utils.registry import Registry
 
 
 class Reads(Protocol):
-    """What an entry of the registry of policy losses says of itself: the options of its own that it reads."""
+    """What an entry of any registry says of itself: the options of its own that it reads."""
     reads: tuple[str, ...] | None
+
+
+class Surrogate(Reads, Protocol):
+    """What an entry of the registry of policy losses says besides."""
+    needs_old: bool
+
+
+class Weight(Reads, Protocol):
+    """What an entry of the registry of corrections says besides."""
+    masks: bool
 
 
 class Needs(Reads, Protocol):
@@ -35,14 +46,16 @@ class AlgorithmFacts:
     ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that say they do not read it
     needs_parts: frozenset[str] = frozenset()
     needs_positive: frozenset[str] = frozenset()
+    no_ratio: frozenset[str] = frozenset()  # policy losses
+    masks: frozenset[str] = frozenset()  # corrections
 
     @classmethod
     def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
                corrections: Registry[Any]) -> "AlgorithmFacts":
-        """Read the three registries; the entries of the first are :class:`Needs`, of the others :class:`Reads`."""
+        """Read the three registries, whose entries are :class:`Needs`, :class:`Surrogate` and :class:`Weight`."""
         entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
-        losses: dict[str, Reads] = {name: policy_losses.get(name) for name in policy_losses}
-        weights: dict[str, Reads] = {name: corrections.get(name) for name in corrections}
+        losses: dict[str, Surrogate] = {name: policy_losses.get(name) for name in policy_losses}
+        weights: dict[str, Weight] = {name: corrections.get(name) for name in corrections}
         return cls(
             frozenset(entries), frozenset(policy_losses), frozenset(corrections),
             frozenset(name for name, entry in entries.items() if entry.needs_group),
@@ -51,7 +64,9 @@ class AlgorithmFacts:
             _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS)
             | _ignored(weights, CORRECTION_OPTIONS),
             frozenset(name for name, entry in entries.items() if entry.needs_parts),
-            frozenset(name for name, entry in entries.items() if entry.needs_positive))
+            frozenset(name for name, entry in entries.items() if entry.needs_positive),
+            frozenset(name for name, loss in losses.items() if not loss.needs_old),
+            frozenset(name for name, weight in weights.items() if weight.masks))
 
 
 def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -67,6 +82,17 @@ def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]
         yield from _registries(c, facts)
         yield from _estimator(c, facts)
         yield from _rewards(c, facts)
+        yield from _bounds(c, facts)
+
+
+def algorithm_warnings(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+    """What is allowed and seldom meant."""
+    rollout, batch = c.rollout.rollout_batch_size * c.rollout.n_samples_per_prompt, c.train.train_batch_size
+    steps = c.train.max_epochs * rollout // batch
+    if c.algorithm.policy_loss in facts.no_ratio and steps > 1:
+        yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {steps} optimizer "
+               "steps: from the second one on the gradient is of a policy that is gone. For the exact one use "
+               f"--train_batch_size {rollout} --max_epochs 1, or --policy_loss ppo")
 
 
 def _options(c: Config) -> Iterator[str]:
@@ -83,9 +109,13 @@ def _options(c: Config) -> Iterator[str]:
     if a.high_entropy_token_ratio and a.rollout_correction == "bypass":
         yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the pass that --rollout_correction "
                "bypass leaves out; drop one of them")
-    if a.cispo_max is not None:
-        for name, value in changed(c, ("eps_clip", "eps_clip_high")):
-            yield f"--{name} {value}: has no effect with --cispo_max {a.cispo_max}; drop one of them"
+    if a.policy_loss == "cispo" and a.cispo_absolute:
+        yield from _absolute(c)
+    if c.rollout.dynamic_sampling and 0 < 2 * c.reward.reward_clip <= a.zero_spread:
+        yield (
+            f"--zero_spread {a.zero_spread:g}: with --reward_clip {c.reward.reward_clip:g} no rewards differ by more "
+            f"than {2 * c.reward.reward_clip:g}, so no group of --dynamic_sampling would count; nearest valid "
+            f"value: a little below {2 * c.reward.reward_clip:g}")
     if a.clip_cov_low >= a.clip_cov_high:
         yield (f"--clip_cov_low {a.clip_cov_low}: no covariance lies between it and --clip_cov_high {a.clip_cov_high}; "
                "nearest valid value: a little less than that")
@@ -98,6 +128,16 @@ def _options(c: Config) -> Iterator[str]:
         if a.loss_agg_mode != "seq-mean-token-sum-norm":
             yield (f"--{name} {value}: has no effect under --loss_agg_mode {a.loss_agg_mode}; use --loss_agg_mode "
                    "seq-mean-token-sum-norm or drop it")
+
+
+def _absolute(c: Config) -> Iterator[str]:
+    """CISPO whose bound is on the ratio itself."""
+    high = c.algorithm.eps_clip_high
+    if high is None or high <= 1:
+        yield (f"--eps_clip_high {show(high)}: with --cispo_absolute this bounds the ratio itself, and would hold back "
+               "a policy that has not moved (ratio 1); nearest valid value: a little above 1; usual is 5")
+    for name, value in changed(c, ("eps_clip", )):
+        yield f"--{name} {value}: has no effect with --cispo_absolute, which has no lower bound; drop one of them"
 
 
 def _pass_k(k: int, samples: int) -> Iterator[str]:
@@ -151,9 +191,25 @@ def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
             yield (f"--{name} {value}: has no effect with {estimator}, which standardises the parts of the reward "
                    "instead of their sum; drop it")
     if estimator in facts.needs_positive:
-        for name, value in changed(c, ("overlong_buffer", "reward_running_norm_minus_mean")):
-            yield (f"--{name} {value}: makes rewards negative, and {estimator} divides by their mean; drop it, or use "
-                   "--advantage_estimator dr_grpo")
+        for name in ("overlong_buffer", "reward_running_norm_minus_mean"):
+            if vars(c.reward)[name]:
+                yield (f"--{name} True: makes rewards negative, and {estimator} divides by their mean; use "
+                       f"--no_{name}, or --advantage_estimator dr_grpo")
+
+
+def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+    """Bounds of a correction between which only a weight of exactly 1 lies, or half of those that are nearly 1."""
+    a, chosen = c.algorithm, c.algorithm.rollout_correction
+    if chosen in facts.masks:
+        for name, value, side in (("correction_low", a.correction_low, "below"), ("correction_high", a.correction_high,
+                                                                                  "above")):
+            if value == 1:
+                yield (f"--{name} 1: {chosen} masks what is outside its bounds, and weights of responses that engine "
+                       f"and trainer agree on lie on both sides of 1; nearest valid value: a little {side} 1")
+    elif a.correction_low == a.correction_high == 1:
+        yield (
+            f"--correction_low 1: with --correction_high 1 every weight of {chosen} is 1, so it has no effect; nearest "
+            "valid value: 0, or --rollout_correction none")
 
 
 def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],

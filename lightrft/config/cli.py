@@ -9,8 +9,8 @@ from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from lightrft.config.files import load_config
-from lightrft.config.flags import add_tree, show
-from lightrft.config.layers import PRESETS, Layer, resolve
+from lightrft.config.flags import PRESETS, add_tree, show
+from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, build, did_you_mean, group_options, options
 from lightrft.config.refused import ALIASES, refusal
 from lightrft.config.schema import Config

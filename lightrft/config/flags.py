@@ -8,6 +8,8 @@ from lightrft.config.options import HINTS, ConfigError, Option, group_options, g
 from lightrft.config.refused import ALIASES, REFUSED, refusal
 from lightrft.config.schema import Config
 
+PRESETS = ("recipe", "semantics", "stages")  # options that set others
+
 
 def convert_text(option: Option, text: str) -> Any:
     """The value of one command-line word: the ``type=`` of the flag."""
@@ -26,6 +28,21 @@ class _ListAction(argparse.Action):
             hint = HINTS.get(self.dest, "'none' is the empty list")
             parser.error(f"argument {option_string}: expected at least one value ({hint})")
         setattr(namespace, self.dest, [item for part in values for item in part])
+
+
+class _PresetAction(_ListAction):
+    """A preset; given twice it is an error, because two do not add up: the second would take the place of the first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
+        before = vars(namespace).get(self.dest, self)
+        if self.nargs is None:
+            setattr(namespace, self.dest, values)
+        else:
+            super().__call__(parser, namespace, values, option_string)
+        if before is not self:
+            parser.error(f"{option_string} is given twice, {show(before)} and {show(vars(namespace)[self.dest])}: the "
+                         "second would take the place of the first; give one")
 
 
 class _RefusedAction(argparse.Action):
@@ -62,11 +79,13 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
                             help=argparse.SUPPRESS)
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    preset = _PresetAction if quiet and option.name in PRESETS else None
     if option.many:
-        target.add_argument(option.flag, nargs="*", action=_ListAction, type=parse, default=kept, metavar=metavar,
-                            help=shown)
+        target.add_argument(option.flag, nargs="*", action=preset or _ListAction, type=parse, default=kept,
+                            metavar=metavar, help=shown)
     else:
-        target.add_argument(option.flag, type=parse, default=kept, metavar=metavar, help=shown)
+        target.add_argument(option.flag, action=preset or "store", type=parse, default=kept, metavar=metavar,
+                            help=shown)
 
 
 def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, Any], quiet: bool,

@@ -7,8 +7,6 @@ from lightrft.config.recipes import RECIPES
 from lightrft.config.semantics import SEMANTICS
 from lightrft.config.stages import stage_options
 
-PRESETS = ("recipe", "semantics", "stages")
-
 
 class Layer(NamedTuple):
     """Values by option name, all from one place."""

@@ -27,11 +27,13 @@ NEEDS: dict[str, tuple[str, str]] = {
     "eval_at_start": ("eval_data", "PATH"),
     "print_samples": ("eval_data", "PATH"),
     "reward_running_norm_minus_mean": ("reward_running_norm", ""),
+    "overlong_buffer_len": ("overlong_buffer", ""),
+    "overlong_buffer_penalty_factor": ("overlong_buffer", ""),
     "num_trajectories_to_save": ("save_trajectories", ""),
 }
 CRITIC_OPTIONS = ("critic_pretrain", "save_value_network", "freezing_actor_steps", "critic_learning_rate", "value_clip")
 ESTIMATOR_OPTIONS = ("lambd", "std_eps", "pass_k")
-LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_max", "policy_drift_coef", "sapo_tau_pos",
+LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_absolute", "policy_drift_coef", "sapo_tau_pos",
                 "sapo_tau_neg", "dppo_delta", "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio",
                 "kl_cov_coef")
 CORRECTION_OPTIONS = ("correction_low", "correction_high", "correction_veto")

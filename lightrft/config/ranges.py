@@ -57,7 +57,6 @@ RANGES: dict[str, str] = {
     "eps_clip": PROBABILITY,
     "eps_clip_high": POSITIVE,
     "dual_clip": "(1, inf)",
-    "cispo_max": POSITIVE,
     "policy_drift_coef": OFF_AT_ZERO,
     "sapo_tau_pos": POSITIVE,
     "sapo_tau_neg": POSITIVE,

@@ -55,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
     "cispo": Recipe(
         _arxiv("2506.13585"), "the weight is clipped, not the gradient; no lower bound, the upper one is 5 "
         "(https://arxiv.org/abs/2510.13786)",
-        _clipped("group_norm", "cispo", 1.0, 4.0, "token-mean", **_NO_KL, cispo_max=None)),
+        _clipped("group_norm", "cispo", 1.0, 4.0, "token-mean", **_NO_KL)),
     "cpgd": Recipe(
         _arxiv("2505.12504"), "clipped log-ratio, and a penalty on the drift from the policy of the rollout",
         _clipped("cpgd", "cpgd", 0.2, None, "token-mean", **_NO_KL, policy_drift_coef=0.01)),

@@ -199,8 +199,9 @@ class AlgorithmConfig:
         None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip); gspo 4e-4, gmpo 0.4 (bound exp(0.4))")
     dual_clip: float | None = option(None,
                                      "bound on the ratio for negative advantages (dual-clip PPO, > 1); off by default")
-    cispo_max: float | None = option(
-        None, "cispo: clip the ratio at this alone, in place of 1 - eps_clip .. 1 + eps_clip_high; off by default")
+    cispo_absolute: bool = option(
+        False, "cispo: --eps_clip_high is the bound on the ratio itself, not on its distance from 1, and there is no "
+        "lower one")
     policy_drift_coef: float = option(0.01, "cpgd: weight of the drift KL(rollout's policy || policy)")
     sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive")
     sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive")

@@ -16,8 +16,8 @@ _TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
 SEMANTICS: dict[str, Semantics] = {
     "lightrft": Semantics({}),
     "verl": Semantics({"whiten_unbiased": True, "loss_agg_norm_seqs": False, "dual_clip": 3.0}, {"grpo": _TOKEN_MEAN}),
-    "trl": Semantics({"std_eps": 1e-4, "whiten_unbiased": True},
-                     {"grpo": _TOKEN_MEAN, "cispo": {"eps_clip": 0.2, "eps_clip_high": None, "cispo_max": 5.0}}),
+    "trl": Semantics({"std_eps": 1e-4, "whiten_unbiased": True, "cispo_absolute": True},
+                     {"grpo": _TOKEN_MEAN, "cispo": {"eps_clip_high": 5.0}}),
     "openrlhf": Semantics({"std_eps": 1e-9}, {"grpo": _TOKEN_MEAN}),
 }  # yapf: disable
 
@@ -26,7 +26,8 @@ MEANINGS: dict[str, str] = {
     "std_eps": "added to the standard deviation of a group",
     "whiten_unbiased": "whitening with Bessel's correction (else the population's variance)",
     "loss_agg_norm_seqs": "Dr.GRPO's constant is multiplied by the number of sequences",
-    "dual_clip": "dual clip in the PPO loss",
+    "dual_clip": "dual clip in the PPO loss, on unless it is turned off",
     "loss_agg_mode": "mean of --recipe grpo",
-    "cispo_max": "bound of --recipe cispo on the ratio itself (else 1 + --eps_clip_high)",
+    "cispo_absolute": "--eps_clip_high of CISPO is the bound on the ratio itself (else on its distance from 1)",
+    "eps_clip_high": "upper bound of --recipe cispo in these terms",
 }

@@ -191,9 +191,10 @@ def _rollout(c: Config) -> Iterator[str]:
     yield from oversample_problems(c)
     if any(not text for text in c.rollout.stop):
         yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
-    if c.rollout.use_fire and c.rollout.first_token_temperature == c.rollout.temperature:
-        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: that is --temperature, so --use_fire "
-               "changes nothing; set it above, e.g. 10, or drop --use_fire")
+    if c.rollout.use_fire and c.rollout.first_token_temperature <= c.rollout.temperature:
+        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire draws the first token at "
+               f"a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
+               "--use_fire")
     if c.rollout.sync_proof in ("off", "fingerprint"):
         for name, value in changed(c, ["sync_canary_every"]):
             yield (f"--{name} {value}: has no effect with --sync_proof {c.rollout.sync_proof}; add --sync_proof both "

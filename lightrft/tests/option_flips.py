@@ -155,7 +155,7 @@ FLIPS: dict[str, Flip] = {
     "reward_clip": Flip(0.1, metric("advantage/max"), PLAIN),
     "reward_running_norm": Flip(True, metric("advantage/max"), PLAIN),
     "reward_running_norm_minus_mean": Flip(True, metric("advantage/max"), PLAIN | {"reward_running_norm": True}),
-    "overlong_buffer": Flip(True, metric("advantage/min"), PLAIN | {"overlong_buffer_len": 8}),
+    "overlong_buffer": Flip(True, metric("advantage/min"), PLAIN),
     "overlong_buffer_len": Flip(3, metric("reward/overlong_penalty"), LONG),
     "overlong_buffer_penalty_factor": Flip(0.5, metric("reward/overlong_penalty"), LONG),
     "mask_truncated": Flip(True, metric("policy/grad_norm"), {"generate_max_len": 6}),

@@ -52,6 +52,9 @@ def test_recipes_with_the_meanings_of_other_trainers(recipe, semantics, home, tm
     ("--recipe reinforce++ --use_kl_loss", ["--kl_estimator k1", "zero on average", "recipe reinforce++"]),
     ("--recipe rloo --dual_clip 3", ["--dual_clip 3", "reinforce does not use it", "--policy_loss ppo"]),
     ("--recipe dapo --overlong_buffer_len 12", ["--overlong_buffer_len 12", "nearest valid value: 11"]),
+    ("--recipe dapo --advantage_estimator maxrl",
+     ["--overlong_buffer True", "maxrl divides", "--no_overlong_buffer", "it is from recipe dapo"]),
+    ("--recipe dapo --reward_clip 0.0005", ["--zero_spread 0.001", "differ by more than 0.001"]),
     ("--recipe magic --stages 8:2,16 --max_steps 2", ["--max_steps 2", "last stage", "nearest valid value: 3"]),
 ])
 def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, words, home, tmp_path, capsys):
@@ -67,8 +70,9 @@ def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, wo
 
 
 @pytest.mark.parametrize("command", [
-    "--recipe ppo --advantage_estimator rloo", "--recipe grpo --init_kl_coef 0", "--recipe dapo --no_dynamic_sampling",
-    "--recipe gmpo --policy_loss gspo", "--semantics verl --recipe gspo", "--recipe magic --stages 4:1,8 --max_steps 3"
+    "--recipe ppo --advantage_estimator rloo", "--recipe dapo --advantage_estimator maxrl --no_overlong_buffer",
+    "--recipe grpo --init_kl_coef 0", "--recipe dapo --no_dynamic_sampling", "--recipe gmpo --policy_loss gspo",
+    "--semantics verl --recipe gspo", "--recipe magic --stages 4:1,8 --max_steps 3"
 ])
 def test_flags_may_change_a_recipe(command, home, tmp_path):
     base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}

@@ -99,8 +99,18 @@ def test_the_dual_clip(semantics):
 
 
 @pytest.mark.parametrize("argv,weight", [
-    ([], 5), (["--semantics", "trl"], 5), (["--eps_clip_high", "2"], 3), (["--semantics", "trl", "--cispo_max", "2"], 2)
+    ("--recipe cispo", 5), ("--recipe cispo --semantics trl", 5), ("--recipe cispo --semantics verl", 5),
+    ("--recipe cispo --eps_clip_high 2", 3), ("--recipe cispo --semantics trl --eps_clip_high 2", 2),
+    ("--policy_loss cispo --semantics trl --eps_clip_high 5", 5), ("--policy_loss cispo --eps_clip_high 5", 6),
+    ("--policy_loss cispo --semantics verl --eps_clip_high 5", 6)
 ])  # yapf: disable
 def test_the_bound_of_cispo(argv, weight):
     """The loss at a ratio of exp(2) is -weight * A * log pi, log pi = 1 here."""
-    assert loss_of(options_of("--recipe", "cispo", *argv), [2.0], [1.0], [1]) == pytest.approx(-weight)
+    assert loss_of(options_of(*argv.split()), [2.0], [1.0], [1]) == pytest.approx(-weight)
+
+
+def test_the_lower_bound_of_cispo():
+    """TRL has none; log pi is -3 at a ratio of exp(-2), as it was -1."""
+    for semantics, weight in (("trl", math.exp(-2)), ("verl", 0.8)):
+        cfg = options_of(*f"--policy_loss cispo --semantics {semantics} --eps_clip_high 5".split())
+        assert loss_of(cfg, [-2.0], [1.0], [1]) == pytest.approx(weight * 3)

@@ -15,7 +15,7 @@ from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.config.report import describe, resolved
 from lightrft.config.schema import Config
-from lightrft.config.algorithm_rules import AlgorithmFacts
+from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
 from lightrft.config.validate import validate, validate_sft
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
@@ -89,11 +89,15 @@ def _validate(parsed: ParsedConfig, world_size: int) -> None:
     config = parsed.config
     try:
         if isinstance(config, Config):
-            validate(config, world_size, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+            validate(config, world_size, _facts())
         else:
             validate_sft(config, world_size)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
+
+
+def _facts() -> AlgorithmFacts:
+    return AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS)
 
 
 def _make_folder(path: Path) -> None:
@@ -110,7 +114,8 @@ def _report(parsed: ParsedConfig, world_size: int) -> str:
     if not isinstance(config, Config):
         return resolved(config, parsed.provenance)
     critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
-    return describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(), critic)
+    told = describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(), critic)
+    return "\n".join([told, *(f"warning: {text}" for text in algorithm_warnings(config, _facts()))])
 
 
 def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
@@ -120,3 +125,5 @@ def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
         save_config(parsed.config, folder / "config.yaml", parsed.plugins)
     if isinstance(parsed.config, Config):
         get_logger().info(batch_summary(parsed.config, strategy.world_size))
+        for text in algorithm_warnings(parsed.config, _facts()):
+            get_logger().warning(text)

@@ -12,6 +12,7 @@ from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.spread import check_spread
 from lightrft.rollout.engine import get_engine
 from lightrft.strategy.strategy_base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
@@ -83,8 +84,11 @@ class SPMDPPOTrainer(PPOTrainer):
             models.reference,
             shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
         timer, rewards = timer or Timer(), rewards or RewardManager(config.reward)
+        asked = [reward_input(prompt, "") for prompt in prompts]
+        if config.rollout.dynamic_sampling:
+            check_spread(rewards, asked, config.algorithm.zero_spread)
         if config.reward.reward_probe:
-            rewards.probe([reward_input(prompt, "") for prompt in prompts])
+            rewards.probe(asked)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None

@@ -52,7 +52,7 @@ def gmpo(new, old, adv, cfg, chosen):
 
 def cispo(new, old, adv, cfg, chosen):
     low, high = bounds(cfg)
-    limit = (1 - low, 1 + high) if cfg.cispo_max is None else (0, cfg.cispo_max)
+    limit = (0, high) if cfg.cispo_absolute else (1 - low, 1 + high)
     return [-min(max(math.exp(n.item() - o), limit[0]), limit[1]) * a * n for n, o, a in zip(new, old, adv)]
 
 

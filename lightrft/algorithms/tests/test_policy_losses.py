@@ -18,7 +18,7 @@ from lightrft.types import Experience
 NAMES = [name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).fn.__module__.startswith("lightrft.algorithms.")]
 SEQUENCE = ("gspo", "gspo_token", "gmpo")  # one ratio per sequence
 CHANGES = {
-    "eps_clip": 0.05, "eps_clip_high": 0.06, "dual_clip": 1.3, "cispo_max": 1.1, "policy_drift_coef": 0.5,
+    "eps_clip": 0.05, "eps_clip_high": 0.06, "dual_clip": 1.3, "cispo_absolute": True, "policy_drift_coef": 0.5,
     "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0, "dppo_delta": 0.01, "clip_cov_ratio": 0.7, "clip_cov_low": 0.4,
     "clip_cov_high": 0.3, "kl_cov_ratio": 0.7, "kl_cov_coef": 3.0
 }
@@ -80,7 +80,8 @@ def naive(name, new, exp, cfg):
 @given(SEEDS)
 def test_losses_equal_a_loop(name, seed):
     new, exp = random_batch(seed, equal=seed % 2)
-    cfg = [CFG, replace(CFG, dual_clip=1.5, cispo_max=1.2), replace(CFG, eps_clip=0.1, eps_clip_high=None)][seed % 3]
+    cfg = [CFG, replace(CFG, dual_clip=1.5, cispo_absolute=True),
+           replace(CFG, eps_clip=0.1, eps_clip_high=None)][seed % 3]
     exp = chosen(name, new, exp, cfg)
     for got, want in zip(run(name, new, exp, cfg), naive(name, new, exp, cfg)):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -248,7 +249,7 @@ def test_losses_that_become_others():
     same(run("cpgd", new, replace(exp, old_logprobs=exp.old_logprobs * 0), wide), run("gpg", new, exp, wide))
     ratio = (new - exp.old_logprobs).exp()
     weighted = replace(exp, advantages=exp.advantages * ratio)
-    same(run("cispo", new, exp, replace(CFG, cispo_max=1e6)), run("gpg", new, weighted, CFG))
+    same(run("cispo", new, exp, replace(CFG, cispo_absolute=True, eps_clip_high=1e6)), run("gpg", new, weighted, CFG))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cispo", "gspo_token")])

@@ -43,13 +43,26 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
       "gae"}, ["--freezing_actor_steps 3", "valid value: 2"]),
     ({"advantage_estimator": "group_nom"}, ["--advantage_estimator group_nom", "did you mean group_norm"]),
     ({"policy_loss": "pop"}, ["--policy_loss pop", "did you mean ppo"]),
-    ({"cispo_max": 5.0, "eps_clip": 1.0}, ["--eps_clip 1.0: has no effect with --cispo_max 5.0"]),
+    ({"policy_loss": "cispo", "cispo_absolute": True, "eps_clip_high": 5.0, "eps_clip":
+      1.0}, ["--eps_clip 1.0: has no effect with --cispo_absolute"]),
+    ({"policy_loss": "cispo", "cispo_absolute": True}, ["--eps_clip_high none", "above 1; usual is 5"]),
+    ({"policy_loss": "cispo", "cispo_absolute": True, "eps_clip_high":
+      1.0}, ["--eps_clip_high 1:", "a little above 1; usual is 5"]),
+    ({"dynamic_sampling": True, "zero_spread": 2.0, "reward_clip":
+      1.0}, ["--zero_spread 2", "--reward_clip 1", "a little below 2"]),
+    ({"rollout_correction": "tis", "correction_low": 1.0, "correction_high":
+      1.0}, ["--correction_low 1", "every weight of tis is 1", "nearest valid value: 0"]),
+    ({"rollout_correction": "icepop", "correction_low": 1.0}, ["--correction_low 1: icepop masks", "a little below 1"]),
+    ({"rollout_correction": "icepop", "correction_high":
+      1.0}, ["--correction_high 1: icepop masks", "a little above 1"]),
+    ({"overlong_buffer_len": 8}, ["--overlong_buffer_len 8", "no effect", "add --overlong_buffer or"]),
+    ({"overlong_buffer_penalty_factor": 3.0}, ["--overlong_buffer_penalty_factor 3", "add --overlong_buffer or"]),
     ({"clip_cov_low": 5.0}, ["--clip_cov_low 5.0: no covariance lies", "--clip_cov_high"]),
     ({"clip_cov_ratio": 0.0}, ["--clip_cov_ratio 0", "a little above 0"]),
     ({"policy_loss": "plain", "dual_clip": 3.0}, ["--dual_clip 3.0: plain does not use it", "--policy_loss ppo"]),
     ({"rollout_correction": "mis"}, ["--rollout_correction mis", "did you mean tis"]),
-    ({"correction_low": 0.5}, ["--correction_low 0.5: none does not use it", "--rollout_correction tis"]),
-    ({"correction_veto": 0.1}, ["--correction_veto 0.1: none does not use it", "--rollout_correction tis"]),
+    ({"correction_low": 0.5}, ["--correction_low 0.5: none does not use it", "--rollout_correction icepop or tis"]),
+    ({"correction_veto": 0.1}, ["--correction_veto 0.1: none does not use it", "--rollout_correction icepop or tis"]),
     ({"rollout_correction": "tis", "correction_low": 1.5}, ["--correction_low 1.5", "nearest valid value: 1"]),
     ({"rollout_correction": "tis", "correction_high": 0.5}, ["--correction_high 0.5", "nearest valid value: 1"]),
     ({"rollout_correction": "tis", "correction_veto": 1.0}, ["--correction_veto 1", "a little below 1"]),
@@ -72,6 +85,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator":
       "reinforce"}, ["--dynamic_sampling", "never differs", "--n_samples_per_prompt 2"]),
     ({"use_fire": True, "first_token_temperature": 1.0}, ["--first_token_temperature 1", "above, e.g. 10"]),
+    ({"use_fire": True, "first_token_temperature":
+      0.5}, ["--first_token_temperature 0.5", "than the rest (1)", "above, e.g. 10"]),
     ({"first_token_temperature": 5.0}, ["--first_token_temperature 5", "--use_fire"]),
     ({"sync_proof": "fingerprint", "sync_canary_every": 9}, ["--sync_canary_every 9", "--sync_proof both"]),
     ({"max_gen_rounds": 5}, ["--max_gen_rounds 5", "--dynamic_sampling"]),

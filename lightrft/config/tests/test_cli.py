@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import group_from_args, parse_config
-from lightrft.config.layers import PRESETS
+from lightrft.config.flags import PRESETS
 from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
 from lightrft.config.refused import ALIASES, REFUSED
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
@@ -155,11 +155,7 @@ def test_precedence_and_provenance(tmp_path: Path) -> None:
         parsed.config.train)["seed"] == 1 and parsed.config.train.l2 == 0.2 and parsed.config.train.max_norm == 4.0
     found = {name: parsed.provenance[name] for name in ("seed", "l2", "max_norm", "gamma", "lambd")}
     assert found == {
-        "seed": f"yaml:{first}",
-        "l2": f"yaml:{second}",
-        "max_norm": "flag",
-        "gamma": "script",
-        "lambd": "default"
+        "seed": f"yaml:{first}", "l2": f"yaml:{second}", "max_norm": "flag", "gamma": "script", "lambd": "default"
     }, found
     assert parsed.config.algorithm.gamma == 0.9, "script defaults are converted"
 

@@ -106,6 +106,19 @@ def test_a_recipe_that_a_file_outvotes_is_refused(tmp_path: Path, capsys: pytest
     assert f"--recipe gspo: has no effect, because every option it sets is given otherwise in {tmp_path}" in told, told
 
 
+@pytest.mark.parametrize("argv,told", [
+    ("--recipe grpo --recipe dapo", "--recipe is given twice, grpo and dapo"),
+    ("--recipe=grpo --seed 1 --recipe=none", "--recipe is given twice, grpo and none"),
+    ("--semantics trl --semantics trl", "--semantics is given twice, trl and trl"),
+    ("--stages 8:2,16 --stages 4:1,8", "--stages is given twice, 8:2,16 and 4:1,8"),
+])
+def test_presets_do_not_add_up(argv: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(argv.split(), "prog")
+    assert told in capsys.readouterr().err
+    assert parse_config(["--seed", "1", "--seed", "2"]).config.train.seed == 2
+
+
 @pytest.mark.parametrize("argv,words", [
     (["--recipe", "dappo"], ["--recipe", "did you mean dapo?", "reinforce++"]),
     (["--semantics", "ver"], ["--semantics", "did you mean verl?"]),

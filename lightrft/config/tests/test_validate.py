@@ -12,21 +12,23 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.problems import CASES, EVAL, GOOD, KL
 from lightrft.config.tests.values import every_option
-from lightrft.config.algorithm_rules import AlgorithmFacts
+from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
 from lightrft.config.validate import validate, validate_sft
 from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(
     estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++", "grpo_passk", "gdpo",
-                          "maxrl"}), policy_losses=frozenset({"ppo", "plain"}),
-    corrections=frozenset({"none", "tis", "bypass"}), needs_group=frozenset({"group_norm", "grpo_passk"}),
+                          "maxrl"}), policy_losses=frozenset({"ppo", "plain", "cispo"}),
+    corrections=frozenset({"none", "tis", "bypass", "icepop"}), needs_group=frozenset({"group_norm", "grpo_passk"}),
     needs_critic=frozenset({"gae"}), whitens=frozenset({"reinforce++"}), ignores={
         "lambd": frozenset({"group_norm", "reinforce",
                             "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}), "pass_k":
-        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo", "maxrl"}),
-        **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain"})), **dict.fromkeys(CORRECTION_OPTIONS,
-                                                                             frozenset({"none", "bypass"}))
-    }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}))
+        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo",
+                   "maxrl"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain", "cispo"})),
+        **dict.fromkeys(("eps_clip", "eps_clip_high", "cispo_absolute"), frozenset({"plain"})),
+        **dict.fromkeys(CORRECTION_OPTIONS, frozenset({"none", "bypass"}))
+    }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}), no_ratio=frozenset({"plain"}),
+    masks=frozenset({"icepop"}))
 
 
 def problems(world_size: int = 2, **values: Any) -> list[str]:
@@ -164,20 +166,38 @@ def test_facts_are_read_from_the_registries() -> None:
         reads = None
 
     class Loss:
-        reads = LOSS_OPTIONS[:1]
+        reads, needs_old = LOSS_OPTIONS[:1], False
+
+    class Weight:
+        reads, masks = CORRECTION_OPTIONS, True
 
     advantages: Registry[Entry] = Registry("advantage estimator")
     losses: Registry[Loss] = Registry("policy loss")
     advantages.register("mine", "alias")(Entry())
     losses.register("ppo")(Loss())
-    facts = AlgorithmFacts.gather(advantages, losses, Registry("correction"))
+    weights: Registry[Weight] = Registry("rollout correction")
+    weights.register("mask")(Weight())
+    facts = AlgorithmFacts.gather(advantages, losses, weights)
     both = frozenset({"mine", "alias"})
     unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
     ignores = {"lambd": frozenset(), "std_eps": both, "pass_k": both, LOSS_OPTIONS[0]: frozenset()} | unread
     ignores |= dict.fromkeys(CORRECTION_OPTIONS, frozenset())
-    assert facts == AlgorithmFacts(both, frozenset({"ppo"}), frozenset(), both, frozenset(), both, ignores, both)
+    loss, mask = frozenset({"ppo"}), frozenset({"mask"})
+    assert facts == AlgorithmFacts(both, loss, mask, both, frozenset(), both, ignores, both, frozenset(), loss, mask)
     advantages.register("silent")(Silent())
-    assert AlgorithmFacts.gather(advantages, losses, Registry("correction")).ignores == ignores
+    assert AlgorithmFacts.gather(advantages, losses, weights).ignores == ignores
+
+
+@pytest.mark.parametrize("loss,values,steps", [
+    ("plain", {"max_epochs": 2}, 16),
+    ("plain", {"rollout_batch_size": 16}, 0),
+    ("plain", {"rollout_batch_size": 16, "max_epochs": 2}, 2),
+    ("plain", {}, 8),
+    ("ppo", {"max_epochs": 2}, 0),
+])
+def test_a_loss_without_a_ratio_is_for_one_step(loss: str, values: dict[str, Any], steps: int) -> None:
+    told = list(algorithm_warnings(build(Config, GOOD | values | {"policy_loss": loss}), FACTS))
+    assert len(told) == (steps > 0) and all(f" {steps} optimizer steps" in text for text in told), told
 
 
 @pytest.mark.parametrize("values,part", [

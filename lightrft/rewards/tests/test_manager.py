@@ -9,6 +9,8 @@ import pytest
 from lightrft.rewards.base import REWARDS, RewardInput
 from lightrft.rewards.probe import RewardProbeError
 from lightrft.rewards.recipes import RECIPES
+from lightrft.rewards.spread import check_spread
+from lightrft.utils.errors import UserError
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
 
@@ -128,6 +130,21 @@ def test_probe_refuses_a_reward_that_prefers_the_wrong_answer(make_manager):
 def test_probe_refuses_rows_that_cannot_be_scored(make_manager):
     with pytest.raises(RewardProbeError, match="no answer to the row.*no_reference"):
         make_manager("exact").probe([RewardInput("q", "")])
+
+
+@pytest.mark.parametrize("reward,most", [(("exact", ), 1), (("math=0.5", "format=0.25"), 0.75), (("exact=-2", ), 2)])
+def test_a_spread_that_no_group_can_have(reward, most, make_manager):
+    manager, asked = make_manager(*reward), rows(2)
+    check_spread(manager, asked, most - 0.01)
+    for zero_spread in (most, 5):
+        with pytest.raises(UserError, match=f"--zero_spread {zero_spread}: .* at most {most}.*a little below {most}"):
+            check_spread(manager, asked, zero_spread)
+
+
+def test_the_spread_of_other_rewards_is_not_known(make_manager, tmp_path):
+    (tmp_path / "own.py").write_text("def reward_func(queries, prompts, labels):\n    return [9.0] * len(queries)\n")
+    check_spread(make_manager("exact", tmp_path / "own.py"), rows(1), 5.0)
+    check_spread(make_manager("exact"), [], 5.0)
 
 
 def test_a_registered_reward_of_a_plugin_runs_in_a_worker(make_manager, tmp_path, monkeypatch):

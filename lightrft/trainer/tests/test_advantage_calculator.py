@@ -43,6 +43,13 @@ def test_overlong_reference_numbers():
     assert overlong_penalty(torch.tensor([90.0]), 100, 20, 3.0).item() == -1.5
 
 
+def test_by_default_the_penalty_zone_is_a_fifth_as_in_dapo():
+    """4096 of 20480 tokens in the paper; here 20 of 100, so 80 is free and 85, 90 and 100 cost 1/4, 1/2 and 1."""
+    exp = batch([1.0] * 4, [80, 85, 90, 100])
+    calculator("dr_grpo", 100, {"overlong_buffer": True})(exp)
+    assert exp.rewards.tolist() == [1, 0.75, 0.5, 0]
+
+
 def test_token_reward_reference_numbers():
     exp = batch([12.0, -1.0], [3, 2])
     kl = torch.zeros(exp.num_tokens)
