@@ -1,5 +1,6 @@
 """Whole groups of samples that can be kept, joined and numbered anew, and what it took to make them."""
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,8 +56,12 @@ class Tally:
     drawn: int = 0
     accepted: int = 0
     tokens: float = 0.0
+    logprobs: float = 0.0  # sums of these and of what follows, over samples and their tokens
+    samples: int = 0
+    truncated: int = 0
     rewards: float = 0.0
     scored: int = 0
+    causes: Counter[str] = field(default_factory=Counter)  # of those that are not scored
 
     def add(self, groups: Groups, accepted: int) -> None:
         """Count one round."""
@@ -64,17 +69,27 @@ class Tally:
         self.rounds, self.drawn, self.accepted = self.rounds + 1, self.drawn + len(groups), self.accepted + accepted
         self.first = self.first or len(groups)
         self.tokens += exp.loss_mask.sum().item()
+        self.logprobs += exp.rollout_logprobs[exp.loss_mask].double().sum().item()
+        self.samples, self.truncated = self.samples + exp.num_seqs, self.truncated + exp.truncated.sum().item()
+        self.causes.update(row["error"] for row in groups.rows if row["reward"] is None)
         self.rewards, self.scored = self.rewards + exp.rewards.sum().item(), self.scored + exp.scored.sum().item()
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Of all that was generated, rejected groups included; ``seconds`` is what generation took."""
-        return {
+        counts = {
             "group/refilled": self.drawn - self.first,
             "group/rejected": self.drawn - self.accepted,
             "rollout/rounds": self.rounds,
             "rollout/carried": self.carried,
             "rollout/tokens": self.tokens,
             "rollout/tokens_per_s": self.tokens / max(seconds, 1e-9),
-            "reward/generated_mean": self.rewards / max(self.scored, 1),
             "reward/generated_scored": self.scored,
+        }
+        if not self.rounds:
+            return counts
+        unscored = {f"reward/generated_unscored/{cause}": count for cause, count in self.causes.items()}
+        return counts | unscored | {
+            "rollout/entropy_estimate": -self.logprobs / max(self.tokens, 1),
+            "rollout/generated_truncated_frac": self.truncated / self.samples,
+            "reward/generated_mean": self.rewards / max(self.scored, 1),
         }

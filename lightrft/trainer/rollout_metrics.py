@@ -8,7 +8,8 @@ from lightrft.types import Experience
 
 
 def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
-    """``rollout/*``: counts of prompts, samples and generated tokens, speed, lengths, share that hit the length limit.
+    """``rollout/*``: counts of prompts, samples and generated tokens, speed, lengths, share that hit the length limit,
+    and the mean of -log p over what was sampled, which estimates the entropy without a pass.
 
     To be called while ``loss_mask`` still covers every generated token.
     """
@@ -23,6 +24,7 @@ def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
         "rollout/response_len/min": lengths.min().item(),
         "rollout/response_len/max": lengths.max().item(),
         "rollout/truncated_frac": exp.truncated.float().mean().item(),
+        "rollout/entropy_estimate": -exp.rollout_logprobs[exp.loss_mask].mean().item(),
     }
 
 

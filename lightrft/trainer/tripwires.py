@@ -35,7 +35,7 @@ WORDS = {
     "no response of this step could be scored ({causes}), so nothing is learnt. Look at the reward and its server; "
     "--reward_timeout_s is the time one response may take",
     "entropy_collapse":
-    "the entropy has been low for {steps} steps: {m[policy/entropy]:.3g} nats per token, {start:.3g} in the first "
+    "the entropy has been low for {steps} steps: {entropy:.3g} nats per token, {start:.3g} in the first "
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
     "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
     "kl_explosion":
@@ -45,7 +45,7 @@ WORDS = {
     "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
     "{m[policy/ratio_max]:.3g}). Lower --actor_learning_rate or --max_epochs, or raise --train_batch_size",
     "length_limit":
-    "for {steps} steps nearly all responses have hit the length limit ({m[rollout/truncated_frac]:.0%}), so their "
+    "for {steps} steps nearly all responses have hit the length limit ({truncated:.0%}), so their "
     "answers are cut off. Raise --generate_max_len, check the end-of-text token and --stop, or use --overlong_buffer",
     "held_out":
     "over the last {steps} evaluations the training reward has risen and the held-out score has fallen ({scores}). The "
@@ -91,11 +91,12 @@ class Tripwires:
             "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
             "unscored": unscored,
         }  # yapf: disable
-        if not isnan(m["rollout/truncated_frac"]):  # what was not measured keeps its count
-            found["length_limit"] = m["rollout/truncated_frac"] >= TRUNCATED
-        if not isnan(m["policy/entropy"]):
-            self.entropy = self.entropy or m["policy/entropy"]
-            found["entropy_collapse"] = m["policy/entropy"] < max(ENTROPY, ENTROPY_SHARE * self.entropy)
+        if not isnan(_truncated(m)):  # what was not measured keeps its count
+            found["length_limit"] = _truncated(m) >= TRUNCATED
+        if not isnan(_entropy(m)):
+            self.entropy = self.entropy or _entropy(m)
+            found["entropy_collapse"] = _entropy(m) < max(ENTROPY, ENTROPY_SHARE * self.entropy)
+        if not isnan(m["policy/kl_old"]):
             found["kl_explosion"] = m["policy/kl_old"] > KL_OLD or _kl_ref(m) > KL_REF
             found["ratio_explosion"] = _ratio_explodes(m)
         self.reward = m["reward/max"]
@@ -138,7 +139,7 @@ class Tripwires:
     def _words(self, name: str, m: _Numbers) -> str:
         scores = ", ".join(f"{score:.3g}" for _, score in self.evaluations)
         return WORDS[name].format(m=m, steps=PATIENCE[name], start=self.entropy, kl=_kls(m), reward=_reward(m),
-                                  causes=_causes(m), scores=scores)
+                                  entropy=_entropy(m), truncated=_truncated(m), causes=_causes(m), scores=scores)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
@@ -154,6 +155,16 @@ def _unscored(m: _Numbers) -> bool:
     if m["rollout/rounds"] > 0:
         return m["reward/generated_scored"] == 0
     return m["rollout/samples"] > 0 and m["reward/unscored"] == m["rollout/samples"]
+
+
+def _truncated(m: _Numbers) -> float:
+    """Of all that was generated."""
+    return m.get("rollout/generated_truncated_frac", m["rollout/truncated_frac"])
+
+
+def _entropy(m: _Numbers) -> float:
+    """That of the update, or of the rollout where nothing was updated: a policy that has collapsed has flat groups."""
+    return m["rollout/entropy_estimate"] if isnan(m["policy/entropy"]) else m["policy/entropy"]
 
 
 def _ratio_explodes(m: _Numbers) -> bool:
@@ -176,8 +187,8 @@ def _kl_ref(m: _Numbers) -> float:
 
 
 def _causes(m: _Numbers) -> str:
-    """Why responses are unscored, most frequent first."""
-    prefix = "reward/unscored/"
+    """Why responses are unscored, most frequent first; of all that was generated."""
+    prefix = "reward/generated_unscored/" if m["rollout/rounds"] > 0 else "reward/unscored/"
     causes = {name.removeprefix(prefix): count for name, count in m.items() if name.startswith(prefix) and count}
     return ", ".join(f"{name}: {causes[name]:.0f}"
                      for name in sorted(causes, key=lambda n: -causes[n])) or "no cause told"

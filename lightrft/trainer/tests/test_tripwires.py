@@ -23,16 +23,18 @@ FLAT = {"reward/mean": 0.25, "reward/min": 0.25, "reward/max": 0.25}
 FAILED = {"reward/unscored": 8, "reward/unscored/timeout": 6, "reward/unscored/none": 2}
 NOTHING_ACCEPTED = {
     "reward/mean": None, "rollout/samples": 0, "rollout/rounds": 3, "reward/generated_scored": 8,
-    "reward/generated_mean": 0.1
-}
+    "reward/generated_mean": 0.1, "rollout/truncated_frac": None, "rollout/generated_truncated_frac": 0.1
+} | {name: None for name in GOOD if name.startswith("policy/")}  # yapf: disable
 CASES = {
     "zero_spread": [{"group/zero_spread_frac": 1.0}, NOTHING_ACCEPTED],
     "constant_reward": [FLAT],
     "unscored": [FAILED, NOTHING_ACCEPTED | {"reward/generated_scored": 0}],
-    "entropy_collapse": [{"policy/entropy": 0.04}],
+    "entropy_collapse": [{"policy/entropy": 0.04}, {"policy/entropy": None, "rollout/entropy_estimate": 0.04},
+                         NOTHING_ACCEPTED | {"rollout/entropy_estimate": 0.04}],
     "kl_explosion": [{"policy/kl_old": 0.6}, {"policy/kl_ref": 2.1}, {"reward/kl": 2.1}],
     "ratio_explosion": [{"policy/ratio": 2.1}, {"policy/ratio": 0.4}, {"policy/ratio_max": 1e5}],
-    "length_limit": [{"rollout/truncated_frac": 0.9}],
+    "length_limit": [{"rollout/truncated_frac": 0.9}, NOTHING_ACCEPTED | {"rollout/generated_truncated_frac": 0.9},
+                     {"rollout/rounds": 1, "reward/generated_scored": 9, "rollout/generated_truncated_frac": 1.0}],
 }  # yapf: disable
 
 
@@ -65,6 +67,33 @@ def test_each_wire_waits_tells_once_and_falls_silent(name, bad):
     assert len(mine) == 1 and "nan" not in mine[0] and "{" not in mine[0]
 
 
+LIMITS = {  # the last value that is good, and the first that is bad
+    "entropy_collapse": [("policy/entropy", 0.05, 0.0499), ("rollout/entropy_estimate", 0.05, 0.0499)],
+    "kl_explosion": [("policy/kl_old", 0.5, 0.501), ("policy/kl_ref", 2.0, 2.001), ("reward/kl", 2.0, 2.001)],
+    "ratio_explosion": [("policy/ratio", 2.0, 2.001), ("policy/ratio", 0.5, 0.499),
+                        ("policy/ratio_max", 1e4, 10001.0)],
+    "length_limit": [("rollout/truncated_frac", 0.899, 0.9), ("rollout/generated_truncated_frac", 0.899, 0.9)],
+    "zero_spread": [("group/zero_spread_frac", 0.999, 1.0)],
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("name,key,good,bad", [(name, *limit) for name, limits in LIMITS.items() for limit in limits])
+def test_both_sides_of_each_limit(name, key, good, bad):
+    hidden = {"policy/entropy": None} if key == "rollout/entropy_estimate" else {}
+    for value, expected in ((good, []), (bad, [name])):
+        assert watched([GOOD] + [GOOD | hidden | {key: value}] * 9)[0][-1] == expected
+
+
+@pytest.mark.parametrize("value,expected", [(0.00101, []), (0.00099, ["entropy_collapse"])])
+def test_the_entropy_that_is_low_anyway(value, expected):
+    assert watched([GOOD | {"policy/entropy": 0.002}] + [GOOD | {"policy/entropy": value}] * 5)[0][-1] == expected
+
+
+@pytest.mark.parametrize("down,on", [(0.0199, 0), (0.0201, 1)])
+def test_how_far_the_held_out_score_falls(down, on):
+    assert evaluated([(.1, .5), (.2, .5 - down / 2), (.3, .5 - down)])[0] == [0, 0, on]
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_one_good_step_starts_the_count_anew(name):
     bad = GOOD | CASES[name][0]
@@ -78,7 +107,7 @@ def test_what_is_no_cause():
     assert watched([{**GOOD, **FAILED, "reward/unscored": 7}] * 3)[1] == []
     undefined = {key: nan for key in GOOD if key.startswith("policy/")}
     assert watched([GOOD | undefined] * 9)[1] == [] == watched([{"rollout/samples": 8}] * 9)[1]
-    carried = {"rollout/rounds": 0, "reward/generated_scored": 0, "reward/generated_mean": 0.0}
+    carried = {"rollout/rounds": 0, "reward/generated_scored": 0}
     assert watched([GOOD | carried] * 3)[1] == [], "nothing was generated: the batch was carried over"
 
 
@@ -114,6 +143,10 @@ def test_unscored_steps_end_the_run_in_time():
     assert re.search(r"3 steps in a row \(timeout: 6, none: 2\).*--max_unscored_steps", wires.fatal(bad))
     watched([bad] * 50, never)
     assert never.fatal(bad) is None
+    rejected = GOOD | NOTHING_ACCEPTED | {"reward/generated_scored": 0, "reward/generated_unscored/timeout": 24}
+    told, wires = watched([rejected])[1], Tripwires(True, 1)
+    watched([rejected], wires)
+    assert "(timeout: 24)" in told[0] and "(timeout: 24)" in wires.fatal(rejected)
 
 
 def evaluated(pairs, wires=None):
@@ -195,9 +228,19 @@ def test_a_reward_that_always_fails_stops_the_run(home, tmp_path, capsys):
 
 
 def test_a_reward_that_fails_under_dynamic_sampling_stops_the_run(home, tmp_path):
-    with pytest.raises(UnscoredTraining, match="2 steps in a row"):
+    with pytest.raises(UnscoredTraining, match=r"2 steps in a row \(none: 16\)"):
         run(home, tmp_path, lambda item: Outcome(None, "none"), max_steps=9, max_unscored_steps=2,
             dynamic_sampling=True, max_gen_rounds=2)
+    line = runs.read_lines(tmp_path / "metrics.jsonl")[-1]
+    assert (line["reward/generated_unscored/none"], line["reward/generated_scored"]) == (16, 0)
+
+
+def test_rejected_groups_at_the_length_limit_are_seen(home, tmp_path, capsys):
+    done = run(home, tmp_path, lambda item: Outcome(0.25), max_steps=5, dynamic_sampling=True, max_gen_rounds=2,
+               stop=[], generate_max_len=3)  # yapf: disable
+    assert spoken(done) == {"length_limit", "zero_spread"} and done.metrics["rollout/generated_truncated_frac"] == 1
+    text = capsys.readouterr().err
+    assert "hit the length limit (100%)" in text and "(mean reward now 0.25)" in text
 
 
 def test_the_run_goes_on_once_the_reward_works_again(home, tmp_path):
@@ -285,6 +328,23 @@ def test_a_policy_that_collapses(home, tmp_path, capsys):
     done = run(home, tmp_path, lambda item: Outcome(float(next(number) % 3)), max_steps=9, actor_learning_rate=1.0,
                max_epochs=6)  # yapf: disable
     assert "entropy_collapse" in spoken(done) and "The policy hardly explores" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True, "max_gen_rounds": 1}], ids=str)
+def test_a_collapsed_policy_has_no_update_to_tell_its_entropy(options, home, tmp_path, capsys):
+    """Every response to a prompt is the same, and so is its reward; without an update only the rollout tells."""
+    done = run(home, tmp_path, runs.letters, max_steps=5, temperature=0.01, **options)
+    assert all("policy/entropy" not in line and line["rollout/entropy_estimate"] < 1e-3 for line in done.lines)
+    assert spoken(done) == {"entropy_collapse", "zero_spread"}
+    assert "The policy hardly explores" in capsys.readouterr().err
+
+
+def test_the_estimate_of_the_entropy(home, tmp_path):
+    """Over everything that is sampled; near the exact one of the update, over some hundred tokens."""
+    options = {"n_samples_per_prompt": 16, "train_batch_size": 64}
+    line = run(home, tmp_path / "a", runs.letters, drop_zero_advantage=False, **options).metrics
+    assert line["rollout/tokens"] > 200 and line["policy/entropy"] > 0.5
+    assert line["rollout/entropy_estimate"] == pytest.approx(line["policy/entropy"], rel=0.1)
 
 
 def test_the_reward_rises_and_the_held_out_score_falls(home, tmp_path, capsys):
