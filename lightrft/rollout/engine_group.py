@@ -30,7 +30,7 @@ def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> 
     """The text requests of all ranks of ``group`` (a CPU group), rank by rank, and where those of this rank are in
     them. A collective of two all-gathers of tensors; without a group there is nothing to share."""
     if group is None:
-        return requests, slice(len(requests))
+        return requests, slice(0, len(requests))
     mine, size = _encode(requests), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)

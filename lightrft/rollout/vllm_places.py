@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout.vllm_weights import Shapes, stored_as_loaded
+from lightrft.rollout.vllm_weights import Shapes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -74,8 +74,7 @@ class Places:
     """The weights that can be read back, by HF name. Over the ranks of ``group`` each part is read once, although
     several may hold it. A collective of them.
 
-    None can be where the model derives something else from its weights (:func:`stored_as_loaded`); a single weight can
-    not where its parts are no blocks of it or do not cover it.
+    A weight whose parts are no blocks of it, or do not cover it, cannot; without ``shapes`` none can.
 
     Attributes:
         dtypes: what each is held in.
@@ -88,7 +87,7 @@ class Places:
         self.dtypes: dict[str, torch.dtype] = {}
         self.mine: dict[str, list[Place]] = {}
         self.shapes = shapes
-        found = _copies(engine, model, shapes) if stored_as_loaded(model) else {}
+        found = _copies(engine, model, shapes)
         places = {name: [_place(*one, shapes[name]) for one in copies] for name, copies in found.items()}
         held = {name: [one for one in parts if one] for name, parts in places.items() if all(parts)}
         keys = self._of_all_ranks({name: [one.key for one in parts] for name, parts in held.items()})

@@ -51,9 +51,9 @@ class VLLMRun:
             for j in range(len(request.seeds)):
                 self._add(_Drawing(i, j, Completion([], [], "")))
         while self.engine.has_unfinished_requests():
-            answers = [self._finished(output) for output in self.engine.step() if output.finished]
-            told = [answer for answer in answers if answer is not None]
-            if told and self.agree(any(told)):
+            outputs = [output for output in self.engine.step() if output.finished]
+            complete = [i for i in map(self._take, outputs) if i is not None]
+            if complete and self.agree(any([self.on_finished(i, self._responses(i)) for i in complete])):
                 return
 
     def _add(self, drawing: _Drawing) -> None:
@@ -63,30 +63,39 @@ class VLLMRun:
         if self.params.first_temperature is not None and not begun:
             temperature, left = self.params.first_temperature, 1
         name = f"{drawing.request}/{j}/{len(begun)}"
-        self.drawing[name] = drawing
         seed = (request.seeds[j] + len(begun)) % (1 << 63)
         drawing.native_id = self.engine.add_request(name, {"prompt_token_ids": request.token_ids + begun},
                                                     self._native(temperature, left, seed))
+        self.drawing[name] = drawing
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
+        """Used once, so vLLM need not copy it."""
         from vllm import SamplingParams as NativeParams
         from vllm.sampling_params import RequestOutputKind
         p = self.params
-        return NativeParams(temperature=temperature, top_p=p.top_p, top_k=p.top_k, min_p=p.min_p, seed=seed,
-                            max_tokens=max_tokens, stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0,
-                            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        native = NativeParams(temperature=min(temperature, 2.0), top_p=p.top_p, top_k=p.top_k, min_p=p.min_p, seed=seed,
+                              max_tokens=max_tokens, stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0,
+                              flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                              skip_clone=True)
+        native.temperature = temperature  # more than 2 (FIRE) is refused by the constructor alone
+        return native
 
-    def _finished(self, output: "RequestOutput") -> bool | None:
-        """Take in a finished sample; whether there are enough, asked when it was the last one of its request."""
+    def _take(self, output: "RequestOutput") -> int | None:
+        """Take in a finished sample; its request, if it was the last one of it."""
         drawing = self.drawing.pop(output.request_id)
-        response = _response(drawing, output)
-        i, params = drawing.request, self.params
-        if params.first_temperature is not None and len(response.token_ids) == 1 < params.max_new_tokens \
-                and response.finish_reason == "length" and not any(self.requests[i].prefixes):
+        i, response = drawing.request, _response(drawing, output)
+        if self._goes_on(drawing, response):
             self._add(_Drawing(i, drawing.sample, response))
             return None
         self.done[i][drawing.sample] = response
-        return self.on_finished(i, self._responses(i)) if len(self.done[i]) == len(self.requests[i].seeds) else None
+        return i if len(self.done[i]) == len(self.requests[i].seeds) else None
+
+    def _goes_on(self, drawing: _Drawing, response: Completion) -> bool:
+        """Whether this was only the first token, drawn at its own temperature."""
+        request, params = self.requests[drawing.request], self.params
+        begun = drawing.first.token_ids or (request.prefixes and request.prefixes[drawing.sample])
+        return (params.first_temperature is not None and not begun and params.max_new_tokens > 1
+                and response.finish_reason == "length")
 
     def _abort(self) -> None:
         """Stop what is under way; it counts as it is."""

@@ -60,11 +60,16 @@ def engine_arguments(cfg: RolloutConfig, path: str, device: torch.device, bf16: 
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Generators, thread count and torch's own functions are afterwards what they were."""
+    """Generators, thread count, torch's own functions and the environment are afterwards what they were, but for
+    variables of vLLM (others that it sets, such as LOCAL_WORLD_SIZE, would pass for those of torchrun)."""
     state, threads, set_threads = rng_state(), torch.get_num_threads(), torch.set_num_threads
+    environment = dict(os.environ)
     try:
         yield
     finally:
+        for name in [name for name in os.environ if name not in environment and not name.startswith("VLLM_")]:
+            del os.environ[name]
+        os.environ.update(environment)
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         set_rng_state(state)

@@ -62,21 +62,23 @@ def stored_as_loaded(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], plain: bool) -> None:
     """Fill ``model``, the one ``engine`` runs, with full weights under HF names; vLLM's loaders fuse and shard them.
+
+    Args:
+        plain: the model is :func:`stored_as_loaded`, so that its weights are filled in place.
 
     Raises:
         ValueError: vLLM has a weight that did not come.
     """
     from vllm.config import set_current_vllm_config
     with set_current_vllm_config(engine.vllm_config):
-        if stored_as_loaded(model):
-            loaded = model.load_weights(named_tensors)
-            unfilled = {name for name, _ in model.named_parameters()} - loaded
-            if unfilled:
-                raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(unfilled)!r}")
-        else:
+        if not plain:
             _load_layerwise(engine, model, named_tensors)
+            return
+        unfilled = {name for name, _ in model.named_parameters()} - model.load_weights(named_tensors)
+        if unfilled:
+            raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(unfilled)!r}")
 
 
 def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -84,8 +86,10 @@ def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterab
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     initialize_layerwise_reload(model)
-    model.load_weights(named_tensors)
-    finalize_layerwise_reload(model, engine.model_config)
+    try:
+        model.load_weights(named_tensors)
+    finally:  # after a stream that broke off too: the next one starts anew
+        finalize_layerwise_reload(model, engine.model_config)
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
             layer.quant_method.process_weights_after_loading(layer)

@@ -1,4 +1,5 @@
 """What vLLM would be started with, and how requests travel between the ranks of one engine; vLLM is not needed."""
+import os
 import sys
 
 import pytest
@@ -57,9 +58,11 @@ def test_the_state_of_the_process_is_put_back():
         torch.rand(3)
         torch.set_num_threads(threads + 1)
         torch.set_num_threads = None
+        os.environ.update(LOCAL_WORLD_SIZE="7", VLLM_OF_ITS_OWN="1")
         raise RuntimeError("x")
     assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads
     assert torch.get_num_threads() == threads
+    assert "LOCAL_WORLD_SIZE" not in os.environ and os.environ.pop("VLLM_OF_ITS_OWN") == "1"
 
 
 @pytest.mark.parametrize("requests", [

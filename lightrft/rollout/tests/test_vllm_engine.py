@@ -1,0 +1,348 @@
+"""The vLLM engine on a CPU, the real one: against the trainer's own forward, the HF engine, and its errors."""
+import gc
+import math
+import os
+import random
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
+from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout import Request, SamplingParams, get_engine, vllm_start
+from lightrft.rollout.hf_engine import HFEngine, eos_ids
+from lightrft.rollout.sampling import restrict
+from lightrft.rollout.tests import vllm_ranks
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.tests import runs, tiny
+from lightrft.tests.launch import finish
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
+STOPS = tuple(range(40, 52))
+NEW, LIMIT = 20, 64
+EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
+
+
+class Rig:
+    """A trainer in this process, vLLM with its weights, and the HF engine on the trainer's own."""
+
+    def __init__(self, folder):
+        self.strategy = FakeStrategy(StrategyConfig(), False)
+        self.strategy.setup()
+        self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder))), OptimSpec(1e-3))
+        self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
+        cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64)
+        state, set_threads = torch.get_rng_state(), torch.set_num_threads
+        self.vllm = get_engine(cfg, self.actor, self.strategy, tokenizer)
+        assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"
+        self.hf = HFEngine(self.actor.hf_model, eos_ids(self.actor.hf_model, tokenizer), 1 << 22)
+        self.version = 0
+
+    def learn(self):
+        """Weights as after training steps."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.actor.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
+
+    def sync(self):
+        self.version += 1
+        sync_weights(self.strategy, self.prepared, self.vllm, self.version)
+
+    def ready(self):
+        """Awake and with the trainer's weights, whatever the test before left."""
+        self.vllm.wake()
+        self.sync()
+        return self
+
+    def logprobs(self, request, response, params):
+        """The trainer's, under the distribution that was sampled."""
+        ids = torch.tensor(request.token_ids + response)
+        positions = torch.arange(len(ids))[None]
+        with torch.no_grad():
+            logits = self.naive(ids[None], positions)[0, len(request.token_ids) - 1:-1]
+        if params.temperature:
+            logits = restrict(logits / params.temperature, params)
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+    def naive(self, ids, positions):
+        model = self.actor.hf_model
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        model.set_attn_implementation("packed")
+        return logits
+
+    def gap(self, asked, params):
+        """Mean and largest difference of log-probs between vLLM and the trainer."""
+        gaps = [
+            abs(a - b) for request, group in zip(asked, self.vllm.generate(asked, params)) for done in group
+            for a, b in zip(done.logprobs, self.logprobs(request, done.token_ids, params), strict=True)
+        ]
+        return sum(gaps) / len(gaps), max(gaps)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", "packed"])
+def rig(request, tmp_path_factory):
+    """``packed``: vLLM packs linear weights as it would by itself, so that updates go through its layer-wise reload."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save_model(folder, tie_word_embeddings=request.param != "untied", **SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "packed":
+            from vllm import _custom_ops
+            patch.setattr(_custom_ops, "_supports_onednn", True)
+            patch.setattr(vllm_start, "keep_weights_unpacked", lambda: None)
+        rig = Rig(folder)
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            rig.vllm.generate(requests(), SamplingParams(NEW))
+        yield rig
+        rig.vllm.shutdown()
+        assert not torch.distributed.is_initialized(), "vLLM's process group is left"
+        gc.collect()
+
+
+def requests(samples=3, count=6):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
+    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
+
+
+def tokens(groups):
+    return [[(done.token_ids, done.finish_reason) for done in group] for group in groups]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20},
+                                      {"top_p": 0.8}])  # yapf: disable
+def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
+    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
+    for _ in range(2):
+        rig.ready()
+        mean, largest = rig.gap(requests(), params)
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        rig.learn()
+
+
+def test_greedy_responses_are_those_of_the_hf_engine(rig):
+    rig.ready()
+    params = SamplingParams(NEW, 0.0, stop_token_ids=STOPS)
+    assert tokens(rig.vllm.generate(requests(1), params)) == tokens(rig.hf.generate(requests(1), params))
+
+
+def test_many_updates_neither_drift_nor_leak(rig):
+    rig.ready()
+    params, memory = SamplingParams(NEW), []
+    for _ in range(20):
+        rig.learn()
+        rig.vllm.sleep()
+        rig.ready()
+        mean, largest = rig.gap(requests(1), params)
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert memory[-1] - memory[9] < 20 << 10, f"{(memory[-1] - memory[9]) >> 10} MiB more after ten updates"
+
+
+def test_a_response_depends_on_its_seed_alone(rig):
+    rig.ready()
+    params, asked = SamplingParams(NEW, stop_token_ids=STOPS), requests()
+    found = tokens(rig.vllm.generate(asked, params))
+    assert tokens(rig.vllm.generate(asked[::-1], params))[::-1] == found
+    assert [tokens(rig.vllm.generate([one], params))[0] for one in asked] == found
+    swapped = [Request(one.token_ids, one.seeds[::-1]) for one in asked]
+    assert [group[::-1] for group in tokens(rig.vllm.generate(swapped, params))] == found
+    assert len({tuple(ids) for ids, _ in found[0]}) == len(found[0]), "samples of one prompt are all the same"
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    rig.vllm.generate(asked, params)
+    assert torch.equal(torch.get_rng_state(), state), "generation drew from the trainer's random numbers"
+
+
+def test_ends(rig):
+    """Stop tokens and the end token end a response, are its last and only one; else the length does."""
+    rig.ready()
+    eos, reasons = tiny.tokenizer().eos_token_id, set()
+    for group in rig.vllm.generate(requests(8), SamplingParams(NEW, 1.0, stop_token_ids=(*STOPS, 10_000))):
+        for done in group:
+            ending = [i for i, token in enumerate(done.token_ids) if token in (*STOPS, eos)]
+            expected = "stop" if ending else "length"
+            assert done.finish_reason == expected and len(done.logprobs) == len(done.token_ids)
+            assert ending == [len(done.token_ids) - 1] if ending else len(done.token_ids) == NEW
+            reasons.add(done.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_finished_requests_are_told_at_once(rig):
+    rig.ready()
+    asked, told = requests(2), []
+    asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
+    found = rig.vllm.generate(
+        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: told.append(
+            (i, tokens([done]), rig.vllm.native.get_num_unfinished_requests())))
+    assert sorted(i for i, *_ in told) == [0, 1, 2, 4, 5] and found[3] == []
+    assert all(done == tokens([found[i]]) for i, done, _ in told)
+    assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
+
+
+def test_enough_is_enough(rig):
+    """No token after the callback has had enough; what was under way is a beginning, and can be gone on with."""
+    rig.ready()
+    asked, params, greedy = requests(2), SamplingParams(NEW, stop_token_ids=STOPS), SamplingParams(NEW, 0.0)
+    whole = rig.vllm.generate(asked, params)
+    found = rig.vllm.generate(asked, params, lambda i, done: True)
+    cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
+    assert cut and len(cut) < sum(map(len, found)) and not rig.vllm.native.has_unfinished_requests()
+    for i, j in cut:
+        begun, full = found[i][j], whole[i][j]
+        assert begun.token_ids == full.token_ids[:len(begun.token_ids)] != full.token_ids
+        assert len(begun.logprobs) == len(begun.token_ids)
+    full, = rig.vllm.generate(requests(1)[:1], greedy)[0]
+    rest, = rig.vllm.generate([Request(asked[0].token_ids, [7], prefixes=[full.token_ids[:8]])], greedy)[0]
+    assert (rest.token_ids, rest.finish_reason) == (full.token_ids[8:], "length")
+    assert rest.logprobs == pytest.approx(full.logprobs[8:], abs=1e-5)
+
+
+def test_an_error_in_the_callback_leaves_nothing_behind(rig):
+    rig.ready()
+    params = SamplingParams(NEW)
+    expected = tokens(rig.vllm.generate(requests(), params))
+
+    def broken(i, completions):
+        raise KeyError("reward")
+
+    with pytest.raises(KeyError, match="reward"):
+        rig.vllm.generate(requests(), params, broken)
+    assert not rig.vllm.native.has_unfinished_requests()
+    assert tokens(rig.vllm.generate(requests(), params)) == expected
+
+
+def test_fire(rig):
+    """The first token at a temperature of its own, the others at the usual one."""
+    rig.ready()
+    hot, usual = SamplingParams(NEW, 8.0, stop_token_ids=STOPS), SamplingParams(NEW, 0.7, stop_token_ids=STOPS)
+    asked, reasons = requests(4), set()
+    params = SamplingParams(NEW, 0.7, stop_token_ids=STOPS, first_temperature=8.0)
+    for request, group in zip(asked, rig.vllm.generate(asked, params)):
+        for done in group:
+            expected = rig.logprobs(request, done.token_ids, hot)[:1] + rig.logprobs(request, done.token_ids, usual)[1:]
+            assert done.logprobs == pytest.approx(expected, abs=2e-5)
+            assert done.finish_reason == "stop" or len(done.token_ids) == NEW
+            reasons.add(done.finish_reason)
+    assert reasons == {"stop", "length"}
+    one = SamplingParams(1, 0.7, first_temperature=8.0)
+    assert all(len(done.token_ids) == 1 for group in rig.vllm.generate(asked, one) for done in group)
+
+
+def test_asleep_it_neither_generates_nor_learns(rig):
+    rig.ready()
+    rig.vllm.sleep()
+    with pytest.raises(RuntimeError, match="asleep: call wake"):
+        rig.vllm.generate(requests(), SamplingParams(NEW))
+    with pytest.raises(RuntimeError, match="asleep: call wake"):
+        rig.sync()
+    rig.vllm.wake()
+    with pytest.raises(RuntimeError, match="has no weights yet"):
+        rig.vllm.generate(requests(), SamplingParams(NEW))
+    rig.sync()
+    assert rig.vllm.weight_version == rig.version and rig.vllm.generate([], SamplingParams(NEW)) == []
+
+
+def test_requests_that_cannot_be_run(rig):
+    rig.ready()
+    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
+    for asked, params, message in ((long, SamplingParams(NEW),
+                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
+                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
+                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
+                                   ([Request([5], [1], {"image": 1})], SamplingParams(NEW), "vLLM engine takes text")):
+        with pytest.raises(ValueError, match=message):
+            rig.vllm.generate(asked, params)
+
+
+def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
+    rig.ready()
+    good = dict(rig.strategy.full_params(rig.actor))
+    first = next(iter(good))
+    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
+                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
+                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
+        with pytest.raises(ValueError, match=message):
+            rig.vllm.update_weights(stream.items(), 99)
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            rig.vllm.generate(requests(), SamplingParams(NEW))
+    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
+    assert mean < EXACT and rig.vllm.weight_version == rig.version
+
+
+def test_what_it_holds_can_be_read(rig, request):
+    """Bit for bit; a change of one element shows. Packed weights cannot be read."""
+    rig.ready()
+    weights = dict(rig.strategy.full_params(rig.actor))
+    if "packed" in request.node.callspec.id:
+        assert rig.vllm.weight_dtypes() == {}
+        return
+    assert rig.vllm.weight_dtypes() == {name: torch.float32 for name in weights}
+    held = rig.vllm.fingerprints(list(weights))
+    assert torch.equal(held, fingerprints([Piece(tensor) for tensor in weights.values()]))
+    rig.vllm.places.mine["model.layers.1.mlp.up_proj.weight"][0].view[3, 5] += 1e-6
+    where = (rig.vllm.fingerprints(list(weights)) != held).nonzero()[:, 0].tolist()
+    assert [list(weights)[i] for i in where] == ["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(tmp_path):
+    """Such folders are common; vLLM unties the head for them, and it would keep its first weights for ever."""
+    from safetensors.torch import load_file, save_file
+    folder = tiny.save_model(tmp_path / "model", **SIZES)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors",
+              {"format": "pt"})
+    rig = Rig(folder).ready()
+    rig.learn()
+    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
+    rig.vllm.shutdown()
+    assert mean < EXACT
+
+
+def test_arguments_of_its_own_must_exist(tmp_path):
+    with pytest.raises(ValueError,
+                       match="--engine_args max_seqs: vLLM has no such argument .did you mean max_num_seqs"):
+        vllm_start.start_engine({"model": "x", "max_seqs": 3}, torch.device("cpu"))
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=280)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+@pytest.mark.dist
+def test_two_ranks_run_one_engine(tmp_path):
+    torchrun("-m", vllm_ranks.__name__, tiny.save_model(tmp_path / "model", **SIZES))
+
+
+@pytest.mark.dist
+def test_two_ranks_train(tmp_path):
+    """One engine each; the first step's facts hold, and the responses are those of one rank."""
+    home = runs.write_home(tmp_path)
+    tiny.save_model(home / "model", num_hidden_layers=1, **SIZES)
+    (home / "judge.py").write_text("def score(queries, prompts, labels):\n"
+                                   "    return [sum(map(ord, query)) % 7 / 7 for query in queries]\n")
+    options = runs.BASE | {
+        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "judge.py:score",
+        "engine_type": "vllm", "engine_kv_mib": 16, "max_steps": 2, "save_trajectories": True
+    }  # yapf: disable
+    said = {}
+    for ranks in (1, 2):
+        run = finish(tmp_path / str(ranks), options | {"save_path": tmp_path / str(ranks)}, ranks, limit_s=280)
+        assert "step-1 facts hold" in run.output
+        lines = runs.read_lines(tmp_path / str(ranks) / "metrics.jsonl")
+        assert len(lines) == 2 and all(math.isfinite(line["policy/grad_norm"]) for line in lines)
+        said[ranks] = [row["response"] for row in runs.read_lines(tmp_path / str(ranks) / "rollouts" / "step_1.jsonl")]
+    assert said[1] == said[2]
