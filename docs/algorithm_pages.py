@@ -17,9 +17,8 @@ from learning_matrix import SETTINGS  # noqa: E402
 from matrix_report import REGISTRIES, aliases, by_run, draw_run, load, run_of  # noqa: E402
 
 from lightrft.algorithms.base import Advantage, Correction, Surrogate  # noqa: E402
-from lightrft.algorithms.catalog import fields_of  # noqa: E402
+from lightrft.algorithms.catalog import COLUMNS, cells_of, fields_of, tuned_by  # noqa: E402
 from lightrft.config.flags import show  # noqa: E402
-from lightrft.config.no_effect import CRITIC_OPTIONS  # noqa: E402
 from lightrft.config.options import options  # noqa: E402
 from lightrft.config.recipes import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
@@ -84,25 +83,11 @@ def _algorithm(entry: Entry) -> Iterator[str]:
             yield f"| {name} | {_cell(f'`{doc[name]}`') if name == 'equation' else _linked(doc[name])} |"
     yield ""
     known = options(Config)
-    if reads(entry.entry):
+    if tuned_by(entry.entry):
         yield from ("| reads | default | meaning |", "|---|---|---|")
-    for option in (known[name] for name in reads(entry.entry)):
+    for option in (known[name] for name in tuned_by(entry.entry)):
         yield f"| `{option.flag}` | `{show(option.default)}` | {_cell(option.help)} |"
     yield ""
-
-
-def reads(entry: Advantage | Surrogate | Correction) -> list[str]:
-    """The options that an algorithm depends on: those it reads itself, and those that decide what reaches it."""
-    if isinstance(entry, Correction):
-        return [*entry.reads]
-    if isinstance(entry, Surrogate):
-        return [*(entry.reads or ()), "loss_agg_mode"]
-    more = {
-        "n_samples_per_prompt": entry.needs_group, "zero_spread": entry.needs_group, "whiten_unbiased": entry.whitens,
-        "reward": entry.needs_parts
-    }
-    critic = CRITIC_OPTIONS if entry.needs_critic else ()
-    return [*(entry.reads or ()), *(name for name, is_set in more.items() if is_set), *critic, "gamma"]
 
 
 def _measured(run: str) -> Iterator[str]:
@@ -126,15 +111,15 @@ def picture(run: str) -> str:
 
 
 def index() -> str:
-    """Markdown: every algorithm in a row, with a link to its page."""
-    lines = ["| name | option | what it does | paper | held-out accuracy after |", "|---|---|---|---|---|"]
-    results = by_run(load())
+    """Markdown: the table of algorithms, with links to the pages and what was measured."""
+    columns, results = [*COLUMNS, "held-out accuracy after"], by_run(load())
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for entry in entries():
-        doc, seeds = fields_of(entry.entry.fn), results.get(run_of(entry.option, entry.names))
+        seeds = results.get(run_of(entry.option, entry.names))
         after = f"{mean(seed['end'] for seed in seeds):.3f}" if seeds else "not measured"
         names = ", ".join(f"[`{name}`](algorithms/{entry.page}.md)" for name in entry.names)
-        lines.append(
-            f"| {names} | `--{entry.option}` | {_cell(doc['summary'])} | {_linked(doc.get('paper', ''))} | {after} |")
+        cells = [names, *map(_linked, cells_of(entry.option, entry.names, entry.entry)[1:]), after]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

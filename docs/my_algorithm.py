@@ -1,15 +1,15 @@
 """The reward relative to the best sample of the group."""
+import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import advantage
+from lightrft.algorithms.base import advantage, from_outcome
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.segment import expand
 from lightrft.types import Experience
 
 
-@advantage("group_max", needs_group=True)
+@advantage("group_max", needs_group=True, reads=())
 def group_max(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]: r_i minus the largest reward of its group."""
-    same = exp.group_ids[:, None] == exp.group_ids[None, :]
-    best = exp.rewards.expand_as(same).masked_fill(~same, float("-inf")).amax(dim=1)
-    return expand(exp.rewards - best, exp.cu_seqlens)
+    """[T]: r_i minus the largest reward among the scored samples of its group."""
+    rivals = (exp.group_ids[:, None] == exp.group_ids[None, :]) & exp.scored
+    best = exp.rewards.expand_as(rivals).masked_fill(~rivals, float("-inf")).amax(dim=1)
+    return from_outcome(exp, torch.where(exp.scored, exp.rewards - best, 0), cfg)

@@ -2,10 +2,18 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Correction, Surrogate
+from lightrft.config.no_effect import CRITIC_OPTIONS
+from lightrft.utils.registry import Registry
 
-COLUMNS = ("name", "kind", "what it does", "equation", "paper", "needs", "degenerate case", "deviation")
+Entry = Advantage | Surrogate | Correction
+
+COLUMNS = ("name", "flags", "what it does", "equation", "paper", "needs", "degenerate case", "deviation")
+OPTIONS: dict[str, Registry[Any]] = {
+    "advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS
+}
 _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -19,24 +27,41 @@ def fields_of(fn: Callable) -> dict[str, str]:
 def table() -> str:
     """Markdown: one row per registered algorithm, whose aliases share a row; plug-ins included."""
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    return "\n".join(lines + [_row(cells) for cells in _entries()]) + "\n"
+    rows = [_row(cells_of(option, names, entry)) for option, names, entry in _entries()]
+    return "\n".join(lines + rows) + "\n"
 
 
-def _entries() -> Iterator[list[str]]:
-    for registry in (ADVANTAGES, POLICY_LOSSES, CORRECTIONS):
+def tuned_by(entry: Entry) -> list[str]:
+    """The options that an algorithm depends on: those it reads itself, and those that decide what reaches it."""
+    if isinstance(entry, Correction):
+        return [*entry.reads]
+    if isinstance(entry, Surrogate):
+        return [*(entry.reads or ()), "loss_agg_mode"]
+    more = {
+        "n_samples_per_prompt": entry.needs_group, "zero_spread": entry.needs_group, "whiten_unbiased": entry.whitens,
+        "reward": entry.needs_parts
+    }
+    critic = CRITIC_OPTIONS if entry.needs_critic else ()
+    return [*(entry.reads or ()), *(name for name, is_set in more.items() if is_set), *critic, "gamma"]
+
+
+def _entries() -> Iterator[tuple[str, list[str], Entry]]:
+    for option, registry in OPTIONS.items():
         names: dict[int, list[str]] = {}
         for name in registry:
             names.setdefault(id(registry.get(name)), []).append(name)
         for aliases in names.values():
-            yield _cells(registry.kind, aliases, registry.get(aliases[0]))
+            yield option, aliases, registry.get(aliases[0])
 
 
-def _cells(kind: str, aliases: list[str], entry: Advantage | Surrogate | Correction) -> list[str]:
+def cells_of(option: str, aliases: list[str], entry: Entry) -> list[str]:
+    """A row of :data:`COLUMNS`; the first flag chooses the algorithm, the others tune it."""
     doc = fields_of(entry.fn)
     equation = f"`{doc['equation']}`" if "equation" in doc else ""
-    named = ", ".join(f"`{alias}`" for alias in aliases)
+    flags = " ".join(f"`--{name}`" for name in tuned_by(entry))
     return [
-        named, kind, doc["summary"], equation,
+        ", ".join(f"`{alias}`" for alias in aliases), f"`--{option}`" + (f", {flags}" if flags else ""), doc["summary"],
+        equation,
         doc.get("paper", ""),
         _needs(entry),
         doc.get("degenerate", ""),
@@ -44,7 +69,7 @@ def _cells(kind: str, aliases: list[str], entry: Advantage | Surrogate | Correct
     ]
 
 
-def _needs(entry: Advantage | Surrogate | Correction) -> str:
+def _needs(entry: Entry) -> str:
     if isinstance(entry, Correction):
         return ""
     if isinstance(entry, Surrogate):

@@ -17,6 +17,7 @@ import learning_matrix  # noqa: E402
 import matrix_report  # noqa: E402
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES  # noqa: E402
+from lightrft.algorithms.catalog import COLUMNS, fields_of, tuned_by  # noqa: E402
 from lightrft.config.algorithm_rules import AlgorithmFacts  # noqa: E402
 from lightrft.config.cli import parse_config  # noqa: E402
 from lightrft.config.options import options  # noqa: E402
@@ -38,13 +39,22 @@ def test_every_algorithm_and_recipe_has_a_page():
     assert WRITTEN.keys() == generated.keys()
     for page, text in WRITTEN.items():
         assert f"{{include}} ../generated/algorithms/{page}.md" in text and "$$" in text, page
-    for entry in algorithm_pages.entries():
-        for name in entry.names:
-            assert f"[`{name}`](algorithms/{entry.page}.md)" in algorithm_pages.index()
+    head, _, *rows = algorithm_pages.index().splitlines()
+    assert [cell.strip() for cell in head.split("|")[1:-2]] == [*COLUMNS]
+    for entry, row in zip(algorithm_pages.entries(), rows, strict=True):
+        doc = fields_of(entry.entry.fn)
+        assert all(f"[`{name}`](algorithms/{entry.page}.md)" in row for name in entry.names)
+        assert all(algorithm_pages._linked(text) in row for text in doc.values()), "a field is missing"
+        assert f"| `--{entry.option}`" in row and all(f"`--{name}`" in row for name in tuned_by(entry.entry))
         assert f"## `--{entry.option}` `{entry.names[0]}`" in generated[entry.page]
     for recipe, (_, _, values) in RECIPES.items():
         page = generated[algorithm_pages.slug(recipe)]
         assert f"--recipe {recipe}" in page and all(f"`--{name} " in page for name in values)
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_a_page_says_what_changes_against_ppo(page):
+    assert page == "ppo" or re.search(r"\bPPO\b", WRITTEN[page])
 
 
 @pytest.mark.parametrize("page", WRITTEN)

@@ -77,10 +77,14 @@ def test_make_targets_that_are_named_exist():
 def test_the_example_of_the_docs_is_an_algorithm(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import my_algorithm  # noqa: F401
-    exp = Experience(token_ids=torch.arange(6), cu_seqlens=torch.tensor([0, 2, 5, 6]), loss_mask=torch.ones(6).bool(),
-                     group_ids=torch.tensor([7, 7, 9]), rewards=torch.tensor([1.0, 3.0, 2.0]))
-    advantages = ADVANTAGES.get("group_max").fn(exp, AlgorithmConfig())
-    assert advantages.tolist() == [-2, -2, 0, 0, 0, 0] and "`group_max`" in table()
+    cu, mask = torch.tensor([0, 2, 5, 6, 8, 9]), torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 1]).bool()
+    for unscored in (0.0, float("nan")):  # the second sample; group 7 without it is negative
+        exp = Experience(token_ids=torch.arange(9), cu_seqlens=cu, loss_mask=mask, token_rewards=torch.zeros(9),
+                         group_ids=torch.tensor([7, 7, 9, 7, 8]), scored=torch.tensor([1, 0, 1, 1, 0]).bool(),
+                         rewards=torch.tensor([-1.0, unscored, 2.0, -0.5, unscored]))
+        exp.token_rewards[[1, 5, 7]] = exp.rewards[[0, 2, 3]]
+        advantages = ADVANTAGES.get("group_max").fn(exp, AlgorithmConfig())
+        assert advantages.tolist() == [0, -0.5, 0, 0, 0, 0, 0, 0, 0] and "`group_max`" in table()
     del ADVANTAGES._entries["group_max"]
 
 
@@ -183,7 +187,8 @@ def metric_keys():
     for name in POLICY_LOSSES:
         loss = PolicyLoss(AlgorithmConfig(policy_loss=name, dual_clip=3.0), 1.0)
         metrics |= loss(-ones, ones, exp, Denominators(2, 1), 0.0)[1]
-    prefixes = {"policy/kl", "reward/unscored/", "reward/generated_unscored/"}  # what the model card shows, and causes, start with them
+    prefixes = {"policy/kl", "reward/unscored/",
+                "reward/generated_unscored/"}  # what the model card shows, and causes, start with them
     return (keys | {f"policy/{key}" for key in metrics}) - prefixes
 
 

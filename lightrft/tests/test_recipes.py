@@ -70,9 +70,10 @@ def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, wo
 
 
 @pytest.mark.parametrize("command", [
-    "--recipe ppo --advantage_estimator rloo", "--recipe dapo --advantage_estimator maxrl --no_overlong_buffer",
-    "--recipe grpo --init_kl_coef 0", "--recipe dapo --no_dynamic_sampling", "--recipe gmpo --policy_loss gspo",
-    "--semantics verl --recipe gspo", "--recipe magic --stages 4:1,8 --max_steps 3"
+    "--recipe ppo --advantage_estimator rloo", "--recipe ppo --advantage_estimator group_norm",
+    "--recipe dapo --advantage_estimator maxrl --no_overlong_buffer", "--recipe grpo --init_kl_coef 0",
+    "--recipe dapo --no_dynamic_sampling", "--recipe gmpo --policy_loss gspo", "--semantics verl --recipe gspo",
+    "--recipe magic --stages 4:1,8 --max_steps 3"
 ])
 def test_flags_may_change_a_recipe(command, home, tmp_path):
     base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}

@@ -276,3 +276,7 @@ def test_the_table_names_every_algorithm():
     lines = text.splitlines()
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {9}, "every row has every column"
     assert "`group_norm`, `grpo`" in text
+    rows = {line.split("`")[1]: line for line in lines[2:]}
+    assert " `--policy_loss`, `--eps_clip` `--eps_clip_high` `--cispo_absolute` `--loss_agg_mode` |" in rows["cispo"]
+    assert " `--rollout_correction`, `--correction_low` `--correction_high` `--correction_veto` |" in rows["mis"]
+    assert " `--rollout_correction` |" in rows["none"] and "`--advantage_estimator`, `--lambd` " in rows["gae"]
