@@ -23,7 +23,8 @@ def mismatch_sums(old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def mismatch_metrics(sums: Tensor, peaks: Tensor) -> dict[str, float]:
-    """Means and maxima of |p - q| and |log p - log q|, KL(rollout || trainer) as k1 and k3, Pearson, ESS, chi2.
+    """Number of tokens, means and maxima of |p - q| and |log p - log q|, KL(rollout || trainer) as k1 and k3, Pearson,
+    ESS, chi2.
 
     The weight of a token is w = p_trainer / p_rollout; ESS = (sum w)^2 / (n sum w^2) in (0, 1]; chi2 = E[w^2] - 1.
     Without action tokens everything is 0.
@@ -33,6 +34,7 @@ def mismatch_metrics(sums: Tensor, peaks: Tensor) -> dict[str, float]:
     cov = s["xy"] / n - s["x"] * s["y"] / n**2
     var = max(s["xx"] / n - (s["x"] / n)**2, 0.0) * max(s["yy"] / n - (s["y"] / n)**2, 0.0)
     return {
+        "tokens": s["n"],
         "abs_dp_mean": s["abs_dp"] / n,
         "abs_dp_std": max(s["abs_dp_sq"] / n - (s["abs_dp"] / n)**2, 0.0)**0.5,
         "abs_dp_max": peaks[0].item(),

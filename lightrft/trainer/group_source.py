@@ -102,8 +102,8 @@ class DynamicSource:
             "step %d: no update, none of %d groups has rewards that differ (--zero_spread %g) after %d rounds",
             step + 1, tally.drawn, self.config.algorithm.zero_spread, tally.rounds)
         groups.exp.advantages = groups.exp.rollout_logprobs
-        return Rollout(groups.exp, self.maker.buffer(groups.exp, step), [],
-                       {"rollout/prompts": 0, "rollout/samples": 0, "rollout/kept_samples": 0})
+        nothing = "rollout/prompts", "rollout/samples", "rollout/kept_samples", "rollout/mismatch/tokens"
+        return Rollout(groups.exp, self.maker.buffer(groups.exp, step), [], dict.fromkeys(nothing, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that wait."""

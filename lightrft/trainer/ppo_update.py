@@ -78,10 +78,31 @@ class PolicyUpdate:
         models = {name: self._prepared(name) for name in self.steps if train_actor or name == "critic"}
 
         def losses_of(denominators: Denominators) -> dict[str, Callable[[Experience], Tensor]]:
-            return {"policy": self._policy_loss(MetricSums(), denominators, coefs, False, False),
+            return {"policy": self._policy_loss(MetricSums(), denominators, coefs, False),
                     "critic": self._value_loss(MetricSums(), denominators)}  # yapf: disable
 
         self.self_test.run(rollout.exp, rollout.buffer, self.norm, models, losses_of)
+
+    def _compare_engine(self, sums: MetricSums, exp: Experience) -> None:
+        """Count the old log-probs of ``exp`` against the engine's."""
+        totals, peaks = mismatch_sums(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
+        sums.add_vector("mismatch", totals)
+        sums.peak("mismatch_peaks", peaks)
+        self.same_policy.add(sums, exp)
+
+    def _mismatch(self, sums: MetricSums, exp: Experience) -> dict[str, float]:
+        """Over all samples where a pass before the update saw them, else over those that the first optimizer step saw.
+
+        Args:
+            sums: of that step, reduced. exp: the rollout batch, which every rank has.
+        """
+        if exp.old_logprobs is not None and not bypasses(self.config):
+            sums = MetricSums()
+            self._compare_engine(sums, exp)
+        if "mismatch_peaks" not in sums.peaks() or not sums.vector("mismatch")[0]:
+            return {"rollout/mismatch/tokens": 0}
+        found = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
+        return {f"rollout/mismatch/{key}": value for key, value in found.items()} | self.same_policy.metrics(sums)
 
     def _epochs(self, rollout: Rollout, coefs: Coefs, train_actor: bool,
                 live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]]]:
@@ -95,7 +116,7 @@ class PolicyUpdate:
                     with self.timer("forward"):
                         seed = sample_seed(rollout.buffer.seed, epoch, number)
                         self.selection.mark(rollout.exp, mini, seed, fresh=not results["policy"])
-                    losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"], epoch == 0)
+                    losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"])
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
                 for name, loss_of in losses.items():
@@ -107,14 +128,14 @@ class PolicyUpdate:
     def _prepared(self, name: str) -> Prepared:
         return self.actor if name == "policy" else self.critic
 
-    def _policy_loss(self, sums: MetricSums, denominators: Denominators, coefs: Coefs, first_step: bool,
-                     first_epoch: bool) -> Callable[[Experience], Tensor]:
+    def _policy_loss(self, sums: MetricSums, denominators: Denominators, coefs: Coefs,
+                     first_step: bool) -> Callable[[Experience], Tensor]:
         """The loss of one micro-batch, which also collects its metrics."""
 
         def loss_of(exp: Experience) -> Tensor:
             logprobs, entropy = self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True)
-            if exp.old_logprobs is None:
-                exp.old_logprobs = logprobs.detach()
+            if first_step and (exp.old_logprobs is None or bypasses(self.config)):
+                self._compare_engine(sums, replace(exp, old_logprobs=logprobs.detach()))
             loss, metrics = self.policy_loss(logprobs, entropy, exp, denominators, *coefs)
             sums.add_tokens({f"policy/{key}": value for key, value in metrics.items()}, exp.loss_mask)
             sums.peak("policy/ratio_max", _peak(metrics["ratio"], exp.loss_mask))
@@ -122,12 +143,6 @@ class PolicyUpdate:
                 sums.peak(FIRST_RATIO, _peak((metrics["ratio"] - 1).abs(), exp.loss_mask))
                 if exp.ref_logprobs is not None:
                     sums.peak(FIRST_KL, _peak((logprobs - exp.ref_logprobs).abs(), exp.loss_mask))
-            if first_step if bypasses(self.config) else first_epoch:
-                seen = replace(exp, old_logprobs=logprobs.detach()) if bypasses(self.config) else exp
-                totals, peaks = mismatch_sums(seen.old_logprobs, seen.rollout_logprobs, seen.loss_mask)
-                sums.add_vector("mismatch", totals)
-                sums.peak("mismatch_peaks", peaks)
-                self.same_policy.add(sums, seen)
             return loss
 
         return loss_of
@@ -149,15 +164,12 @@ class PolicyUpdate:
 
     def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], exp: Experience,
                  live: Tensor) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        metrics = self._mismatch(sums, exp)
         if results["policy"]:
             metrics["rollout/dropped_samples"] = (~live).sum().item()
         if results["policy"] and live.any():
-            mismatch = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
             metrics |= {key: sums.mean(key) for key in sums.keys() if key.startswith("policy/")}
             metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
-            metrics |= {f"rollout/mismatch/{key}": value for key, value in mismatch.items()}
-            metrics |= self.same_policy.metrics(sums)
         if results["critic"]:
             metrics |= _critic_metrics(sums)
         trained = exp.seq_lens[live].sum().item() * self.config.train.max_epochs

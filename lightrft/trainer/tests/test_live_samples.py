@@ -163,3 +163,38 @@ def test_two_ranks_drop_what_one_does(tmp_path):
     assert all(line["rollout/dropped_samples"] >= 16 for line in found[1])
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, abs=1e-4, rel=1e-3)
+
+
+def mismatch(line):
+    return {key: value for key, value in line.items() if key.startswith("rollout/mismatch/")}
+
+
+@pytest.mark.parametrize("options", [{"train_batch_size": 24}, {}, {"train_batch_size": 24, "max_epochs": 2},
+                                     {"train_batch_size": 24, "init_kl_coef": 0.1}], ids=str)
+def test_the_mismatch_covers_every_sample_that_any_pass_has_seen(options, home, tmp_path):
+    options = options | {"micro_train_batch_size": 24}
+    less, whole = (traced(home, tmp_path / str(drop), **options, drop_zero_advantage=drop)[0].metrics
+                   for drop in (True, False))  # yapf: disable
+    found, expected = mismatch(less), mismatch(whole)
+    assert less["rollout/dropped_samples"] >= 12 and found.keys() == expected.keys() and len(found) == 11
+    if options == {"train_batch_size": 24, "micro_train_batch_size": 24}:
+        assert 0 < found["rollout/mismatch/tokens"] < expected["rollout/mismatch/tokens"]
+    else:
+        assert found == pytest.approx(expected, rel=1e-3) and found["rollout/mismatch/tokens"] > 0
+
+
+@pytest.mark.parametrize("options,known", [
+    ({}, False), ({"max_epochs": 2}, True), ({"rollout_correction": "bypass", "max_epochs": 2}, False),
+    ({"dynamic_sampling": True, "max_gen_rounds": 1}, False)], ids=str)  # yapf: disable
+def test_a_step_without_passes_says_that_nothing_was_compared(options, known, home, tmp_path):
+    config = runs.config_of(home, tmp_path, **options)
+    line = runs.run(home, tmp_path, runs.Judge(config.reward, lambda item: Outcome(0.5)), **options).metrics
+    assert (line["rollout/mismatch/tokens"] == line["rollout/tokens"]) == known
+    assert known or mismatch(line) == {"rollout/mismatch/tokens": 0}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_frozen_actor_is_compared_where_its_old_log_probs_are_known(epochs, home, tmp_path):
+    options = {"advantage_estimator": "gae", "freezing_actor_steps": 1, "max_steps": 2}
+    line = runs.run(home, tmp_path, max_epochs=epochs, **options).lines[0]
+    assert line["rollout/mismatch/tokens"] == (line["rollout/tokens"] if epochs > 1 else 0)
