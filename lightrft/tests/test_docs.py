@@ -187,8 +187,8 @@ def metric_keys():
     for name in POLICY_LOSSES:
         loss = PolicyLoss(AlgorithmConfig(policy_loss=name, dual_clip=3.0), 1.0)
         metrics |= loss(-ones, ones, exp, Denominators(2, 1), 0.0)[1]
-    prefixes = {"policy/kl", "reward/unscored/",
-                "reward/generated_unscored/"}  # what the model card shows, and causes, start with them
+    # what the model card shows, and causes, start with them
+    prefixes = {"policy/kl", "reward/unscored/", "reward/generated_unscored/"}
     return (keys | {f"policy/{key}" for key in metrics}) - prefixes
 
 
