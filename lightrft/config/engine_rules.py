@@ -25,7 +25,8 @@ DECIDED: dict[str, str] = {
     "enable_sleep_mode": "--engine_sleep",
     "quantization": "--engine_quantization",
 }
-FIXED = ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config")
+FIXED = ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
+         "enable_chunked_prefill")
 COLDEST = 0.01  # vLLM raises lower temperatures to this, and its log-probs would not be those that are trained
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MOST_HOST_CACHE = 4 * _GIB
+_PASS_TOKENS = 8192  # of prompts in one forward pass, or one prompt
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process too
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torchrun's ranks share the cores as the launcher says
@@ -34,7 +35,7 @@ def native_arguments(entries: list[str]) -> dict[str, Any]:
 
 def engine_arguments(cfg: RolloutConfig, path: str, device: torch.device, bf16: bool, world: World) -> dict[str, Any]:
     """What vLLM is started with for the HF folder ``path``. Its weights are random until the first sync."""
-    cuda = device.type == "cuda"
+    cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": "bfloat16" if bf16 else "float32",
@@ -42,7 +43,9 @@ def engine_arguments(cfg: RolloutConfig, path: str, device: torch.device, bf16: 
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
-        "max_model_len": cfg.prompt_max_len + cfg.generate_max_len,
+        "max_model_len": longest,
+        "max_num_batched_tokens": max(_PASS_TOKENS, longest),
+        "enable_chunked_prefill": False,  # between chunks a seeded generator is set back by a guess, on CPUs not at all
         "tensor_parallel_size": cfg.engine_tp_size,
         "distributed_executor_backend": "external_launcher" if world.world_size > 1 else "uni",
         "enable_sleep_mode": cuda and cfg.engine_sleep,

@@ -40,7 +40,9 @@ class Rig:
         self.strategy.setup()
         self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder))), OptimSpec(1e-3))
         self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
-        cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64)
+        # a pass holds the longest prompt and no more, so that prompts have to wait for each other
+        cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
+                            engine_args=[f"max_num_batched_tokens={LIMIT}"])
         state, set_threads = torch.get_rng_state(), torch.set_num_threads
         self.vllm = get_engine(cfg, self.actor, self.strategy, tokenizer)
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"

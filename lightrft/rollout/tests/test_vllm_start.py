@@ -32,6 +32,7 @@ def test_options_reach_vllm():
         ({"engine_args": ["enforce_eager=true"]}, "enforce_eager", True),
         ({"engine_kv_mib": 3}, "kv_cache_memory_bytes", 3 << 20),
         ({"prompt_max_len": 24}, "max_model_len", 1048),
+        ({"engine_args": ["max_num_batched_tokens=9000"]}, "max_num_batched_tokens", 9000),
         ({"bf16": True}, "dtype", "bfloat16"),
         ({"world": World(1, 1, 2, 2)}, "distributed_executor_backend", "external_launcher"),
     ]  # yapf: disable
@@ -39,6 +40,11 @@ def test_options_reach_vllm():
         changed = arguments(**options)
         assert changed[name] == value != plain.get(name), name
         assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+
+
+def test_a_pass_holds_the_longest_sequence():
+    assert arguments()["max_num_batched_tokens"] == 8192
+    assert arguments(generate_max_len=20_000)["max_num_batched_tokens"] == 21_024
 
 
 def test_without_cuda_the_cache_is_bounded_and_nothing_sleeps():
