@@ -26,7 +26,7 @@ MEANINGS: dict[str, str] = {
     "std_eps": "added to the standard deviation of a group",
     "whiten_unbiased": "whitening with Bessel's correction (else the population's variance)",
     "loss_agg_norm_seqs": "Dr.GRPO's constant is multiplied by the number of sequences",
-    "dual_clip": "dual clip in the PPO loss, on unless it is turned off",
+    "dual_clip": "dual clip in the PPO loss (verl's clip_ratio_c)",
     "loss_agg_mode": "mean of --recipe grpo",
     "cispo_absolute": "--eps_clip_high of CISPO is the bound on the ratio itself (else on its distance from 1)",
     "eps_clip_high": "upper bound of --recipe cispo in these terms",

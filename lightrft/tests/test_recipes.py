@@ -8,6 +8,7 @@ from lightrft.config.semantics import SEMANTICS
 from lightrft.tests import runs
 from lightrft.trainer import run_log
 from lightrft.trainer.session import check
+from lightrft.utils.errors import UserError
 
 SPARE = {"train_batch_size": 4, "max_steps": 2}  # two optimizer steps per rollout: ratios move
 
@@ -67,6 +68,23 @@ def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, wo
     assert error.value.code == 2 and all(word in told for word in words), told
     assert "problems in the configuration" not in told or "n_samples_per_prompt 1" in command, told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_could_never_fill_is_refused_before_the_first_step(home, tmp_path):
+    config = runs.config_of(home, tmp_path, recipe="dapo", zero_spread=1.0, reward=["exact"], reward_probe=False)
+    with pytest.raises(UserError, match="--zero_spread 1: .* differ by at most 1, .* a little below 1"):
+        runs.trainer_of(config, runs.strategy_of(config))
+
+
+@pytest.mark.parametrize("command,steps", [("--recipe rloo", 0), ("--recipe rloo --train_batch_size 4", 2),
+                                           ("--recipe opo --max_epochs 3", 3), ("--policy_loss gpg --max_epochs 2", 2),
+                                           ("--recipe rloo --policy_loss ppo --max_epochs 3", 0)])  # yapf: disable
+def test_a_loss_without_a_ratio_warns_of_several_steps(command, steps, home, tmp_path, capsys):
+    base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}
+    with pytest.raises(SystemExit):
+        check(parse_config([*command.split(), "--dry_run"], "prog", base))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(told) == (steps > 0) and all(f"for {steps} optimizer steps" in line for line in told), told
 
 
 @pytest.mark.parametrize("command", [

@@ -92,6 +92,12 @@ def test_a_session_keeps_its_options_and_seeds_everything(home, tmp_path):
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+def test_a_session_warns_of_what_is_seldom_meant(home, tmp_path, capsys):
+    for epochs in (1, 2):
+        with training_session(parse_config(words(home, tmp_path, policy_loss="gpg", max_epochs=epochs))):
+            assert ("has no ratio" in "".join(capsys.readouterr())) == (epochs == 2)
+
+
 def test_the_command_line_trains(home, tmp_path):
     train.main([*words(home, tmp_path / "run"), "--reward", "format"])
     assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
