@@ -19,6 +19,7 @@ from lightrft.trainer.experience_maker import Rollout, sample_seed
 from lightrft.trainer.live_samples import LiveSamples
 from lightrft.trainer.logprob_pass import bypasses
 from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.replay_buffer import take
 from lightrft.trainer.same_policy import SamePolicy
 from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
 from lightrft.trainer.self_test import SelfTest
@@ -70,6 +71,7 @@ class PolicyUpdate:
         if self.config.strategy.adam_offload:
             for each in prepared:
                 self.strategy.offload(each, optimizer_only=True)
+        self._compare_all(sums, rollout)
         sums.reduce(self.strategy)
         return self._metrics(sums, results, rollout.exp, live)
 
@@ -90,15 +92,16 @@ class PolicyUpdate:
         sums.peak("mismatch_peaks", peaks)
         self.same_policy.add(sums, exp)
 
-    def _mismatch(self, sums: MetricSums, exp: Experience) -> dict[str, float]:
-        """Over all samples where a pass before the update saw them, else over those that the first optimizer step saw.
+    def _compare_all(self, sums: MetricSums, rollout: Rollout) -> None:
+        """Count all samples where a pass before the update saw them; else the first optimizer step counts its own."""
+        if rollout.exp.old_logprobs is None or bypasses(self.config):
+            return
+        for mini in rollout.buffer.epoch(0):
+            for part in mini.micro_batches:
+                self._compare_engine(sums, take(rollout.exp, part))
 
-        Args:
-            sums: of that step, reduced. exp: the rollout batch, which every rank has.
-        """
-        if exp.old_logprobs is not None and not bypasses(self.config):
-            sums = MetricSums()
-            self._compare_engine(sums, exp)
+    def _mismatch(self, sums: MetricSums) -> dict[str, float]:
+        """``rollout/mismatch/*``; only the number of tokens where that is 0."""
         if "mismatch_peaks" not in sums.peaks() or not sums.vector("mismatch")[0]:
             return {"rollout/mismatch/tokens": 0}
         found = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
@@ -164,7 +167,7 @@ class PolicyUpdate:
 
     def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], exp: Experience,
                  live: Tensor) -> dict[str, float]:
-        metrics = self._mismatch(sums, exp)
+        metrics = self._mismatch(sums)
         if results["policy"]:
             metrics["rollout/dropped_samples"] = (~live).sum().item()
         if results["policy"] and live.any():
