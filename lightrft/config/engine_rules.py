@@ -30,7 +30,7 @@ FIXED = ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_t
 COLDEST = 0.01  # vLLM raises lower temperatures to this, and its log-probs would not be those that are trained
 
 
-def engine_problems(c: Config) -> Iterator[str]:
+def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
     """One sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
     for name, value in changed(c, READ_BY):
@@ -41,6 +41,19 @@ def engine_problems(c: Config) -> Iterator[str]:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _of_vllm(c)
+    if c.rollout.offload_during_rollout:
+        yield from _offload(c, c.strategy.strategy == "single" or (c.strategy.strategy == "auto" and world_size == 1))
+
+
+def _offload(c: Config, single: bool) -> Iterator[str]:
+    import torch
+    flag = "--offload_during_rollout True: "
+    if not torch.cuda.is_available():
+        yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
+    elif c.rollout.engine_type == "hf" and single:
+        yield flag + "the hf engine of a single process generates with the trainer's own weights; drop it"
+    if c.strategy.fsdp_cpu_offload:
+        yield flag + "has no effect with --fsdp_cpu_offload, where nothing is on the device; drop one"
 
 
 def _text(value: object) -> str:

@@ -100,6 +100,8 @@ class RolloutConfig:
         "caches of its ranks, at most 4 GiB each")
     engine_tp_size: int = option(1, "vllm: consecutive ranks that run one engine together (tensor parallelism)")
     engine_sleep: bool = option(True, "vllm: free the engine's weights and cache on the device while models train")
+    offload_during_rollout: bool = option(
+        False, "keep models, gradients and optimizer states in host memory while the engine generates (CUDA)")
     engine_quantization: str = option(
         "none", "vllm: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
         ("none", "fp8"))

@@ -35,7 +35,8 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
     problems += [*_reference(config.model, world_size), *_batches(config, world_size)]
     problems += best_metric(config.checkpoint.best_metric, config)
     problems += algorithm_problems(config, facts)
-    problems += [*engine_problems(config), *_divides("engine_tp_size", config.rollout.engine_tp_size, world_size)]
+    problems += engine_problems(config, world_size)
+    problems += _divides("engine_tp_size", config.rollout.engine_tp_size, world_size)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightrft.config.schema import Config
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_mini_batch, take
+from lightrft.trainer.residence import Residence
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -51,11 +52,12 @@ class LogprobPass:
 
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
+        residence: of these models.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
-                 reference: Prepared | None) -> None:
-        self.config, self.strategy = config, strategy
+                 reference: Prepared | None, residence: Residence) -> None:
+        self.config, self.strategy, self.residence = config, strategy, residence
         self.actor, self.critic, self.reference = actor, critic, reference
         algorithm = config.algorithm
         self.wants_ref = algorithm.init_kl_coef > 0
@@ -70,6 +72,7 @@ class LogprobPass:
 
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute what is wanted for the whole batch (a collective); every rank ends with all of it."""
+        self.residence.come_back()
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
         wants_old = self.wants_old(exp.num_seqs)

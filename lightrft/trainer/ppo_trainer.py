@@ -36,6 +36,7 @@ class PPOTrainer(BaseTrainer):
                          config.eval.eval_steps)
         self.config, self.engine, self.maker, self.update = config, engine, maker, update
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
+        self.residence = maker.logprobs.residence
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader, total_steps)
         self.proof = get_sync_proof(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
@@ -56,7 +57,9 @@ class PPOTrainer(BaseTrainer):
         """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
         coef, length = self.kl.value, self._begin_stage()
         self.prepared["actor"].model.eval()
+        self.residence.leave()
         rollout = self.source.make(self.step, coef)
+        self.residence.come_back()  # in a step without passes
         self.engine.sleep()
         with self.timer("update_other"):
             metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
@@ -116,7 +119,9 @@ class PPOTrainer(BaseTrainer):
         if self.evaluator is None:
             return {}
         self.prepared["actor"].model.eval()
+        self.residence.leave()
         metrics, rows = self.evaluator.run()
+        self.residence.come_back()
         if self.step in (0, self.total_steps):
             self.log.solutions(self.step, rows)
         return metrics | self._tell(*self.tripwires.evaluation(metrics))

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightrft.algorithms  # noqa: F401  (fills the registries)
@@ -19,7 +20,7 @@ from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
 from lightrft.config.validate import validate, validate_sft
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.utils.env import World, seed_everything
+from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -49,6 +50,7 @@ def training_session(parsed: ParsedConfig) -> Iterator[Session]:
     with exit_on_config_error():
         strategy = get_strategy(config.strategy, bf16=config.model.bf16)
         strategy.setup()
+    timer.gauge = partial(used_memory_gib, strategy.device)
     store, limit_s = connect_store(world), config.strategy.dist_timeout_s
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store)
     with _one_line(watchdog), watchdog, disk_full_is_expected(config.checkpoint.save_path):

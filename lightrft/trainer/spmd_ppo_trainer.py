@@ -25,6 +25,7 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.lr_schedule import schedule_of
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.residence import Residence
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
@@ -92,9 +93,11 @@ class SPMDPPOTrainer(PPOTrainer):
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
-        maker = get_maker(config)(
-            config, strategy, engine, rewards, tokenizer, LogprobPass(config, strategy, actor, critic, reference),
-            get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer, greedy)
+        residence = Residence(config, strategy, [each for each in (actor, critic, reference) if each], timer)
+        maker = get_maker(config)(config, strategy, engine, rewards, tokenizer,
+                                  LogprobPass(config, strategy, actor, critic, reference, residence),
+                                  get_advantage_calculator(config.algorithm, config.reward,
+                                                           config.rollout.generate_max_len), timer, greedy)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
         update = PolicyUpdate(config, strategy, actor, critic, timer)

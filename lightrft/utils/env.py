@@ -13,6 +13,7 @@ import torch
 from lightrft.utils.errors import UserError
 
 _GIB = float(1 << 30)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,19 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / _GIB
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def used_memory_gib(device: torch.device) -> float:
+    """Memory that is taken now, in GiB: on CUDA of the whole device, engine and other processes included; on CPU
+    resident memory of this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / _GIB
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE / _GIB
+    except OSError:  # not Linux
+        return peak_memory_gib(device)
 
 
 def total_memory(device: torch.device) -> int:

@@ -13,10 +13,15 @@ class Timer:
     Args:
         names: spans that are reported from the first step on.
         clock: seconds, monotonic.
+
+    Attributes:
+        gauge: read at the end of every span, and reported as ``perf/mem/<name>_gib``; None: not.
     """
 
     def __init__(self, names: Sequence[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self.gauge: Callable[[], float] | None = None
+        self._levels: dict[str, float] = {}
         self._seconds = dict.fromkeys(names, 0.0)
         self._stack: list[str] = []
         self._spans = 0
@@ -45,6 +50,8 @@ class Timer:
             self._left = "" if done else self._left or name
             self._switch()
             self._stack.pop()
+            if self.gauge is not None:
+                self._levels[name] = self.gauge()
 
     @property
     def current(self) -> str:
@@ -65,7 +72,8 @@ class Timer:
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """``time/<name>_s`` of every known span, ``time/other_s`` and ``time/step_s``; starts the next step."""
+        """``time/<name>_s`` of every known span, ``time/other_s``, ``time/step_s``, and the last reading of the gauge
+        at the end of each span; starts the next step."""
         self._switch()
         total = self._mark - self._start
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
@@ -73,4 +81,4 @@ class Timer:
         seconds["time/step_s"] = total
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._start = self._mark
-        return seconds
+        return seconds | {f"perf/mem/{name}_gib": level for name, level in self._levels.items()}

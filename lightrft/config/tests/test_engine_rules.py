@@ -48,6 +48,21 @@ def test_one_problem_each(values, words, monkeypatch):
     assert all(word in found for word in words), found
 
 
+@pytest.mark.parametrize("values, words", [
+    ({"cuda": False}, "without CUDA"),
+    ({"engine": "hf"}, "hf engine of a single process"),
+    ({"engine": "hf", "strategy": "fsdp", "fsdp_cpu_offload": True}, "drop one"),
+])  # yapf: disable
+def test_what_cannot_leave_the_device(values, words, monkeypatch):
+    found, = problems(monkeypatch, offload_during_rollout=True, **values)
+    assert found.startswith("--offload_during_rollout True: ") and words in found
+
+
+@pytest.mark.parametrize("values", [{}, {"engine": "hf", "strategy": "fsdp"}])
+def test_what_can_leave_the_device(values, monkeypatch):
+    assert problems(monkeypatch, offload_during_rollout=True, **values) == []
+
+
 def test_groups_of_ranks_are_of_one_size():
     with pytest.raises(ConfigError, match="--engine_tp_size 2: must divide the 3 ranks; nearest valid value: 1 or 3"):
         validate(parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 2}).config, 3)

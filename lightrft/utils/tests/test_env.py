@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.utils.env import (World, peak_memory_gib, rng_state, seed_everything, set_rng_state, set_threads,
-                                total_memory)
+                                total_memory, used_memory_gib)
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
@@ -59,11 +59,15 @@ def test_threads_are_shared_unless_the_environment_decides(environment, threads)
 
 PEAK = """
 import torch
-from lightrft.utils.env import peak_memory_gib, total_memory
+from lightrft.utils.env import peak_memory_gib, total_memory, used_memory_gib
 cpu = torch.device("cpu")
 before = peak_memory_gib(cpu)
 block = torch.ones(256 << 20)  # 1 GiB, touched
 assert 1 < peak_memory_gib(cpu) < 1.1 + before and 0.05 < before < 5, (before, peak_memory_gib(cpu))
+assert 1 < used_memory_gib(cpu) <= peak_memory_gib(cpu) + 0.01, used_memory_gib(cpu)
+del block
+assert used_memory_gib(cpu) < peak_memory_gib(cpu) - 0.9, used_memory_gib(cpu)
+block = torch.ones(4)
 assert block.nbytes < total_memory(cpu) < (1 << 45), total_memory(cpu)
 """
 
@@ -77,4 +81,5 @@ def test_memory_is_that_of_this_process():
 def test_memory_of_the_device():
     cuda = torch.device("cuda", 0)
     block = torch.ones(64 << 20, device="cuda")
+    assert 0.2 < used_memory_gib(cuda) < total_memory(cuda) / 2**30
     assert 0.2 < peak_memory_gib(cuda) < total_memory(cuda) / 2**30, block.shape

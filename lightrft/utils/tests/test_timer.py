@@ -32,6 +32,18 @@ def test_nested_spans_are_exclusive_and_sum_up():
     assert timer.metrics() == dict.fromkeys(expected, 0.0), "names stay, seconds do not"
 
 
+def test_the_gauge_is_read_at_the_end_of_every_span():
+    timer, readings = Timer(), iter([3.0, 2.0, 5.0, 1.0])
+    timer.gauge = lambda: next(readings)
+    with timer("rollout"):
+        with timer("reward"):
+            pass
+    with timer("rollout"):
+        pass
+    levels = {name: value for name, value in timer.metrics().items() if name.startswith("perf/")}
+    assert levels == {"perf/mem/reward_gib": 3.0, "perf/mem/rollout_gib": 5.0}
+
+
 def test_a_span_that_is_open_at_the_end_of_a_step_is_cut():
     clock = Clock()
     timer = Timer(clock=clock)

@@ -1,0 +1,59 @@
+"""``--offload_during_rollout``: models leave before every generation and are back before they are needed."""
+import pytest
+
+from lightrft.tests import runs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def traced(home, folder, offload=True, **options):
+    """A run, and what happened in order: moves, generations, passes and syncs."""
+    cfg = runs.config_of(home, folder, **options)
+    cfg.rollout.offload_during_rollout = offload  # refused without CUDA, where the moves move nothing
+    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    events = []
+
+    def note(owner, method, word):
+        call = getattr(owner, method)
+
+        def noted(*args, **kwargs):
+            events.append(word)
+            return call(*args, **kwargs)
+
+        setattr(owner, method, noted)
+
+    for owner, method, word in ((trainer.strategy, "offload", "away"), (trainer.strategy, "reload", "back"),
+                                (trainer.engine, "generate", "generate"), (trainer.engine, "update_weights", "sync")):
+        note(owner, method, word)
+    for prepared in trainer.prepared.values():
+        prepared.model.register_forward_pre_hook(lambda *_: events.append("pass"))
+    trainer.fit()
+    return runs.Run(trainer, folder), events
+
+
+OPTIONS = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "max_steps": 2, "sync_proof": "both"}
+
+
+def test_models_are_away_while_the_engine_generates(home, tmp_path):
+    data = {"eval_data": [str(home / "test.jsonl")], "eval_steps": 1}
+    done, events = traced(home, tmp_path / "a", **OPTIONS, **data)
+    away = 0
+    for number, event in enumerate(events):
+        away = max(away + {"away": 1, "back": -1}.get(event, 0), 0)  # optimizer steps call "back" as well
+        proof = event == "generate" and "pass" in events[number:number + 3]  # a canary, scored by the models
+        assert event not in ("pass", "sync") or away == 0, events[:number + 1]
+        assert event != "generate" or away == 3 or proof, "policy, critic and reference"
+    assert events.count("away") == 3 * (2 + 2), "two steps and two evaluations"
+    assert "time/offload_s" in done.metrics
+    plain, events = traced(home, tmp_path / "b", False, **OPTIONS, **data)
+    assert "away" not in events and "time/offload_s" not in plain.metrics
+    assert all((value == plain.weights[name]).all() for name, value in done.weights.items())
+
+
+def test_they_are_back_when_there_is_nothing_to_train(home, tmp_path):
+    never = {"dynamic_sampling": True, "zero_spread": 10.0, "max_gen_rounds": 2, "max_steps": 1}
+    events = traced(home, tmp_path, **never)[1]
+    assert events[events.index("away"):] == ["away", "generate", "generate", "back", "sync"]
