@@ -1,0 +1,141 @@
+"""What the trainer adds to vLLM: tokens/s through FastExperienceMaker against bare ``LLM.generate``, paired in one run.
+
+    python benchmarks/rollout_overhead.py [--rounds 6] [--prompts 64] [--samples 8] [--max_new_tokens 64]
+
+One vLLM engine, started by the trainer for the quickstart's warmed-up model; an ``LLM`` object is put around that very
+engine. Every round generates the same requests both ways, in turns: through the maker (requests, decoding, submitting
+to the rewards, samples) and bare. ``n per prompt`` is ``LLM.generate`` with one request of n samples for each prompt,
+whose responses are others. CPU-seconds of this process, of which rounds on a shared machine change less than seconds.
+"""
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bare_loop import warm_model
+
+from lightrft.config.cli import parse_config
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.models.loader import load_tokenizer
+from lightrft.rollout.vllm_run import VLLMRun
+from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.session import training_session
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
+from lightrft.types import Prompt
+
+
+def llm_around(native: Any, path: str) -> Any:
+    """vLLM's public ``LLM`` on an engine that runs already."""
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    make = LLMEngine.from_engine_args
+    LLMEngine.from_engine_args = lambda *args, **kwargs: native
+    try:
+        return LLM(path, skip_tokenizer_init=True)
+    finally:
+        LLMEngine.from_engine_args = make
+
+
+class Ways:
+    """The same prompts generated in three ways; each returns the number of its tokens."""
+
+    def __init__(self, maker: NaiveExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
+        self.maker, self.groups, self.llm = maker, list(enumerate(prompts)), llm
+        self.requests = maker._requests(self.groups, 0)
+        stop = maker.engine._stop_ids(maker.sampling)
+        self.run = VLLMRun(maker.engine.native, self.requests, maker.sampling, stop, lambda *_: False,
+                           lambda flag: flag)
+
+    def trainer(self) -> int:
+        """Rewards are collected outside the time: they overlap with training passes."""
+        samples = self.maker.generate_samples(self.groups, 0)
+        return sum(sample.response_len for sample in samples)
+
+    def bare(self) -> int:
+        """One request per sample, as the trainer's engine makes them."""
+        jobs = [({"prompt_token_ids": request.token_ids}, self._native(seed)) for request in self.requests
+                for seed in request.seeds]
+        return self._generate(*zip(*jobs))
+
+    def grouped(self) -> int:
+        """One request of n samples per prompt."""
+        natives = [self._native(request.seeds[0]) for request in self.requests]
+        for native, request in zip(natives, self.requests):
+            native.n = len(request.seeds)
+        return self._generate([{"prompt_token_ids": request.token_ids} for request in self.requests], natives)
+
+    def _native(self, seed: int) -> Any:
+        sampling = self.maker.sampling
+        return self.run._native(sampling.temperature, sampling.max_new_tokens, seed)
+
+    def _generate(self, prompts: Any, natives: Any) -> int:
+        outputs = self.llm.generate(list(prompts), list(natives), use_tqdm=False)
+        return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+
+def timed(way: Callable[[], int], collect: Callable[[], Any]) -> tuple[float, int]:
+    """CPU-seconds per 1,000 tokens, and the tokens."""
+    start = time.process_time()
+    tokens = way()
+    seconds = time.process_time() - start
+    collect()
+    return seconds / tokens * 1e3, tokens
+
+
+def measure(trainer: SPMDPPOTrainer, prompts: list[Prompt], path: str, rounds: int) -> str:
+    """The table."""
+    trainer.sync_weights(0)
+    ways = Ways(trainer.maker, prompts, llm_around(trainer.engine.native, path))
+    names = {"trainer": ways.trainer, "bare, one request per sample": ways.bare, "bare, n per prompt": ways.grouped}
+    costs: dict[str, list[float]] = {name: [] for name in names}
+    tokens: dict[str, int] = {}
+    for number in range(rounds + 1):  # the first one warms up
+        order = list(names) if number % 2 else list(names)[::-1]
+        for name in order:
+            collect = (lambda: trainer.maker.score([])) if name == "trainer" else (lambda: None)
+            cost, tokens[name] = timed(names[name], collect)
+            costs[name] += [cost] if number else []
+            trainer.engine.native.reset_prefix_cache()
+    ratios = {name: statistics.median(a / b for a, b in zip(costs[name], costs["bare, one request per sample"]))
+              for name in names}  # yapf: disable
+    rows = [f"| {name} | {tokens[name]} | {1e3 / statistics.median(costs[name]):.0f} | {ratios[name]:.3f} |"
+            for name in names]  # yapf: disable
+    return "\n".join(["| way | tokens | tokens per CPU-second | time per token / bare |", "|---|---|---|---|", *rows])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6, help="measured rounds, each of all ways")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts per round")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="most tokens of a response")
+    parser.add_argument("--warm", type=Path, help="folder with a warmed-up model (sft/hf) and its prompts (data)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        warm = args.warm
+        path, data = (str(warm / "sft/hf"), str(warm / "data/train.parquet")) if warm else warm_model(Path(folder))
+        flags = (f"--pretrain {path} --prompt_data {data} --save_path {folder}/run --engine_type vllm --reward exact "
+                 f"--rollout_batch_size {args.prompts} --n_samples_per_prompt {args.samples} --train_batch_size "
+                 f"{args.prompts * args.samples} --prompt_max_len 64 --generate_max_len {args.max_new_tokens} "
+                 "--disable_ckpt --max_steps 1 --sync_proof off --reward_probe False").split()
+        parsed = parse_config(flags, prog=sys.argv[0])
+        with training_session(parsed) as session:
+            config = parsed.config
+            tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
+            prompts = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len)
+            trainer = SPMDPPOTrainer(config, session.strategy, build_models(config, session.strategy), tokenizer,
+                                     prompts, (), session.timer)
+            try:
+                print(measure(trainer, [prompts[i] for i in range(args.prompts)], path, args.rounds))
+            finally:
+                trainer.maker.rewards.shutdown()
+                trainer.engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
