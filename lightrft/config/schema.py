@@ -112,7 +112,8 @@ class RolloutConfig:
     sync_proof: str = option(
         "both", "after every weight sync, stop unless the engine has the trainer's weights: fingerprint compares every "
         "weight, canary the log-probs of a few prompts now and then", ("off", "fingerprint", "canary", "both"))
-    sync_canary_every: int = option(50, "syncs between canaries; the first two syncs always have one")
+    sync_canary_every: int = option(
+        50, "steps between canaries; the sync at the start and the one after the first step always have one")
 
 
 @dataclass

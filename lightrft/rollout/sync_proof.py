@@ -138,7 +138,7 @@ class SyncProof:
 
     def __init__(self, cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
                  prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> None:
-        self.every, self.timer, self.syncs = cfg.sync_canary_every, timer, 0
+        self.every, self.timer = cfg.sync_canary_every, timer
         self.wants_fingerprints = cfg.sync_proof in ("fingerprint", "both")
         self.wants_canary = cfg.sync_proof in ("canary", "both")
         self.fingerprints = Fingerprints(strategy, prepared, engine, timer)
@@ -154,10 +154,9 @@ class SyncProof:
         Raises:
             SyncProofError: on all ranks, naming the first weight that differs.
         """
-        self.syncs += 1
         with self.timer("sync_proof"):
             fault, metrics = self.fingerprints.fault() if self.wants_fingerprints else None, {}
-            if fault is None and self._canary_due():
+            if fault is None and self._canary_due(version):
                 gaps, limit = self.canary.measure(), self.canary.limit
                 metrics = {"rollout/canary_gap": max(gaps)}
                 if not max(gaps) <= limit:
@@ -166,9 +165,10 @@ class SyncProof:
             raise SyncProofError(f"weight sync {version}: {fault}. {REMEDY}")
         return metrics
 
-    def _canary_due(self) -> bool:
-        """At the first sync, which sets the band, at the second, the first that brings new weights, then regularly."""
-        return self.wants_canary and (self.syncs <= 2 or self.syncs % self.every == 0)
+    def _canary_due(self, version: int) -> bool:
+        """At the first sync, which sets the band, at the first that brings trained weights, then regularly: by the
+        version, so that a resumed run measures when the one that was not interrupted does."""
+        return self.wants_canary and (self.canary.band is None or version == 1 or version % self.every == 0)
 
     def _of_canary(self, gaps: list[float], limit: float) -> str:
         told = ", ".join(f"rank {rank} {gap:.3g}" for rank, gap in enumerate(gaps) if not gap <= limit)

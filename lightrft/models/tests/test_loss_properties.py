@@ -138,7 +138,12 @@ def _wrong(change):
 
     def spoil(module):
         right = module.policy_loss
-        module.policy_loss = lambda logprobs, exp, cfg: (change(right(logprobs, exp, cfg)[0], exp), {})
+
+        def wrong(logprobs, exp, cfg):
+            loss, metrics = right(logprobs, exp, cfg)
+            return change(loss, exp), metrics
+
+        module.policy_loss = wrong
         return module
 
     return spoil
