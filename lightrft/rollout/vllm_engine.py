@@ -46,7 +46,7 @@ class VLLMEngine:
         self._ready = self._asleep = self._cache_asleep = False
         if not any(name.endswith("lm_head.weight") for name in shapes):
             vllm_weights.tie_head(self.model)
-        self._plain = vllm_weights.stored_as_loaded(self.model)
+        self._derived = vllm_weights.derived_layers(self.model)
 
     @property
     def model(self) -> nn.Module:
@@ -56,7 +56,8 @@ class VLLMEngine:
     @cached_property
     def places(self) -> Places:
         """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
-        return Places(self.native, self.model, self.shapes if self._plain else {}, self.group)
+        readable = self.shapes if vllm_weights.are_experts(self._derived) else {}
+        return Places(self.native, self.model, readable, self.group, self._derived)
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
@@ -122,7 +123,8 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
         self._ready = False
-        vllm_weights.load(self.native, self.model, vllm_weights.checked(named_tensors, self.shapes), self._plain)
+        stream = vllm_weights.checked(named_tensors, self.shapes)
+        vllm_weights.load(self.native, self.model, stream, plain=not self._derived)
         if not self.native.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
         self._ready, self.weight_version = True, version

@@ -1,5 +1,5 @@
 """Where vLLM's model keeps each weight of the trainer: fused tensors, shards, copies."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -74,21 +74,24 @@ class Places:
     """The weights that can be read back, by HF name. Over the ranks of ``group`` each part is read once, although
     several may hold it. A collective of them.
 
-    A weight whose parts are no blocks of it, or do not cover it, cannot; without ``shapes`` none can.
+    A weight whose parts are no blocks of it, do not cover it or lie in one of the layers ``derived``, cannot; without
+    ``shapes`` none can.
 
     Attributes:
         dtypes: what each is held in.
         mine: the parts that this rank reads.
     """
 
-    def __init__(self, engine: "LLMEngine", model: nn.Module, shapes: Shapes,
-                 group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, engine: "LLMEngine", model: nn.Module, shapes: Shapes, group: dist.ProcessGroup | None = None,
+                 derived: Iterable[nn.Module] = ()) -> None:
         self.group = group
         self.dtypes: dict[str, torch.dtype] = {}
         self.mine: dict[str, list[Place]] = {}
         self.shapes = shapes
         found = _copies(engine, model, shapes)
-        places = {name: [_place(*one, shapes[name]) for one in copies] for name, copies in found.items()}
+        changed = {parameter.untyped_storage().data_ptr() for layer in derived for parameter in layer.parameters()}
+        places = {name: [None if view.untyped_storage().data_ptr() in changed else _place(view, part, shapes[name])
+                         for view, part in copies] for name, copies in found.items()}  # yapf: disable
         held = {name: [one for one in parts if one] for name, parts in places.items() if all(parts)}
         keys = self._of_all_ranks({name: [one.key for one in parts] for name, parts in held.items()})
         for name, parts in held.items():

@@ -48,17 +48,30 @@ def tie_head(model: nn.Module) -> None:
         heads[0].tie_weights(next(table for table in tables if table is not heads[0]))
 
 
-def stored_as_loaded(model: nn.Module) -> bool:
-    """Whether nothing is derived from a weight after it was loaded: no quantised or packed layer, MoE kernel or MLA."""
+def derived_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that compute with something derived from their weights: quantised, packed, the experts of a MoE, MLA.
+
+    Such weights cannot be filled in place.
+    """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    return [layer for layer in model.modules()
+            if isinstance(layer, MLAAttention) or not _has_plain_method(layer)
+            or any(not parameter.numel() for parameter in layer.parameters(recurse=False))]  # yapf: disable
+
+
+def _has_plain_method(layer: nn.Module) -> bool:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    methods = [layer.quant_method for layer in model.modules() if "quant_method" in vars(layer)]
-    return (all(type(method) in plain for method in methods if isinstance(method, QuantizeMethodBase))
-            and all(parameter.numel() for parameter in model.parameters())
-            and not any(isinstance(layer, MLAAttention) for layer in model.modules()))
+    method = getattr(layer, "quant_method", None)  # that of experts is a module of its own, and not in vars(layer)
+    return (not isinstance(method, QuantizeMethodBase)
+            or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+
+
+def are_experts(layers: Iterable[nn.Module]) -> bool:
+    """Whether all ``layers`` are experts of a MoE without quantization, whose weights vLLM lays out for its kernels."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    return all(isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) for layer in layers)
 
 
 @torch.no_grad()
@@ -66,7 +79,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
     """Fill ``model``, the one ``engine`` runs, with full weights under HF names; vLLM's loaders fuse and shard them.
 
     Args:
-        plain: the model is :func:`stored_as_loaded`, so that its weights are filled in place.
+        plain: there are no :func:`derived_layers`, so that all weights are filled in place.
 
     Raises:
         ValueError: vLLM has a weight that did not come.
@@ -85,6 +98,9 @@ def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterab
     """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    for layer in model.modules():
+        if are_experts([layer]) and not any(parameter.is_cuda for parameter in layer.parameters()):
+            layer.quant_method.moe_kernel = None  # on a CPU its making is what packs the experts, and is done but once
     initialize_layerwise_reload(model)
     try:
         model.load_weights(named_tensors)

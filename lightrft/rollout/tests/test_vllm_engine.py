@@ -35,14 +35,14 @@ EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
 class Rig:
     """A trainer in this process, vLLM with its weights, and the HF engine on the trainer's own."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *engine_args):
         self.strategy = FakeStrategy(StrategyConfig(), False)
         self.strategy.setup()
         self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder))), OptimSpec(1e-3))
         self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
         # a pass holds the longest prompt and no more, so that prompts have to wait for each other
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
-                            engine_args=[f"max_num_batched_tokens={LIMIT}"])
+                            engine_args=[f"max_num_batched_tokens={LIMIT}", *engine_args])
         state, set_threads = torch.get_rng_state(), torch.set_num_threads
         self.vllm = get_engine(cfg, self.actor, self.strategy, tokenizer)
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"

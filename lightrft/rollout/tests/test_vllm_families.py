@@ -1,0 +1,167 @@
+"""Every family on its way into vLLM, the real one on a CPU: right weights pass the proof, wrong ones do not."""
+import re
+
+import pytest
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import SamplingParams
+from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout.tests import test_vllm_engine
+from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
+from lightrft.rollout.tests.test_vllm_engine import EXACT, NEW, STOPS, requests
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.tests import tiny
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+         "initializer_range": 0.12}  # yapf: disable
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+WINDOW = {"sliding_window": 8}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # vLLM pads 48 to 64
+FAMILIES = {
+    "qwen2 tied": ("qwen2", TIED), "qwen2 untied": ("qwen2", UNTIED), "qwen3": ("qwen3", UNTIED),
+    "llama": ("llama", UNTIED), "mistral": ("mistral", UNTIED | WINDOW), "gemma": ("gemma", TIED),
+    "gemma2": ("gemma2", TIED | WINDOW), "gemma3": ("gemma3_text", TIED | WINDOW), "qwen3_moe": ("qwen3_moe", MOE),
+}  # yapf: disable
+EXPERTS = {f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")}
+LONE = TARGET.replace("q_proj", "o_proj")  # vLLM fuses it with no other
+PROMPTS = [Prompt(str(i), list(range(40 + 5 * i, 80 + 6 * i)), "") for i in range(4)]  # longer than a block of 32
+
+
+class Rig(test_vllm_engine.Rig):
+    """Its syncs are proven, with fingerprints and canaries."""
+
+    def __init__(self, folder):
+        super().__init__(folder, "block_size=32")
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            self.vllm.generate(requests(), SamplingParams(NEW))
+        self.proof = None
+
+    def sync(self):
+        if self.proof is None:
+            cfg = RolloutConfig(sync_canary_every=1)
+            self.proof = get_sync_proof(cfg, self.strategy, self.prepared, self.vllm, PROMPTS, False, Timer())
+        self.version += 1
+        sync_weights(self.strategy, self.prepared, self.vllm, self.version, proof=self.proof)
+        return self.proof.check(self.version)["rollout/canary_gap"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_looked_at_here():
+    """vLLM asks another process about a class of models that it sees for the first time, to keep CUDA out of this one:
+    15 seconds for each family."""
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
+
+
+@pytest.fixture
+def family(request, tmp_path, monkeypatch):
+    """An engine that ends with the test."""
+    model_type, changes = FAMILIES[request.param]
+    monkeypatch.setitem(tiny.FAMILIES, request.param, (model_type, SIZES | changes))
+    rig = Rig(tiny.save_model(tmp_path, request.param))
+    yield rig
+    rig.vllm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """One engine for all faults."""
+    rig = Rig(tiny.save_model(tmp_path_factory.mktemp("model"), **SIZES))
+    yield rig
+    rig.vllm.shutdown()
+
+
+@pytest.fixture
+def rig(engine, monkeypatch):
+    """After a right sync, with other weights for the next one; what a test patches is put back."""
+    for owner, name in ((engine.vllm, "update_weights"), (engine.vllm.model, "load_weights")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    engine.proof = None
+    engine.sync()
+    engine.learn()
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_weights_arrive(family, request):
+    """Before and after all of them changed. All can be read back, but for experts."""
+    params = SamplingParams(NEW, stop_token_ids=STOPS)
+    for _ in range(2):
+        assert family.sync() < 1e-5
+        mean, largest = family.gap(requests(2), params)
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        family.learn()
+    unread = EXPERTS if "moe" in request.node.callspec.id else set()
+    assert set(family.vllm.shapes) - set(family.vllm.weight_dtypes()) == unread
+    assert len(family.proof.fingerprints.trainer) == len(family.vllm.shapes) - len(unread)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
+def test_experts_are_left_to_the_canaries(family):
+    """vLLM lays them out for its kernels. Each wrong tensor of theirs shows; the router has a fingerprint."""
+    right, router = family.vllm.update_weights, "model.layers.1.mlp.gate.weight"
+
+    def broken(name, change):
+        family.proof = None
+        family.sync()
+        family.learn()
+        family.vllm.update_weights = lambda stream, version: right(
+            ((one, change(tensor) if one == name else tensor) for one, tensor in stream), version)
+        with pytest.raises(SyncProofError) as caught:
+            family.sync()
+        family.vllm.update_weights = right
+        return str(caught.value)
+
+    for name in sorted(EXPERTS):
+        for change in (lambda tensor: tensor * 1.01, lambda tensor: tensor.roll(1, 0)):  # 1: experts change places
+            assert "every weight that can be compared is equal" in broken(name, change), name
+    assert f": {router} (layer 1) differs" in broken(router, lambda tensor: tensor * (1 + 1e-3))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
+def test_a_faulty_sync_is_named(rig, kind):
+    break_sync(rig.vllm, kind)
+    with pytest.raises(SyncProofError) as caught:
+        rig.sync()
+    said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
+    assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
+    assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
+
+
+def without(name, call):
+    """``call``, which takes a stream of weights, with a stream that lacks one."""
+    return lambda stream, *args: call(((one, tensor) for one, tensor in stream if one != name), *args)
+
+
+def test_a_tensor_that_never_comes(rig):
+    rig.vllm.update_weights = without(TARGET, rig.vllm.update_weights)
+    with pytest.raises(ValueError, match=f"1 weights did not arrive, the first is '{re.escape(TARGET)}'"):
+        rig.sync()
+
+
+def test_a_tensor_that_vllm_passes_over(rig):
+    rig.vllm.model.load_weights = without(LONE, rig.vllm.model.load_weights)
+    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer has not, e.g. '{re.escape(LONE)}'"):
+        rig.sync()
+
+
+def test_a_part_of_a_fused_tensor_that_vllm_passes_over(rig):
+    """It does not notice."""
+    rig.vllm.model.load_weights = without(TARGET, rig.vllm.model.load_weights)
+    with pytest.raises(SyncProofError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
+        rig.sync()
+
+
+def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
+    """All weights are right; keys and values of the canaries' prompts are those of the old ones."""
+    monkeypatch.setattr(rig.vllm.native, "reset_prefix_cache", lambda: True)
+    with pytest.raises(SyncProofError, match="canaries differ .* a cache outlived the update"):
+        rig.sync()
+    monkeypatch.undo()
+    assert rig.sync() < 1e-5
