@@ -85,17 +85,16 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         ValueError: vLLM has a weight that did not come.
     """
     from vllm.config import set_current_vllm_config
+    expected = {name for name, _ in model.named_parameters() if "scale" not in name}  # vLLM finds scales itself
     with set_current_vllm_config(engine.vllm_config):
-        if not plain:
-            _load_layerwise(engine, model, named_tensors)
-            return
-        unfilled = {name for name, _ in model.named_parameters()} - model.load_weights(named_tensors)
-        if unfilled:
-            raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(unfilled)!r}")
+        filled = model.load_weights(named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
+    if expected - filled:
+        raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
 
 
-def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays."""
+def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays. Returns
+    the names that were filled."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     for layer in model.modules():
@@ -103,9 +102,10 @@ def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterab
             layer.quant_method.moe_kernel = None  # on a CPU its making is what packs the experts, and is done but once
     initialize_layerwise_reload(model)
     try:
-        model.load_weights(named_tensors)
+        filled = model.load_weights(named_tensors)
     finally:  # after a stream that broke off too: the next one starts anew
         finalize_layerwise_reload(model, engine.model_config)
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
             layer.quant_method.process_weights_after_loading(layer)
+    return filled

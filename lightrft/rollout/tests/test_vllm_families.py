@@ -88,6 +88,11 @@ def rig(engine, monkeypatch):
     return engine
 
 
+def without(name, call):
+    """``call``, which takes a stream of weights, with a stream that lacks one."""
+    return lambda stream, *args: call(((one, tensor) for one, tensor in stream if one != name), *args)
+
+
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_weights_arrive(family, request):
     """Before and after all of them changed. All can be read back, but for experts."""
@@ -121,6 +126,11 @@ def test_experts_are_left_to_the_canaries(family):
     for name in sorted(EXPERTS):
         for change in (lambda tensor: tensor * 1.01, lambda tensor: tensor.roll(1, 0)):  # 1: experts change places
             assert "every weight that can be compared is equal" in broken(name, change), name
+    load = family.vllm.model.load_weights
+    family.vllm.model.load_weights = without("model.layers.0.mlp.experts.down_proj", load)
+    with pytest.raises(ValueError, match="the trainer has not, e.g. 'model.layers.0.mlp.experts.*w2_weight'"):
+        family.sync()
+    family.vllm.model.load_weights = load
     assert f": {router} (layer 1) differs" in broken(router, lambda tensor: tensor * (1 + 1e-3))
 
 
@@ -132,11 +142,6 @@ def test_a_faulty_sync_is_named(rig, kind):
     said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
     assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
     assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
-
-
-def without(name, call):
-    """``call``, which takes a stream of weights, with a stream that lacks one."""
-    return lambda stream, *args: call(((one, tensor) for one, tensor in stream if one != name), *args)
 
 
 def test_a_tensor_that_never_comes(rig):
