@@ -42,15 +42,15 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _of_vllm(c)
     if c.rollout.offload_during_rollout:
-        yield from _offload(c, c.strategy.strategy == "single" or (c.strategy.strategy == "auto" and world_size == 1))
+        yield from _offload(c, world_size)
 
 
-def _offload(c: Config, single: bool) -> Iterator[str]:
+def _offload(c: Config, world_size: int) -> Iterator[str]:
     import torch
     flag = "--offload_during_rollout True: "
     if not torch.cuda.is_available():
         yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
-    elif c.rollout.engine_type == "hf" and single:
+    elif c.rollout.engine_type == "hf" and c.strategy.resolved(world_size) == "single":
         yield flag + "the hf engine of a single process generates with the trainer's own weights; drop it"
     if c.strategy.fsdp_cpu_offload:
         yield flag + "has no effect with --fsdp_cpu_offload, where nothing is on the device; drop one"

@@ -86,7 +86,7 @@ def batch_summary(config: Config, world_size: int) -> str:
 
 def is_sharded(config: Config, world_size: int) -> bool:
     """Whether the strategy resolves to FSDP."""
-    return config.strategy.strategy == "fsdp" or (config.strategy.strategy == "auto" and world_size > 1)
+    return config.strategy.resolved(world_size) == "fsdp"
 
 
 def memory(config: Config, world_size: int, size: ModelSize, critic: bool = False) -> dict[str, float]:

@@ -92,7 +92,8 @@ def _bool(value: Any) -> bool | None:
     return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else None
 
 
-def _float(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """``value``, a number or its text, as a float; None where it is neither or not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -108,7 +109,7 @@ def _int(value: Any) -> int | None:
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    number = _float(value)
+    number = finite(value)
     return int(number) if number is not None and number.is_integer() else None
 
 
@@ -116,7 +117,7 @@ def _str(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-_PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+_PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: finite, str: _str}
 
 
 def split_commas(text: str) -> list[str]:

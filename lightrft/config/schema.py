@@ -56,6 +56,10 @@ class StrategyConfig:
     adam_offload: bool = option(False, "move the optimizer state to host memory between updates")
     dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run")
 
+    def resolved(self, world_size: int) -> str:
+        """``strategy`` for a run of ``world_size`` ranks, "auto" decided."""
+        return self.strategy if self.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
+
     @classmethod
     def from_args(cls, args: Any) -> "StrategyConfig":
         """Build the group from an ``argparse.Namespace`` made with :func:`lightrft.utils.cli_args.add_arguments`."""

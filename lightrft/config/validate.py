@@ -289,10 +289,9 @@ def _packages(log: SinkConfig) -> Iterator[str]:
 
 
 def _strategy(s: StrategyConfig, world_size: int) -> Iterator[str]:
-    single = s.strategy == "single" or (s.strategy == "auto" and world_size == 1)
     if s.strategy == "single" and world_size > 1:
         yield f"--strategy single: there are {world_size} ranks; nearest valid value: fsdp (or start one process)"
-    if s.fsdp_cpu_offload and single:
+    if s.fsdp_cpu_offload and s.resolved(world_size) == "single":
         yield "--fsdp_cpu_offload True: has no effect on a single process; add --strategy fsdp or drop it"
     if s.fsdp_cpu_offload and s.adam_offload:
         yield "--adam_offload True: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"

@@ -1,7 +1,7 @@
 """Keeps the training rows of a wanted difficulty: a number that was measured before, such as a pass rate."""
 import math
-from typing import Any
 
+from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loading import DataError, Row, Rows
 from lightrft.datasets.records import first_value
@@ -15,21 +15,11 @@ def difficulty(row: Row, key: str, where: str) -> float:
         DataError: there is none, or it is no number.
     """
     found = first_value((row, key), (row.get("extra_info"), key))
-    number = _number(found)
+    number = finite(found)
     if number is None:
         told = "the row has none" if found is None else f"{found!r} is not a number"
         raise DataError(f"{where}: --difficulty_key {key}: {told}. Complete or remove the row, or drop the option")
     return number
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def of_difficulty(parts: list[Rows], cfg: DataConfig) -> list[Rows]:

@@ -1,7 +1,8 @@
 """Global batches of rows, the same on every rank, whose position is one number."""
 from collections.abc import Iterator, Sequence
-from zlib import crc32
+from functools import cached_property
 from typing import Any, Generic, TypeVar
+from zlib import crc32
 
 from lightrft.datasets.blend import Blend
 from lightrft.datasets.loading import DataError
@@ -90,8 +91,9 @@ class PromptLoader(Generic[Item]):
         """The position and what it depends on."""
         blend = self.blend
         return {"position": self.position, "sizes": blend.sizes, "probs": blend.probs, "shuffle": blend.shuffle,
-                "seed": blend.seed, "rows": self._rows()}  # yapf: disable
+                "seed": blend.seed, "rows": self._rows}  # yapf: disable
 
+    @cached_property
     def _rows(self) -> int:
         """A number that stands for the content of a few rows."""
         step = max(len(self.dataset) // SAMPLED, 1)
@@ -110,7 +112,7 @@ class PromptLoader(Generic[Item]):
         if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
             _warn(f"the data order goes on as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
                   f"probabilities {wanted.probs}")
-        if state["rows"] != self._rows():
+        if state["rows"] != self._rows:
             _warn("the data has as many rows as that of the checkpoint, but other ones: the run goes on after the "
                   f"first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])

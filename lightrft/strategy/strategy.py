@@ -17,7 +17,7 @@ def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
         ValueError: an unknown name, or "single" under torchrun with more than one rank.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    name = cfg.strategy if cfg.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
+    name = cfg.resolved(world_size)
     if name == "single":
         if world_size > 1:
             raise UserError(f"--strategy single with {world_size} ranks would train {world_size} separate models; "

@@ -1,10 +1,11 @@
 """Tiny real runs of the trainer in this process, for tests: model, data, options -> ``fit()`` -> what it left."""
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import lightrft.algorithms  # noqa: F401  (fills the registries)
@@ -21,6 +22,7 @@ from lightrft.rewards.parts import Part
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tests import tiny
+from lightrft.trainer import run_log
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.utils.env import World, seed_everything
 
@@ -43,6 +45,14 @@ BASE: dict[str, Any] = {
     "eval_steps": 0,
 }
 PROMPTS = ("one", "two plus two", "3+4=", "the fifth of many", "6?", "seven is odd")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_picture() -> Iterator[None]:
+    """For modules of many runs, which take it up by name: drawing the learning curve takes longer than one of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_log, "plot_curve", lambda *args: None)
+        yield
 
 
 def letters(item: RewardInput) -> Outcome:

@@ -18,7 +18,6 @@ from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.tests import runs, tiny
 from lightrft.tests.option_flips import (FLIPS, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen, files, forwards, keys, steps,
                                          weights)
-from lightrft.trainer import run_log
 from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.utils import sinks
 from lightrft.utils.env import seed_everything
@@ -90,12 +89,7 @@ def run_sft(home: Path, save: Path, values: dict[str, Any]) -> Seen:
     return watched(strategy, SFTTrainer(config, strategy, actor, tokenizer, rows, held_out), save, Seen(None))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_picture():
-    """Drawing the learning curve takes longer than one of these runs; the other tests draw it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield
+no_picture = runs.no_picture  # the other tests draw it
 
 
 @pytest.fixture(scope="module")

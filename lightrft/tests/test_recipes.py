@@ -6,18 +6,16 @@ from lightrft.config.options import flatten
 from lightrft.config.recipes import RECIPES
 from lightrft.config.semantics import SEMANTICS
 from lightrft.tests import runs
-from lightrft.trainer import run_log
 from lightrft.trainer.session import check
 from lightrft.utils.errors import UserError
 
+no_picture = runs.no_picture
 SPARE = {"train_batch_size": 4, "max_steps": 2}  # two optimizer steps per rollout: ratios move
 
 
 @pytest.fixture(name="home", scope="module")
 def home_fixture(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield runs.write_home(tmp_path_factory.mktemp("home"))
+    return runs.write_home(tmp_path_factory.mktemp("home"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -7,7 +7,7 @@ from lightrft.ops.segment import group_stats
 from lightrft.trainer.advantage_calculator import teaches
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout, set_rewards
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.groups import Groups, Tally
+from lightrft.trainer.groups import Groups, Tally, tell_dropped
 from lightrft.trainer.oversampling import OversamplingSource
 from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
 from lightrft.trainer.rollout_metrics import staleness_metrics
@@ -32,10 +32,7 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to go on with; what a run with dynamic sampling or oversampling left is told."""
-        _tell_open(state)
-        if state.get("rows"):
-            get_logger().warning("without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
-                                 len(state["rows"]))
+        tell_dropped(state, "open", "rows")
 
 
 class DynamicSource:
@@ -112,19 +109,13 @@ class DynamicSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; groups of another size than this run's are told and dropped."""
-        _tell_open(state)
+        tell_dropped(state, "open")
         if state.get("rows") and state["size"] == self.waiting.size:
             self.waiting = Groups(Experience(**state["exp"]), state["rows"], state["size"])
         elif state.get("rows"):
             get_logger().warning(
                 "groups of %d samples carried over in the checkpoint are dropped: "
                 "--n_samples_per_prompt is %d now", state["size"], self.waiting.size)
-
-
-def _tell_open(state: dict[str, Any]) -> None:
-    if state.get("open"):
-        get_logger().warning("without --oversample the %d groups under way in the checkpoint are dropped",
-                             len(state["open"]))
 
 
 def get_maker(config: Config) -> type[FastExperienceMaker]:

@@ -1,12 +1,26 @@
 """Whole groups of samples that can be kept, joined and numbered anew, and what it took to make them."""
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.trainer.experience_maker import Rows, pack_samples
 from lightrft.types import Experience
+from lightrft.utils.logging import get_logger
+
+_CARRIED = {
+    "rows": "without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
+    "open": "without --oversample the %d groups under way in the checkpoint are dropped",
+}
+
+
+def tell_dropped(state: dict[str, Any], *kinds: str) -> None:
+    """Warn of what another source left in the ``state`` of a checkpoint: "rows" or "open" groups."""
+    for kind in kinds:
+        if state.get(kind):
+            get_logger().warning(_CARRIED[kind], len(state[kind]))
 
 
 @dataclass

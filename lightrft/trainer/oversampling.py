@@ -6,6 +6,7 @@ from typing import Any
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.trainer.experience_maker import Rollout, Rows, pack_samples
+from lightrft.trainer.groups import tell_dropped
 from lightrft.trainer.open_groups import OpenGroup
 from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
 from lightrft.trainer.rollout_metrics import staleness_metrics
@@ -93,6 +94,4 @@ class OversamplingSource:
                 "%d per batch", len(carried), state["size"], self.size, self.batch)
         else:
             self.groups = carried
-        if state.get("rows"):
-            get_logger().warning("without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
-                                 len(state["rows"]))
+        tell_dropped(state, "rows")

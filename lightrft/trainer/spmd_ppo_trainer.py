@@ -56,6 +56,17 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
     return Models(actor, critic, reference)
 
 
+def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt]) -> None:
+    """Stop where the rewards cannot fill a batch of dynamic sampling, or do not tell a good answer from a bad one."""
+    if not (config.rollout.dynamic_sampling or config.reward.reward_probe):
+        return  # the data may be large
+    asked = [reward_input(prompt, "") for prompt in prompts]
+    if config.rollout.dynamic_sampling:
+        check_spread(rewards, asked, config.algorithm.zero_spread)
+    if config.reward.reward_probe:
+        rewards.probe(asked)
+
+
 class SPMDPPOTrainer(PPOTrainer):
     """``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
@@ -85,11 +96,7 @@ class SPMDPPOTrainer(PPOTrainer):
             models.reference,
             shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
         timer, rewards = timer or Timer(), rewards or RewardManager(config.reward)
-        asked = [reward_input(prompt, "") for prompt in prompts]
-        if config.rollout.dynamic_sampling:
-            check_spread(rewards, asked, config.algorithm.zero_spread)
-        if config.reward.reward_probe:
-            rewards.probe(asked)
+        _try_rewards(config, rewards, prompts)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None

@@ -7,7 +7,7 @@ from torch import Tensor
 from lightrft.algorithms.base import POLICY_LOSSES
 from lightrft.config.schema import Config
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.logprob_pass import run_passes
+from lightrft.trainer.logprob_pass import bypasses, run_passes
 from lightrft.trainer.replay_buffer import MiniBatch
 from lightrft.types import Experience
 
@@ -32,7 +32,7 @@ class TokenSelection:
         """
         if self.selects is None:
             return
-        known = fresh and exp.old_logprobs is not None and self.config.algorithm.rollout_correction != "bypass"
+        known = fresh and exp.old_logprobs is not None and not bypasses(self.config)
         logprobs = exp.old_logprobs if known else self._current(exp, mini)
         member = torch.zeros(exp.num_seqs, dtype=torch.bool)
         member[mini.samples] = True

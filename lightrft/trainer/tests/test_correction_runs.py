@@ -5,22 +5,14 @@ import torch
 from lightrft.algorithms import CORRECTIONS
 from lightrft.tests import runs
 from lightrft.tests.invariants import build, gradients, largest_gap, make_rollout
-from lightrft.trainer import run_log
 
+no_picture = runs.no_picture
 TWO = {"micro_train_batch_size": 4}  # micro-batches of the whole rollout
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_picture():
-    """Drawing the learning curve takes longer than one of these runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import torch
 
 from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import finish
-from lightrft.trainer import run_log
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.group_source import PromptSource
 
+no_picture = runs.no_picture
 BATCH, PROMPTS, SIZE = 4, 22, 3
 OPTIONS = {
     "oversample": 1.5, "rollout_batch_size": BATCH, "n_samples_per_prompt": SIZE, "train_batch_size": BATCH * SIZE,
@@ -23,9 +23,7 @@ VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
 def home_fixture(tmp_path_factory):
     folder = runs.write_home(tmp_path_factory.mktemp("home"))
     faults.write_rows(folder / "train.jsonl", faults.rows(PROMPTS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield folder
+    return folder
 
 
 def trainer_of(home, folder, **options):

@@ -2,8 +2,8 @@
 import pytest
 
 from lightrft.tests import runs
-from lightrft.trainer import run_log
 
+no_picture = runs.no_picture
 STAGED = {
     "stages": ["4:2", "9:1", "12"],
     "generate_max_len": 12,
@@ -19,9 +19,7 @@ STAGED = {
 
 @pytest.fixture(name="home", scope="module")
 def home_fixture(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield runs.write_home(tmp_path_factory.mktemp("home"))
+    return runs.write_home(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(name="done", scope="module")

@@ -7,8 +7,8 @@ import torch
 from lightrft.algorithms import POLICY_LOSSES
 from lightrft.algorithms.tests.test_policy_losses import NAMES
 from lightrft.tests import runs
-from lightrft.trainer import run_log
 
+no_picture = runs.no_picture
 SEVERAL = {"max_steps": 2, "train_batch_size": 4, "max_epochs": 2}
 CHOICES = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_low": 0.1}, "kl_cov": {"kl_cov_ratio": 0.2}}
 
@@ -16,13 +16,6 @@ CHOICES = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_low": 0.1}, "kl_cov": {
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_picture():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_log, "plot_curve", lambda *args: None)
-        yield
 
 
 @pytest.fixture(scope="module")
