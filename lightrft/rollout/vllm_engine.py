@@ -57,7 +57,8 @@ class VLLMEngine:
     def places(self) -> Places:
         """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
         readable = self.shapes if vllm_weights.are_experts(self._derived) else {}
-        return Places(self.native, self.model, readable, self.group, self._derived)
+        load = partial(vllm_weights.load_plain, self.native, self.model)
+        return Places(load, readable, self.group, self._derived)
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""

@@ -1,8 +1,8 @@
-"""Where vLLM's model keeps each weight of the trainer: fused tensors, shards, copies."""
-from collections.abc import Iterable, Iterator
+"""Where an engine's model keeps each weight of the trainer: fused tensors, shards, copies."""
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.vllm_weights import Shapes
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
+Load = Callable[[Iterator[tuple[str, Tensor]]], Any]  # gives weights to the engine's own loader
 Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a part begins in the full weight, and its shape
 
 
 @dataclass(frozen=True)
 class Place:
-    """``view`` into vLLM's model, whose first element is that at index ``start`` of the full weight."""
+    """``view`` into the engine's model, whose first element is that at index ``start`` of the full weight."""
     view: Tensor
     start: tuple[int, ...]
 
@@ -46,9 +44,8 @@ class _Copies(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _copies(engine: "LLMEngine", model: nn.Module, shapes: Shapes) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """What vLLM's loader copies where for each full weight, without copying: (destination, meta view of the weight)."""
-    from vllm.config import set_current_vllm_config
+def _copies(load: Load, shapes: Shapes) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """What ``load`` copies where for each full weight, without copying: (destination, meta view of the weight)."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     copies = _Copies()
 
@@ -57,8 +54,8 @@ def _copies(engine: "LLMEngine", model: nn.Module, shapes: Shapes) -> dict[str, 
             copies.found = found[name] = []
             yield name, torch.empty(shape, device="meta")
 
-    with set_current_vllm_config(engine.vllm_config), copies:
-        model.load_weights(stream())
+    with copies:
+        load(stream())
     return found
 
 
@@ -82,13 +79,13 @@ class Places:
         mine: the parts that this rank reads.
     """
 
-    def __init__(self, engine: "LLMEngine", model: nn.Module, shapes: Shapes, group: dist.ProcessGroup | None = None,
+    def __init__(self, load: Load, shapes: Shapes, group: dist.ProcessGroup | None = None,
                  derived: Iterable[nn.Module] = ()) -> None:
         self.group = group
         self.dtypes: dict[str, torch.dtype] = {}
         self.mine: dict[str, list[Place]] = {}
         self.shapes = shapes
-        found = _copies(engine, model, shapes)
+        found = _copies(load, shapes)
         changed = {parameter.untyped_storage().data_ptr() for layer in derived for parameter in layer.parameters()}
         places = {name: [None if view.untyped_storage().data_ptr() in changed else _place(view, part, shapes[name])
                          for view, part in copies] for name, copies in found.items()}  # yapf: disable

@@ -74,6 +74,13 @@ def are_experts(layers: Iterable[nn.Module]) -> bool:
     return all(isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) for layer in layers)
 
 
+def load_plain(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """vLLM's own loader, which fills the tensors that are there; the names of those that it filled."""
+    from vllm.config import set_current_vllm_config
+    with set_current_vllm_config(engine.vllm_config):
+        return model.load_weights(named_tensors)
+
+
 @torch.no_grad()
 def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], plain: bool) -> None:
     """Fill ``model``, the one ``engine`` runs, with full weights under HF names; vLLM's loaders fuse and shard them.
@@ -87,7 +94,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
     from vllm.config import set_current_vllm_config
     expected = {name for name, _ in model.named_parameters() if "scale" not in name}  # vLLM finds scales itself
     with set_current_vllm_config(engine.vllm_config):
-        filled = model.load_weights(named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
+        filled = load_plain(engine, model, named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
     if expected - filled:
         raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
 
