@@ -1,12 +1,14 @@
 """Starting vLLM in this process: its environment, its arguments, and the state of the process that stays as it was."""
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from transformers import PretrainedConfig
 
 from lightrft.config.engine_rules import INSTALL
 from lightrft.config.options import did_you_mean
@@ -33,14 +35,16 @@ def native_arguments(entries: list[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
 
 
-def engine_arguments(cfg: RolloutConfig, path: str, device: torch.device, bf16: bool, world: World) -> dict[str, Any]:
-    """What vLLM is started with for the HF folder ``path``. Its weights are random until the first sync."""
+def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
+                     world: World) -> dict[str, Any]:
+    """What vLLM is started with for the model of ``config``. Its weights are random until the first sync."""
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
     arguments: dict[str, Any] = {
-        "model": path,
+        "model": config.name_or_path,
         "dtype": "bfloat16" if bf16 else "float32",
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": config.get_text_config() is config,  # what is more than text has a processor
+        "mm_device_do_normalize": False,  # its means and deviations would be random too, and no sync brings them
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
         "max_model_len": longest,
@@ -88,6 +92,28 @@ def keep_weights_unpacked() -> None:
     _custom_ops._supports_onednn = False
 
 
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """On a CPU, the ranks of an engine meet in shared memory of their run, whose name goes once all have it open.
+
+    vLLM's name for it is the same in every run: no second one could start beside the first, or after it was killed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    names: set[str] = set()
+
+    def group_name(communicator: Any) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        names.add(name := f"lightrft-{os.environ['MASTER_PORT']}-{communicator.unique_name}-{ranks}")
+        return name
+
+    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+    try:
+        yield
+    finally:
+        for path in (path for name in names for path in Path("/dev/shm").glob(f"{name}_*")):
+            path.unlink(missing_ok=True)
+
+
 def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine":
     """vLLM's engine in this process; under torchrun every rank calls it.
 
@@ -97,6 +123,8 @@ def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine"
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with process_state_kept():
+        if device.type == "cpu":  # or vLLM compiles a few helpers at the first request, for seconds
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         try:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -108,6 +136,7 @@ def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine"
         if device.type == "cpu":
             keep_weights_unpacked()
         try:
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            with own_shared_memory() if device.type == "cpu" else nullcontext():
+                return LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"vLLM cannot run {arguments['model']}: {error}") from error

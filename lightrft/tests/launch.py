@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightrft.tests.preload"])
+_PRELOAD = ["lightrft.tests.preload"]
+_CONTEXT.set_forkserver_preload(_PRELOAD)
+
+
+def preload(*modules: str) -> None:
+    """Let the server import these too, from now on."""
+    forkserver._forkserver._stop()
+    _CONTEXT.set_forkserver_preload([*_PRELOAD, *modules])
 
 
 def flags(options: dict[str, Any]) -> list[str]:

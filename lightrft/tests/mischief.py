@@ -14,7 +14,7 @@ from lightrft.types import Experience
 _CALLS = count(1)
 
 
-def _due() -> str:
+def due() -> str:
     """The kind of mischief that this call is to make, or nothing."""
     kind, _, when = os.environ.get("MISCHIEF", "").partition("@")
     rank, _, calls = when.partition(":")
@@ -29,7 +29,7 @@ def mischief(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[T
     """ppo, until it is not."""
     import lightrft.algorithms  # noqa: F401  (registers ppo)
     loss, metrics = POLICY_LOSSES.get("ppo").fn(logprobs, exp, cfg)
-    kind = _due()
+    kind = due()
     if kind == "raise":
         raise RuntimeError("the loss of this rank is a pumpkin")
     if kind == "exit":

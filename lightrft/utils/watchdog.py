@@ -160,7 +160,7 @@ class Watchdog:
     def _quit(self, failure: dict[str, Any]) -> None:
         """End this process for an expected error elsewhere, which that rank has told; rank 0 repeats it."""
         if self.rank == 0:
-            get_logger().error(f"rank {failure['rank']} {failure['what']}")
+            get_logger().error(f"rank {failure['rank']} {failure['what']}, in phase {failure['phase']}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure["exit_code"])

@@ -1,0 +1,40 @@
+"""A plugin under which vLLM fails in the middle of a response: ``MISCHIEF`` as in :mod:`lightrft.tests.mischief`, with
+the passes of its model as the calls, or, for "long", its calls of ``generate``. It leaves a file
+``mischief``."""
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from lightrft.rollout.vllm_engine import VLLMEngine
+from lightrft.tests.mischief import due
+
+_LONG = os.environ.get("MISCHIEF", "").startswith("long")
+_execute, _generate = GPUModelRunner.execute_model, VLLMEngine.generate
+
+
+def _strikes() -> str:
+    if kind := due():
+        Path("mischief").touch()
+    return kind
+
+
+def _harmed(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    kind = "" if _LONG else _strikes()
+    if kind == "raise":
+        raise RuntimeError("vLLM's model is a pumpkin")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _execute(runner, *args, **kwargs)
+
+
+def _lengthened(engine: VLLMEngine, requests: Any, *args: Any) -> Any:
+    if _LONG and _strikes():
+        requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
+    return _generate(engine, requests, *args)
+
+
+GPUModelRunner.execute_model, VLLMEngine.generate = _harmed, _lengthened
