@@ -111,6 +111,7 @@ class WorkerPool:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}
+        self._suspects: set[Spec] = set()  # rewards that have hung or died; their responses are sent one by one
         self._closed = False
         self._lock = threading.Lock()
 
@@ -167,9 +168,13 @@ class WorkerPool:
         self._discard(slot)
 
     def _score(self, slot: int, task: Task) -> list[Outcome]:
-        """Outcomes of a chunk. Who hangs or kills the process is left out and the rest goes on in a fresh one."""
+        """Outcomes of a chunk. Who hangs or kills the process is left out and the rest goes on in a fresh one.
+
+        In a chunk of several it is not known who did: outcomes travel together. What has not come is asked again, one
+        by one.
+        """
         done: list[Outcome] = []
-        singly = False
+        singly = task.spec in self._suspects
         while not self._closed:
             rest = task.batch[len(done):]
             deadline = task.patience.deadline_s()
@@ -178,8 +183,10 @@ class WorkerPool:
             asked = rest[:1] if singly else rest
             scored, failure = self._attempt(slot, task, asked, deadline)
             done += scored
-            if failure is not None and task.info.result().batched and len(asked) > 1:
+            if failure is not None and len(asked) > 1:
                 singly = True
+                if not task.info.result().batched:
+                    self._suspects.add(task.spec)
             elif failure is not None:
                 done.append(failure)
             if len(done) == len(task.batch):
@@ -193,9 +200,9 @@ class WorkerPool:
         worker = self._ready(slot, task, asked)
         try:
             while len(scored) < len(asked):
-                message = worker.receive(deadline)
-                if isinstance(message, Outcome):
-                    scored.append(message)
+                outcomes = worker.receive(deadline)
+                scored += outcomes
+                if outcomes:
                     task.patience.streak = 0
             return scored, None
         except TimeoutError:

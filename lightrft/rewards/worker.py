@@ -1,7 +1,7 @@
 """The process that scores: may be killed at any moment, dies with its parent, imports neither torch nor the script.
 
-Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loaded", info)`` or ``("failed", text)``, then per response one
-``Outcome`` (a None in between restarts the parent's deadline).
+Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loaded", info)`` or ``("failed", text)``; then the outcomes in
+lists, each of which restarts the parent's deadline.
 """
 import ctypes
 import os
@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from lightrft.rewards.caught import Caught
 from lightrft.rewards.user_file import Scorer, load, outcomes_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TOGETHER_S = 1e-3  # outcomes that come faster than this travel together: a message costs both sides more than they do
 _MATH_BYTES = 2 << 30  # what one algebra call may allocate: 9**9**9 must not take the machine's memory
 
 
@@ -98,8 +99,20 @@ def serve(pipe: Connection) -> None:
                 continue
         scorer, info = loaded[spec]
         pipe.send(("loaded", info))
-        for outcome in scorer(batch) if batch else ():
-            pipe.send(outcome)
+        for outcomes in _bundles(scorer(batch) if batch else ()):
+            pipe.send(outcomes)
+
+
+def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
+    """Lists of them; a None, before what may take long, and a slow outcome end one."""
+    ready, sent = list[Outcome](), time.monotonic()
+    for outcome in outcomes:
+        ready += [] if outcome is None else [outcome]
+        if outcome is None or time.monotonic() - sent > _TOGETHER_S:
+            yield ready
+            ready, sent = [], time.monotonic()
+    if ready:
+        yield ready
 
 
 def die_with(parent: int) -> None:

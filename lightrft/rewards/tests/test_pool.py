@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 
-from lightrft.rewards.base import RewardInput
+from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.pool import Patience
+from lightrft.rewards.worker import _bundles
 
 PARENT = """
 import sys, time
 from lightrft.config.schema import RewardConfig
-from lightrft.rewards.base import RewardInput
+from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
 manager = RewardManager(RewardConfig(reward=[sys.argv[1]], reward_timeout_s=60.0))
 manager.submit([RewardInput("", "busy")])
@@ -102,3 +103,18 @@ def test_workers_do_not_import_the_training_script_and_share_the_work(make_manag
     scores = manager.collect(manager.submit([RewardInput("", "")] * 16))
     assert {s.total for s in scores} == set(manager.pool.pids) and len(manager.pool.pids) == 2, "both workers scored"
     assert {s.parts["compute_score/torch"] for s in scores} == {0.0}, "a worker has no torch"
+
+
+def test_outcomes_travel_together_unless_they_take_their_time():
+    good = Outcome(1.0)
+
+    def scored():
+        yield from [good] * 3
+        yield None  # what follows may take long: the parent is to have all before it
+        yield good
+        time.sleep(0.02)
+        yield good
+        yield good
+
+    assert [len(bundle) for bundle in _bundles(scored())] == [3, 2, 1]
+    assert list(_bundles(iter([]))) == []
