@@ -51,7 +51,8 @@ $(CORE): requirements.txt setup.py | $(BIN)/python
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(DEV): requirements-dev.txt requirements-vllm.txt $(CORE)
+$(DEV): requirements-dev.txt requirements-vllm.txt requirements-vision.txt $(CORE)
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision -r requirements-vision.txt
 	@touch $@

@@ -26,7 +26,7 @@ DECIDED: dict[str, str] = {
     "quantization": "--engine_quantization",
 }
 FIXED = ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
-         "enable_chunked_prefill")
+         "enable_chunked_prefill", "mm_device_do_normalize")
 COLDEST = 0.01  # vLLM raises lower temperatures to this, and its log-probs would not be those that are trained
 
 

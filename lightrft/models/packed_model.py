@@ -44,11 +44,12 @@ class PackedModel(nn.Module):
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
         """
         inputs = self.modality.inputs(exp)
-        hidden = self.modality.body(self.hf_model)(**inputs).last_hidden_state[0]
-        if inputs["packing"].calls < self.hf_model.config.num_hidden_layers:
+        body = self.modality.body(self.hf_model)
+        hidden = body(**inputs).last_hidden_state[0]
+        if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
-                f"{self.hf_model.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
+                f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
         first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
         index = (exp.loss_mask & ~first).nonzero()[:, 0]
         return index, hidden.index_select(0, index - 1)

@@ -115,7 +115,7 @@ class VLLMEngine:
         return sorted({i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < vocabulary})
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full weights under their HF names and forget every cached prefix.
+        """Take over full weights under their HF names and forget every cached prefix and picture.
 
         Raises:
             RuntimeError: while asleep.
@@ -126,6 +126,7 @@ class VLLMEngine:
         self._ready = False
         stream = vllm_weights.checked(named_tensors, self.shapes)
         vllm_weights.load(self.native, self.model, stream, plain=not self._derived)
+        self.native.reset_encoder_cache()
         if not self.native.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
         self._ready, self.weight_version = True, version
@@ -161,7 +162,7 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
                       bf16: bool) -> VLLMEngine:
     """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, owns_world = World.from_env(), vllm_weights.exported_shapes(actor), not dist.is_initialized()
-    arguments = engine_arguments(cfg, actor.hf_model.config.name_or_path, device, bf16, world)
+    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
     native = start_engine(arguments, device)
     group = None
     if cfg.engine_tp_size > 1:

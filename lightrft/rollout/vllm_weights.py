@@ -92,7 +92,8 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         ValueError: vLLM has a weight that did not come.
     """
     from vllm.config import set_current_vllm_config
-    expected = {name for name, _ in model.named_parameters() if "scale" not in name}  # vLLM finds scales itself
+    kept = {id(tensor): name for name, tensor in [*model.state_dict(keep_vars=True).items()][::-1]}  # tied ones once
+    expected = {name for name in kept.values() if "scale" not in name}  # vLLM finds scales itself
     with set_current_vllm_config(engine.vllm_config):
         filled = load_plain(engine, model, named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
     if expected - filled:

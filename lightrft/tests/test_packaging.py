@@ -97,7 +97,7 @@ def test_make_runs_what_is_promised(tmp_path):
     for stamp in ("bin/python", ".installed-core", ".installed-dev"):
         (tmp_path / stamp).touch()
     show = ["make", "-n", f"VENV={tmp_path}", "-o", "setup.py"]
-    show += [word for kind in ("", "-dev", "-vllm") for word in ("-o", f"requirements{kind}.txt")]
+    show += [word for kind in ("", "-dev", "-vllm", "-vision") for word in ("-o", f"requirements{kind}.txt")]
     assert "run_quickstart.sh --seed 2" in run(*show, "quickstart", "ARGS=--seed 2", cwd=ROOT)
     expected = {
         "test": "-m pytest", "format": "yapf --in-place", "fcheck": "mypy lightrft/config", "docs": "sphinx-build -W",

@@ -38,7 +38,7 @@ class Rig:
     def __init__(self, folder, *engine_args):
         self.strategy = FakeStrategy(StrategyConfig(), False)
         self.strategy.setup()
-        self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder))), OptimSpec(1e-3))
+        self.prepared = self.strategy.prepare(self.load(str(folder)), OptimSpec(1e-3))
         self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
         # a pass holds the longest prompt and no more, so that prompts have to wait for each other
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
@@ -48,6 +48,9 @@ class Rig:
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"
         self.hf = HFEngine(self.actor.hf_model, eos_ids(self.actor.hf_model, tokenizer), 1 << 22)
         self.version = 0
+
+    def load(self, folder):
+        return load_actor(ModelConfig(pretrain=folder))
 
     def learn(self):
         """Weights as after training steps."""

@@ -1,5 +1,9 @@
 """Every family on its way into vLLM, the real one on a CPU: right weights pass the proof, wrong ones do not."""
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,8 +38,8 @@ PROMPTS = [Prompt(str(i), list(range(40 + 5 * i, 80 + 6 * i)), "") for i in rang
 class Rig(test_vllm_engine.Rig):
     """Its syncs are proven, with fingerprints and canaries."""
 
-    def __init__(self, folder):
-        super().__init__(folder, "block_size=32")
+    def __init__(self, folder, *engine_args):
+        super().__init__(folder, "block_size=32", *engine_args)
         with pytest.raises(RuntimeError, match="has no weights yet"):
             self.vllm.generate(requests(), SamplingParams(NEW))
         self.proof = None
@@ -170,3 +174,14 @@ def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
         rig.sync()
     monkeypatch.undo()
     assert rig.sync() < 1e-5
+
+
+def test_models_that_see(tmp_path):
+    """Qwen2.5-VL and Qwen3-VL: names, fingerprints and log-probs of text and pictures; in a process with torchvision,
+    which the others must not find."""
+    if not Path(sys.prefix, "torchvision").exists():
+        pytest.skip("needs torchvision apart: make test installs it")
+    command = [sys.executable, "-m", "lightrft.rollout.tests.vllm_vision", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=280)
+    assert done.returncode == 0, done.stderr[-8000:]

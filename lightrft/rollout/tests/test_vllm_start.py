@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from transformers import PretrainedConfig, Qwen2_5_VLConfig
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import Request
@@ -15,8 +16,8 @@ from lightrft.utils.env import World, total_memory
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def arguments(device=CUDA, bf16=False, world=World(), **rollout):
-    return engine_arguments(RolloutConfig(**rollout), "folder", device, bf16, world)
+def arguments(device=CUDA, bf16=False, world=World(), config=PretrainedConfig(name_or_path="folder"), **rollout):
+    return engine_arguments(RolloutConfig(**rollout), config, device, bf16, world)
 
 
 def test_options_reach_vllm():
@@ -40,6 +41,10 @@ def test_options_reach_vllm():
         changed = arguments(**options)
         assert changed[name] == value != plain.get(name), name
         assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+
+
+def test_what_is_more_than_text_has_a_processor():
+    assert arguments()["skip_tokenizer_init"] and not arguments(config=Qwen2_5_VLConfig())["skip_tokenizer_init"]
 
 
 def test_a_pass_holds_the_longest_sequence():
