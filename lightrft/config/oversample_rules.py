@@ -15,12 +15,6 @@ def oversample_problems(c: Config) -> Iterator[str]:
         for name, value in changed(c, ["max_staleness"]):
             yield f"--{name} {value}: has no effect without --oversample; add --oversample 1.25 or drop --{name}"
         return
-    if r.engine_tp_size > 1:
-        yield (
-            f"{flag}: ranks that share an engine (--engine_tp_size {r.engine_tp_size}) would stop each other; nearest "
-            "valid value: --engine_tp_size 1, or drop --oversample")
-    if r.engine_type == "vllm" and r.use_fire:
-        yield f"{flag}: --engine_type vllm does not go on with a response of --use_fire; use --engine_type hf"
     if r.dynamic_sampling:
         yield (f"{flag}: generation ends when enough groups are finished, and --dynamic_sampling knows which of them "
                "count only after their rewards; drop one of them")

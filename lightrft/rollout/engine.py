@@ -85,7 +85,8 @@ class RolloutEngine(Protocol):
                  on_finished: Finished | None = None) -> list[list[Completion]]:
         """Responses in the order of ``requests`` and their seeds. ``on_finished(i, completions)`` is called as soon as
         all responses of request ``i`` are done; once it answers True, no further token is drawn, and the responses
-        under way come back as they are ("abort"), perhaps empty."""
+        under way come back as they are ("abort"), perhaps empty. Ranks that share the engine stop once all have had
+        True, or everything that they asked for; until then it is called for further requests."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over full weights under their HF names; later responses come from them alone."""
@@ -128,4 +129,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if cfg.engine_type == "vllm":
         from lightrft.rollout.vllm_engine import build_vllm_engine
         return build_vllm_engine(cfg, actor, strategy.device, tokenizer, bf16)
-    raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf, vllm")
+    if cfg.engine_type == "sglang":
+        from lightrft.rollout.sglang_engine import build_sglang_engine
+        return build_sglang_engine(cfg, actor, strategy.device, tokenizer, bf16)
+    raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf, vllm, sglang")

@@ -1,11 +1,17 @@
 """Ranks that run one engine together: each brings its own prompts, all generate all of them, each keeps its own."""
+from collections.abc import Iterator
 from itertools import chain, islice
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import Request
+from lightrft.rollout.engine import Completion, Request
+from lightrft.utils.env import World
+
+T = TypeVar("T")
+_REASONS = ("stop", "length", "abort")
 
 
 def _encode(requests: list[Request]) -> Tensor:
@@ -42,10 +48,56 @@ def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> 
     return [request for part in parts for request in part], slice(start, start + len(requests))
 
 
-def any_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``flag`` holds on any rank of ``group``. A collective."""
+def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``flag`` holds on every rank of ``group``. A collective."""
     if group is None:
         return flag
     number = torch.tensor([int(flag)])
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
     return bool(number.item())
+
+
+def group_of(size: int, world: World) -> dist.ProcessGroup | None:
+    """CPU process group of this rank among ``size`` consecutive ones; None for 1. A collective of all ranks."""
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, world.world_size, size)
+              if size > 1]  # yapf: disable
+    return groups[world.rank // size] if groups else None
+
+
+def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """That of the first rank of ``group``, one-dimensional; on all of them. A collective."""
+    if group is None:
+        return tensor
+    length = torch.tensor([len(tensor)])
+    dist.broadcast(length, group=group, group_src=0)
+    tensor = tensor if dist.get_rank(group) == 0 else tensor.new_empty(int(length))
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor
+
+
+def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
+    """That of the first rank of ``group``; on all of them. A collective."""
+    box = [found]
+    if group is not None:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def completions_of_first(found: dict[int, list[Completion]],
+                         group: dist.ProcessGroup | None) -> dict[int, list[Completion]]:
+    """Responses by the number of their request, of the first rank of ``group``; on all of them. A collective."""
+    if group is None:
+        return found
+    numbers: list[float] = []
+    for i, completions in found.items():
+        numbers += [i, len(completions)]
+        for one in completions:
+            numbers += [_REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
+    rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
+    return {int(i): [_completion(rest) for _ in range(int(next(rest)))] for i in rest}
+
+
+def _completion(numbers: Iterator[float]) -> Completion:
+    reason, length = int(next(numbers)), int(next(numbers))
+    token_ids = [int(number) for number in islice(numbers, length)]
+    return Completion(token_ids, list(islice(numbers, length)), _REASONS[reason])

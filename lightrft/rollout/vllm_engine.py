@@ -12,7 +12,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import vllm_weights
 from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
-from lightrft.rollout.engine_group import any_of_group, share_requests
+from lightrft.rollout.engine_group import all_of_group, share_requests
 from lightrft.rollout.hf_engine import eos_ids
 from lightrft.rollout.vllm_places import Places
 from lightrft.rollout.vllm_run import VLLMRun
@@ -88,11 +88,15 @@ class VLLMEngine:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
 
-        def report(i: int, completions: list[Completion]) -> bool:
-            own = on_finished is not None and mine.start <= i < mine.stop
-            return bool(own and on_finished(i - mine.start, completions))
+        left = sum(bool(request.seeds) for request in requests)
 
-        agree = partial(any_of_group, group=self.group)
+        def report(i: int, completions: list[Completion]) -> bool:
+            nonlocal left
+            own = mine.start <= i < mine.stop
+            left -= own
+            return bool(own and on_finished is not None and on_finished(i - mine.start, completions)) or not left
+
+        agree = partial(all_of_group, group=self.group)
         with process_state_kept():  # vLLM draws from the global generators
             return VLLMRun(self.native, everyone, params, self._stop_ids(params), report, agree).run()[mine]
 

@@ -27,8 +27,8 @@ class VLLMRun:
     anew).
 
     Args:
-        on_finished: called with a request and its responses as soon as all are done; whether that is enough.
-        agree: whether any of the ranks that run the engine together has had enough.
+        on_finished: called with a request and its responses as soon as all are done; whether this rank has enough.
+        agree: whether all ranks that run the engine together have; only then does it stop.
     """
 
     def __init__(self, engine: "LLMEngine", requests: list[Request], params: SamplingParams, stop_ids: list[int],
@@ -50,10 +50,12 @@ class VLLMRun:
         for i, request in enumerate(self.requests):
             for j in range(len(request.seeds)):
                 self._add(_Drawing(i, j, Completion([], [], "")))
+        enough = False
         while self.engine.has_unfinished_requests():
             outputs = [output for output in self.engine.step() if output.finished]
             complete = [i for i in map(self._take, outputs) if i is not None]
-            if complete and self.agree(any([self.on_finished(i, self._responses(i)) for i in complete])):
+            enough |= any([self.on_finished(i, self._responses(i)) for i in complete])
+            if complete and self.agree(enough):
                 return
 
     def _add(self, drawing: _Drawing) -> None:

@@ -1,5 +1,6 @@
 """What ``torchrun`` runs in test_vllm_engine: FSDP2 shards on two ranks feed one vLLM engine of both."""
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -7,6 +8,7 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout.engine import Completion
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.rollout.tests.ranks import changed
 from lightrft.rollout.weight_sync import sync_weights
@@ -16,6 +18,7 @@ from lightrft.strategy.strategy_base import OptimSpec
 REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
 GREEDY = SamplingParams(12, 0.0, stop_token_ids=(7, 9, 80))
 SAMPLED = SamplingParams(12, 0.8)
+FIRE = SamplingParams(24, 0.7, stop_token_ids=tuple(range(30, 60)), first_temperature=8.0)
 OPTIONS = {"engine_type": "vllm", "prompt_max_len": 32, "generate_max_len": 32, "engine_kv_mib": 32}
 
 
@@ -25,6 +28,46 @@ def check(left, right) -> None:
         for a, b in zip(ours, theirs, strict=True):
             assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason), (a, b)
             assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5, (a, b)
+
+
+def counted(engine):
+    """A list that grows with every pass of the model."""
+    steps, step = [], engine.native.step
+    engine.native.step = lambda: steps.append(1) or step()
+    return steps
+
+
+def stop_early(engine, asked, model, wanted: int) -> None:
+    """It stops once every rank has had the requests that it wants; what was cut off goes on, and nothing is lost."""
+    steps, told = counted(engine), []
+    whole, passes = engine.generate(asked, FIRE), len(steps)
+    parts = engine.generate(asked, FIRE, lambda i, _: told.append(i) or len(told) >= wanted)
+    assert len(told) >= wanted and len(steps) < 2 * passes, "no pass was saved"
+    cut = [(i, j) for i, group in enumerate(parts) for j, done in enumerate(group) if done.finish_reason == "abort"]
+    assert not {i for i, _ in cut} & set(told), "a request was called finished"
+    rest = [replace(asked[i], seeds=[asked[i].seeds[j]], prefixes=[parts[i][j].token_ids]) for i, j in cut]
+    for (i, j), (more, ) in zip(cut, engine.generate(rest, FIRE), strict=True):
+        begun = parts[i][j]
+        assert begun.token_ids == whole[i][j].token_ids[:len(begun.token_ids)] != whole[i][j].token_ids
+        parts[i][j] = Completion(begun.token_ids + more.token_ids, begun.logprobs + more.logprobs, more.finish_reason)
+    for i, (request, group) in enumerate(zip(asked, parts, strict=True)):
+        for j, (done, full) in enumerate(zip(group, whole[i], strict=True)):
+            assert (i, j) in cut or done.token_ids == full.token_ids, "what was not cut off is another response"
+            assert done.finish_reason == "stop" or len(done.token_ids) == FIRE.max_new_tokens
+            expected = scores(model, request.token_ids, done.token_ids)
+            assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) < 1e-5, (i, j)
+    del engine.native.step
+
+
+def scores(model, prompt: list[int], response: list[int]) -> list[float]:
+    """Log-probs by the whole model: the first token's at its own temperature."""
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1].float()
+        model.set_attn_implementation("packed")
+    logits[0], logits[1:] = logits[0] / FIRE.first_temperature, logits[1:] / FIRE.temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
 def main(folder: str) -> None:
@@ -50,6 +93,8 @@ def main(folder: str) -> None:
         sampled = engine.generate(REQUESTS[mine], SAMPLED)
         check(
             engine.generate(REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
+        for wanted in ((1, 1), (2, 1), (0, 1)):
+            stop_early(engine, REQUESTS[mine] if wanted[strategy.rank] else [], alone.hf_model, wanted[strategy.rank])
         changed(prepared.model)
         changed(alone)
     engine.shutdown()

@@ -1,6 +1,8 @@
 """Oversampling: every prompt is trained once, whole and in time, with the log-probs of the weights that drew it."""
 import json
 import re
+from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -194,23 +196,47 @@ def test_it_is_off_by_default(home, tmp_path):
     assert type(made.source) is PromptSource and type(made.maker) is FastExperienceMaker
 
 
+RANKS = faults.OPTIONS | {
+    "oversample": 1.6, "rollout_batch_size": 4, "max_steps": 0, "num_episodes": 2, "eval_steps": 0, "stop":
+    list("abcdefghijklmnopqrstuvwxyz"), "eval_at_start": False, "use_tensorboard": False, "disable_ckpt": True,
+    "best_metric": "none", "actor_learning_rate": 0.0, "generate_max_len": 30
+}  # yapf: disable
+
+
+def of_ranks(home, folder, ranks, **more):
+    """Metrics and samples of a run whose weights never change."""
+    options = RANKS | {
+        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py", "save_path":
+        folder
+    }  # yapf: disable
+    finish(folder, options | more, ranks)
+    lines = runs.read_lines(folder / "metrics.jsonl")
+    assert len(lines) == 10 and any(line["rollout/partial/samples"] for line in lines)
+    assert all(line["rollout/staleness/max"] <= 1 for line in lines)
+    return lines, [row for path in (folder / "rollouts").iterdir() for row in map(json.loads, path.open())]
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_train_the_same_responses(tmp_path):
     """In another order, for each rank stops by itself; the weights never change, so the responses are the same."""
     home, found = faults.write_home(tmp_path / "home"), {}
     for ranks in (1, 2):
-        folder = tmp_path / f"ranks_{ranks}"
-        options = faults.OPTIONS | {
-            "oversample": 1.6, "rollout_batch_size": 4, "max_steps": 0, "num_episodes": 2, "eval_steps": 0, "stop":
-            list("abcdefghijklmnopqrstuvwxyz"), "eval_at_start": False, "use_tensorboard": False, "disable_ckpt": True,
-            "best_metric": "none", "actor_learning_rate": 0.0, "generate_max_len": 30, "pretrain": home / "model",
-            "prompt_data": home / "train.jsonl", "reward": home / "reward.py", "save_path": folder
-        }  # yapf: disable
-        finish(folder, options, ranks)
-        lines = runs.read_lines(folder / "metrics.jsonl")
-        assert len(lines) == 10 and any(line["rollout/partial/samples"] for line in lines)
-        assert all(line["rollout/staleness/max"] <= 1 for line in lines)
-        rows = [row for path in (folder / "rollouts").iterdir() for row in map(json.loads, path.open())]
+        _, rows = of_ranks(home, tmp_path / f"ranks_{ranks}", ranks)
         found[ranks] = sorted((row["uid"], row["index"], row["response"], row["reward"]) for row in rows)
     assert found[1] == found[2]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_two_ranks_share_an_engine(tmp_path):
+    """Every prompt is trained once in each episode, whole, and every token has the log-prob that it was drawn with."""
+    home = faults.write_home(tmp_path / "home")
+    tiny.save_model(home / "model", hidden_size=128, initializer_range=0.06)
+    lines, rows = of_ranks(home, tmp_path / "run", 2, engine_type="vllm", engine_tp_size=2, engine_kv_mib=16)
+    once = [(row["uid"], row["index"]) for row in rows]
+    assert Counter(once) == dict.fromkeys(once, 2) and len(set(once)) == 20 * 4
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    assert all(line["rollout/mismatch/abs_logp_mean"] < 2e-6 for line in lines)
