@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lightrft.config.memory import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.continuous import Generation
 from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
 from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
+from lightrft.rollout.named_weights import checked
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
@@ -95,7 +97,7 @@ class HFEngine:
         if self._spec is None:
             self._spec = probe_spec(self.model)
         if not self.kv_bytes:
-            self.kv_bytes = total_memory(self._device) // 4 // self.share
+            self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
         prompt, token = max(len(request.token_ids) for request in requests), self._spec.bytes_per_token
         plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
                           max(1, params.max_new_tokens - 1))
@@ -118,23 +120,11 @@ class HFEngine:
         """
         if self.owns_model:
             self._ready = False
-            self._copy(named_tensors)
+            held = dict(self.model.named_parameters())
+            for name, tensor in checked(named_tensors, {name: weight.shape for name, weight in held.items()}):
+                held[name].copy_(tensor)
             self._ready = True
         self.weight_version = version
-
-    def _copy(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        targets = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for name, tensor in named_tensors:
-            if name not in targets:
-                raise ValueError(f"the HF engine has no weight named {name!r}")
-            if targets[name].shape != tensor.shape:
-                raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, "
-                                 f"the HF engine's has {list(targets[name].shape)}")
-            targets[name].copy_(tensor)
-            missing.pop(id(targets[name]), None)
-        if missing:
-            raise ValueError(f"{len(missing)} weights did not arrive, the first is {next(iter(missing.values()))!r}")
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`."""

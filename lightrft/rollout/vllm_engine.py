@@ -14,6 +14,7 @@ from lightrft.rollout import vllm_weights
 from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
 from lightrft.rollout.engine_group import all_of_group, share_requests
 from lightrft.rollout.hf_engine import eos_ids
+from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
 from lightrft.rollout.vllm_places import Places
 from lightrft.rollout.vllm_run import VLLMRun
 from lightrft.rollout.vllm_start import engine_arguments, process_state_kept, start_engine
@@ -38,8 +39,8 @@ class VLLMEngine:
         owns_world: torch's process group was made by vLLM, and goes with it.
     """
 
-    def __init__(self, native: "LLMEngine", shapes: vllm_weights.Shapes, eos_token_ids: Iterable[int],
-                 sleeps: bool = False, group: dist.ProcessGroup | None = None, owns_world: bool = False) -> None:
+    def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
+                 group: dist.ProcessGroup | None = None, owns_world: bool = False) -> None:
         self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
         self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
         self.weight_version = 0
@@ -128,7 +129,7 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
         self._ready = False
-        stream = vllm_weights.checked(named_tensors, self.shapes)
+        stream = checked(named_tensors, self.shapes)
         vllm_weights.load(self.native, self.model, stream, plain=not self._derived)
         self.native.reset_encoder_cache()
         if not self.native.reset_prefix_cache():
@@ -165,7 +166,7 @@ class VLLMEngine:
 def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                       bf16: bool) -> VLLMEngine:
     """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
-    world, shapes, owns_world = World.from_env(), vllm_weights.exported_shapes(actor), not dist.is_initialized()
+    world, shapes, owns_world = World.from_env(), exported_shapes(actor), not dist.is_initialized()
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
     native = start_engine(arguments, device)
     group = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout.vllm_weights import Shapes
+from lightrft.rollout.named_weights import Shapes
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], Any]  # gives weights to the engine's own loader
 Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a part begins in the full weight, and its shape

@@ -1,41 +1,12 @@
 """Trainer weights -> the model that vLLM holds in this process."""
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.models.packed_model import PackedModel
-
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-Shapes = dict[str, torch.Size]
-
-
-def exported_shapes(actor: PackedModel) -> Shapes:
-    """Name and shape of every weight that ``full_params`` of ``actor`` brings."""
-    stream = ((name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-              for name, parameter in actor.named_parameters())
-    return {name: tensor.shape for name, tensor in actor.export_params(stream)}
-
-
-def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str,
-                                                                         torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The stream itself, once it is known to hold each weight of ``shapes`` exactly once.
-
-    Raises:
-        ValueError: a name is unknown or comes twice, a shape differs, or at the end a weight is missing.
-    """
-    missing = dict(shapes)
-    for name, tensor in named_tensors:
-        if name not in missing:
-            raise ValueError(f"weight {name!r} {'came twice' if name in shapes else 'is not one of the model'}")
-        if missing.pop(name) != tensor.shape:
-            raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model's has {list(shapes[name])}")
-        yield name, tensor
-    if missing:
-        raise ValueError(f"{len(missing)} weights did not arrive, the first is {next(iter(missing))!r}")
 
 
 def tie_head(model: nn.Module) -> None:

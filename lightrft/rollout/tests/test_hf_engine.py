@@ -237,7 +237,7 @@ def test_own_copy_needs_exactly_the_weights_of_the_model():
     own = HFEngine(tiny.model("llama", seed=9, attn_implementation="packed"), {3}, 1 << 24, owns_model=True)
     with pytest.raises(RuntimeError, match="no weights yet"):
         own.generate(requests(), SamplingParams(2))
-    with pytest.raises(ValueError, match="no weight named 'model.surprise'"):
+    with pytest.raises(ValueError, match="'model.surprise' is not one of the model"):
         own.update_weights([*weights.items(), ("model.surprise", torch.zeros(1))], 1)
     with pytest.raises(ValueError, match="1 weights did not arrive, the first is 'lm_head.weight'"):
         own.update_weights([(n, w) for n, w in weights.items() if n != "lm_head.weight"], 1)
