@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -83,20 +84,20 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt
 
 def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
     """Samples as one packed Experience on the CPU; rewards come later."""
-    flat = {
-        name: list(chain.from_iterable(getattr(sample, name) for sample in samples))
-        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions")
-    }
+
+    def flat(name: str, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.fromiter(chain.from_iterable(getattr(sample, name) for sample in samples), dtype))
+
     lens = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
     return Experience(
-        token_ids=torch.tensor(flat["token_ids"], dtype=torch.long),
+        token_ids=flat("token_ids", np.int64),
         cu_seqlens=lens.cumsum(0).to(torch.int32),
-        loss_mask=torch.tensor(flat["loss_mask"], dtype=torch.bool),
+        loss_mask=flat("loss_mask", np.bool_),
         group_ids=torch.tensor([s.group_id for s in samples], dtype=torch.long),
         sample_ids=torch.tensor([s.group_id * n_per_prompt + s.index for s in samples], dtype=torch.long),
         truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
-        weight_versions=torch.tensor(flat["weight_versions"], dtype=torch.int32),
-        rollout_logprobs=torch.tensor(flat["logprobs"], dtype=torch.float32),
+        weight_versions=flat("weight_versions", np.int32),
+        rollout_logprobs=flat("logprobs", np.float32),
     )
 
 

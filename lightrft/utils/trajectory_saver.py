@@ -9,6 +9,7 @@ from typing import Any
 
 from lightrft.utils.logging import get_logger
 
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # json.dumps would make one per row
 _SHOWN = ("reward", "advantage", "reference", "finish_reason", "response_length")
 
 
@@ -27,7 +28,7 @@ def jsonable(value: Any) -> Any:
 
 def _line(row: dict[str, Any]) -> str:
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        return _ENCODE(row) + "\n"
     except (TypeError, ValueError):  # numbers and types that JSON lacks; rare, and slower
         return json.dumps(jsonable(row), ensure_ascii=False) + "\n"
 
