@@ -1,4 +1,4 @@
-"""What a configuration will cost: samples and tokens per step, memory per rank, seconds per step. Plain arithmetic."""
+"""What a configuration will cost: samples and tokens per step, parameters, seconds per step. Plain arithmetic."""
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from lightrft.config.schema import Config
 from lightrft.utils.errors import UserError
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40": 181e12, "A10": 125e12
@@ -89,40 +89,6 @@ def is_sharded(config: Config, world_size: int) -> bool:
     return config.strategy.resolved(world_size) == "fsdp"
 
 
-def memory(config: Config, world_size: int, size: ModelSize, critic: bool = False) -> dict[str, float]:
-    """Bytes on the device of one rank by purpose, at most. Activations are not counted: they depend on the model.
-
-    Sharded state is divided by the ranks that share it; with LoRA gradients and optimizer state are the adapters' and
-    are left out. Offloaded state is 0.
-    """
-    s, m, sharded = config.strategy, config.model, is_sharded(config, world_size)
-    shard = (s.fsdp_shard_size or world_size) if sharded else 1
-    ref_shard = (m.initial_model_shard_size or world_size) if sharded else 1
-    on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
-    width, copies = 2 if m.bf16 else 4, 2 if critic else 1
-    held = {
-        "weights, float32": 4 * size.total / shard * on_device,
-        "gradients, float32": 4 * size.total / shard * on_device * trained,
-        "gradients, unsharded until the last micro-batch": 4 * size.total * trained if sharded else 0,
-        "Adam state, float32": 8 * size.total / shard * on_device * trained * (not s.adam_offload),
-        "weights gathered or cast for computing": _compute_copy(size, width, sharded, m.bf16),
-    }
-    held = {name: copies * value for name, value in held.items()}
-    reference = config.algorithm.init_kl_coef > 0 and not m.lora_rank
-    held["reference, float32"] = 4 * size.total / ref_shard * on_device if reference else 0
-    held["copy in the rollout engine"] = width * size.total if sharded else 0
-    held["key-value cache"] = config.rollout.engine_kv_mib * 2**20
-    held["logits of one chunk"] = m.logprob_chunk_mib * 2**20
-    return {name: value for name, value in held.items() if value}
-
-
-def _compute_copy(size: ModelSize, width: int, sharded: bool, bf16: bool) -> float:
-    """Sharded: two layers (one computes, one is fetched) and what lies outside the layers. Else only the cast copy."""
-    if sharded:
-        return width * min(size.total, size.outside + 2 * size.largest_layer)
-    return 2 * size.total if bf16 else 0
-
-
 def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
     """Floating-point operations of one rollout step at the length limits: 2 N per token forward, 4 N backward."""
     b, epochs = batch_sizes(config), config.train.max_epochs
@@ -140,18 +106,6 @@ def gpu_name() -> str:
     """Name of the first GPU of this machine, or an empty string."""
     import torch
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-def memory_lines(config: Config, world_size: int, size: ModelSize | None, critic: bool = False) -> list[str]:
-    """The memory estimate as text."""
-    if size is None:
-        return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
-    held = memory(config, world_size, size, critic)
-    lines = [f"memory per rank, activations not counted ({size.total:,} parameters):"]
-    lines += [f"  {name:<50}{value / GIB:>9.2f} GiB" for name, value in held.items()]
-    if not config.rollout.engine_kv_mib:
-        lines.append("  key-value cache: up to a quarter of the memory of the device (--engine_kv_mib 0)")
-    return [*lines, f"  {'together':<50}{sum(held.values()) / GIB:>9.2f} GiB"]
 
 
 def time_line(config: Config, world_size: int, size: ModelSize | None, device: str, critic: bool = False) -> str:

@@ -1,7 +1,8 @@
 """The option tree for people: the ``--dry_run`` report and the option tables of the docs."""
 from typing import Any
 
-from lightrft.config.estimate import ModelSize, batch_summary, memory_lines, time_line
+from lightrft.config.estimate import ModelSize, batch_summary, time_line
+from lightrft.config.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show
 from lightrft.config.options import group_options, groups, options
 from lightrft.config.recipes import RECIPES
@@ -22,16 +23,17 @@ def resolved(config: Any, provenance: dict[str, str]) -> str:
 
 
 def describe(config: Config, provenance: dict[str, str], world_size: int, size: ModelSize | None = None,
-             device: str = "", critic: bool = False) -> str:
+             device: str = "", room: Room = UNKNOWN, critic: bool = False) -> str:
     """The report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
 
     Args:
         size: parameter counts, from :func:`lightrft.config.estimate.model_size`; None when they are not known.
         device: name of the GPU, from :func:`lightrft.config.estimate.gpu_name`; empty for a CPU.
+        room: memory of that GPU, or of a CPU.
         critic: whether a critic of the same size is trained as well.
     """
     estimates = [
-        batch_summary(config, world_size), *memory_lines(config, world_size, size, critic),
+        batch_summary(config, world_size), *memory_lines(config, world_size, size, room, critic),
         time_line(config, world_size, size, device, critic)
     ]
     return "\n".join([resolved(config, provenance), "", *estimates])

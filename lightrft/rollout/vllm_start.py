@@ -11,6 +11,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from lightrft.config.engine_rules import INSTALL
+from lightrft.config.memory import MOST_HOST_CACHE
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
@@ -19,8 +20,7 @@ from lightrft.utils.errors import UserError
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_MOST_HOST_CACHE = 4 * _GIB
+_MIB = 1 << 20
 _PASS_TOKENS = 8192  # of prompts in one forward pass, or one prompt
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process too
@@ -61,7 +61,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     }
     if not cuda and not cfg.engine_kv_mib:
         share = cfg.engine_mem_util * total_memory(device) / world.local_world_size
-        arguments["kv_cache_memory_bytes"] = min(int(share), _MOST_HOST_CACHE)
+        arguments["kv_cache_memory_bytes"] = min(int(share), MOST_HOST_CACHE)
     return arguments | native_arguments(cfg.engine_args)
 
 

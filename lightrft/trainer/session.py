@@ -13,6 +13,7 @@ from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.estimate import batch_summary, gpu_name, model_size
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
+from lightrft.config.memory import room_here
 from lightrft.config.options import ConfigError
 from lightrft.config.report import describe, resolved
 from lightrft.config.schema import Config
@@ -116,7 +117,8 @@ def _report(parsed: ParsedConfig, world_size: int) -> str:
     if not isinstance(config, Config):
         return resolved(config, parsed.provenance)
     critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
-    told = describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(), critic)
+    told = describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(),
+                    room_here(world_size), critic)
     return "\n".join([told, *(f"warning: {text}" for text in algorithm_warnings(config, _facts()))])
 
 

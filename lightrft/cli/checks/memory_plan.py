@@ -6,12 +6,12 @@ from typing import Any
 
 from lightrft.cli.checks.devices import GIB, Device
 from lightrft.cli.checks.finding import Finding
-from lightrft.config.estimate import ModelSize, batch_summary, memory, model_size
+from lightrft.config.estimate import ModelSize, batch_summary, model_size
 from lightrft.config.flags import show
+from lightrft.config.memory import HF_CACHE_PART, PHASES, Room, engine_cache, engine_weights, memory, peak
 from lightrft.config.options import build, flatten
 from lightrft.config.schema import Config
 
-KV_SHARE = 4  # --engine_kv_mib 0 takes up to a quarter of the memory
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64}, {"lora_rank": 16})
 
@@ -47,23 +47,36 @@ def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Devi
 
 
 def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool) -> Finding:
-    held = memory(config, ranks, size, critic)
-    together, largest = sum(held.values()), max(held, key=lambda name: held[name])
-    name, room = f"memory {device.name}", device.free - together
-    text = (f"{together / GIB:.2f} of {device.free / GIB:.2f} GiB free per rank, activations not counted; largest: "
-            f"{largest} {held[largest] / GIB:.2f} GiB")
+    here, name = Room(device.total, device.name != "cpu"), f"memory {device.name}"
+    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, here):
+        return _no_cache(config, engine_weights(config, ranks, size), name, device)
+    held = memory(config, ranks, size, here, critic)
+    phase, together, largest = peak(held)
+    room = device.free - together
+    text = (f"{together / GIB:.2f} of {device.free / GIB:.2f} GiB free per rank in the phase {phase}, activations not "
+            f"counted; largest: {largest} {held[largest][PHASES.index(phase)] / GIB:.2f} GiB")
     if room < 0:
         return Finding("fail", name, f"does not fit: {text}", _remedy(config, ranks, size, device, critic, together))
-    cache = 0 if config.rollout.engine_kv_mib else device.total / KV_SHARE
+    cache = device.total / HF_CACHE_PART if "key-value cache" not in held else 0
+    room = device.free - sum(values[PHASES.index("log-probs")] for values in held.values())  # the engine is awake
     if room < cache:
         return Finding("warn", name, f"fits, but not with the key-value cache of up to {cache / GIB:.2f} GiB: {text}",
                        f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")
     return Finding("ok", name, f"fits: {text}")
 
 
+def _no_cache(config: Config, weights: float, name: str, device: Device) -> Finding:
+    share = config.rollout.engine_mem_util * device.total
+    return Finding("fail", name, f"--engine_mem_util {config.rollout.engine_mem_util:g}: of its {share / GIB:.2f} GiB "
+                   f"the engine's weights take {weights / GIB:.2f} GiB, which leaves no key-value cache",
+                   "raise it, or spread the engine over more ranks (--engine_tp_size)")  # yapf: disable
+
+
 def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, together: float) -> str:
     """The first change after which it fits; if none does, the one that saves most."""
-    plans = [(words, sum(memory(changed, ranks, size, critic).values())) for words, changed in _changes(config, device)]
+    here = Room(device.total, device.name != "cpu")
+    plans = [(words, peak(memory(changed, ranks, size, here, critic))[1])
+             for words, changed in _changes(config, device)]
     for words, needed in plans:
         if needed <= device.free:
             return f"{words} brings it to {needed / GIB:.2f} GiB"

@@ -18,7 +18,8 @@ from lightrft.cli.checks.folders import check_disk, check_save_path, check_shm, 
 from lightrft.cli.checks.memory_plan import check_memory
 from lightrft.cli.checks.versions import check_versions
 from lightrft.cli.doctor import PROG, asked_extras, main, plan
-from lightrft.config.estimate import ModelSize, count_parameters, memory, model_size
+from lightrft.config.estimate import ModelSize, count_parameters, model_size
+from lightrft.config.memory import Room, memory
 from lightrft.config.options import build
 from lightrft.config.schema import Config
 from lightrft.models.loader import parameter_shapes
@@ -242,35 +243,52 @@ def verdict_for(free: float, ranks: int = 8, name: str = "cuda:0", size: ModelSi
     return by_name(check_memory(config(**options), 8, SEVEN_B, [device]))[f"memory {name}"]
 
 
+def needed_by(phase: int, **options: Any) -> int:
+    held = memory(config(**options), 8, SEVEN_B, Room(0, True))
+    return int(sum(values[phase] for values in held.values()))
+
+
 def test_one_byte_decides():
-    needed = int(sum(memory(config(engine_kv_mib=1024), 8, SEVEN_B).values()))
+    needed = needed_by(2, engine_kv_mib=1024)
     assert verdict_for(needed + 1, engine_kv_mib=1024).verdict == "ok"
-    assert verdict_for(needed - 1, engine_kv_mib=1024).verdict == "fail"
+    found = verdict_for(needed - 1, engine_kv_mib=1024)
+    assert found.verdict == "fail" and "in the phase update" in found.text
 
 
 def test_a_cache_of_a_quarter_that_does_not_fit_is_a_warning():
-    needed = sum(memory(config(), 8, SEVEN_B).values())
+    """It is there while the log-probs are computed."""
+    needed = needed_by(1)
     assert verdict_for(needed * 1.4).verdict == "ok"
     found = verdict_for(needed * 1.2)
     mib = int(found.remedy.split()[1])
     assert found.verdict == "warn" and verdict_for(needed * 1.2, engine_kv_mib=mib).verdict == "ok"
 
 
-@pytest.mark.parametrize("free_gib, change", [
-    (72, {"adam_offload": True}),
-    (64, {"strategy": "fsdp", "fsdp_cpu_offload": True}),
-    (40, {"lora_rank": 16}),
+def test_vllm_takes_its_share_whatever_it_needs():
+    """Beside it are 17 GiB of state and gathered weights when log-probs are computed."""
+    assert verdict_for(110 * GIB, engine_type="vllm").verdict == "ok"
+    found = verdict_for(110 * GIB, engine_type="vllm", engine_mem_util=0.9)
+    assert found.verdict == "fail" and "115.64 of 110.00 GiB free per rank in the phase log-probs" in found.text
+    found = verdict_for(50 * GIB, engine_type="vllm")
+    assert found.verdict == "fail" and "of its 25.00 GiB the engine's weights take 28.31 GiB" in found.text
+
+
+@pytest.mark.parametrize("free_gib, change, options", [
+    (60, {"adam_offload": True}, {"engine_type": "vllm", "engine_kv_mib": 20 << 10}),
+    (45, {"strategy": "fsdp", "fsdp_cpu_offload": True}, {}),
+    (60, {"lora_rank": 16}, {"name": "cpu"}),
 ])
-def test_the_remedy_mends_it(free_gib, change):
-    found = verdict_for(free_gib * GIB)
+def test_the_remedy_mends_it(free_gib, change, options):
+    found = verdict_for(free_gib * GIB, **options)
     words = " ".join(f"--{name}" + ("" if value is True else f" {value}") for name, value in change.items())
     assert found.verdict == "fail" and found.remedy.startswith(f"{words} brings it to "), found
-    assert verdict_for(free_gib * GIB, **change).verdict != "fail"
+    assert verdict_for(free_gib * GIB, **options, **change).verdict != "fail"
 
 
 def test_what_no_change_mends():
-    assert verdict_for(20 * GIB, engine_kv_mib=1024).remedy.startswith("--lora_rank 16 brings it to ")
-    assert verdict_for(20 * GIB, engine_kv_mib=1024).remedy.endswith("still too much: take a smaller model")
+    found = verdict_for(20 * GIB, engine_kv_mib=1024)
+    assert found.remedy.startswith("--strategy fsdp --fsdp_cpu_offload brings it to ")
+    assert found.remedy.endswith("still too much: take a smaller model")
     least = {"logprob_chunk_mib": 64, "engine_kv_mib": 1024, "lora_rank": 16, "strategy": "fsdp"}
     assert verdict_for(30 * GIB, **least).remedy.startswith("--strategy fsdp --fsdp_cpu_offload brings it to ")
     assert verdict_for(30 * GIB, name="cpu", **least).remedy == "take a smaller model or a larger machine"

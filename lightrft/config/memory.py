@@ -1,0 +1,123 @@
+"""What lies on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
+from dataclasses import dataclass
+
+from lightrft.config.estimate import GIB, MIB, ModelSize, is_sharded
+from lightrft.config.schema import Config
+
+PHASES = ("generation", "log-probs", "update", "weight sync")
+HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
+MOST_HOST_CACHE = 4 * GIB  # of another engine, in the memory of the host
+ByPhase = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device of a rank and its memory in bytes; of a host, the share of one rank."""
+    total: float
+    cuda: bool
+
+
+UNKNOWN = Room(0, False)
+
+
+def room_here(ranks: int) -> Room:
+    """The first GPU of this machine; without one the share that one of ``ranks`` processes has in its memory."""
+    import torch
+
+    from lightrft.utils.env import total_memory
+    cuda = torch.cuda.is_available()
+    return Room(total_memory(torch.device("cuda" if cuda else "cpu")) / (1 if cuda else ranks), cuda)
+
+
+def memory(config: Config, world_size: int, size: ModelSize, room: Room, critic: bool = False) -> dict[str, ByPhase]:
+    """Bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
+
+    Sharded state is divided by the ranks that share it; with LoRA gradients and optimizer state are the adapters' and
+    are left out. Offloaded state is 0. Gradients live in an update alone. Passes for log-probs come while the engine is
+    awake.
+    """
+    held = _trainer(config, world_size, size, critic) | _engine(config, world_size, size, room)
+    return {name: values for name, values in held.items() if any(values)}
+
+
+def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
+    """The phase that takes most, its bytes together, and what takes most of them."""
+    sums = [sum(values) for values in zip(*held.values())]
+    phase = sums.index(max(sums))
+    return PHASES[phase], sums[phase], max(held, key=lambda name: held[name][phase])
+
+
+def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> dict[str, ByPhase]:
+    s, m, sharded = config.strategy, config.model, is_sharded(config, world_size)
+    models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
+    on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
+    weights = 4 * size.total / ((s.fsdp_shard_size or world_size) if sharded else 1) * on_device * models
+    adam, between = 2 * weights * trained, 0 if s.adam_offload else 1
+    computing, chunk = _compute_copy(size, sharded, m.bf16) * models, m.logprob_chunk_mib * MIB
+    reference = 4 * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
+    reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
+    bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
+    return {
+        "weights, float32": (weights * stays, weights, weights, weights),
+        "gradients, float32": (0, 0, weights * trained, 0),
+        "gradients, unsharded until the last micro-batch": (0, 0, 4 * size.total * trained * models * sharded, 0),
+        "Adam state, float32": (adam * between * stays, adam * (between or not stays), adam, adam * between),
+        "weights gathered or cast for computing": (0, computing, computing, 0),
+        "reference, float32": (reference * stays, reference, reference, reference),
+        "logits of one chunk": (0, chunk, chunk, 0),
+        "bucket of full weights": (0, 0, 0, bucket),
+    }  # yapf: disable
+
+
+def _compute_copy(size: ModelSize, sharded: bool, bf16: bool) -> float:
+    """Sharded: two layers (one computes, one is fetched) and what lies outside the layers. Else only the cast copy."""
+    if sharded:
+        return (2 if bf16 else 4) * min(size.total, size.outside + 2 * size.largest_layer)
+    return 2 * size.total if bf16 else 0
+
+
+def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dict[str, ByPhase]:
+    """Asleep, hf keeps its copy in host memory and no cache, other engines keep nothing; on a CPU theirs stay."""
+    weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, room)
+    if config.rollout.engine_type == "hf":
+        awake, cached = not room.cuda, 0
+    else:
+        awake = cached = not (room.cuda and config.rollout.engine_sleep)
+    return {
+        "copy in the rollout engine": (weights, weights, weights * awake, weights),
+        "key-value cache": (cache, cache, cache * cached, cache * cached),
+    }
+
+
+def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
+    """Bytes of an engine's own weights; with 8 bits those of the embeddings and the head stay as they are."""
+    r, width = config.rollout, 2 if config.model.bf16 else 4
+    if r.engine_type == "hf":
+        return width * size.total if is_sharded(config, world_size) else 0
+    inside = size.total - size.outside
+    return (width * size.outside + inside * (width if r.engine_quantization == "none" else 1)) / r.engine_tp_size
+
+
+def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -> float:
+    """Bytes of the key-value cache that are taken whatever is generated; 0 for hf without ``--engine_kv_mib``."""
+    r = config.rollout
+    if r.engine_kv_mib or r.engine_type == "hf":
+        return r.engine_kv_mib * MIB
+    share = r.engine_mem_util * room.total
+    return max(0.0, share - engine_weights(config, world_size, size)) if room.cuda else min(share, MOST_HOST_CACHE)
+
+
+def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: Room,
+                 critic: bool = False) -> list[str]:
+    """The estimate as text."""
+    if size is None:
+        return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
+    held = memory(config, world_size, size, room, critic)
+    together = tuple(map(sum, zip(*held.values())))
+    lines = [f"GiB per rank, activations not counted ({size.total:,} parameters):",
+             f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES)]  # yapf: disable
+    lines += [f"  {name:<48}" + "".join(f"{value / GIB:>12.2f}" for value in values)
+              for name, values in [*held.items(), ("together", together)]]  # yapf: disable
+    if config.rollout.engine_type == "hf" and not config.rollout.engine_kv_mib:
+        lines.append("  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)")
+    return lines

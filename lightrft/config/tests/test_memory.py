@@ -1,0 +1,84 @@
+"""What lies on a device in each phase of a step, against numbers computed by hand."""
+import pytest
+
+from lightrft.config.estimate import GIB, ModelSize
+from lightrft.config.memory import Room, memory, memory_lines, peak
+from lightrft.config.options import build
+from lightrft.config.schema import Config
+
+SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
+GPU, HOST = Room(10_000, True), Room(10_000, False)
+VLLM = {"engine_type": "vllm", "engine_tp_size": 2}
+
+
+def held(world_size=2, room=GPU, critic=False, **values):
+    """Bytes in generation, log-prob passes, update and weight sync, without what counts in MiB."""
+    found = memory(build(Config, values), world_size, SIZE, room, critic)
+    return {name.partition(",")[0]: bytes for name, bytes in found.items() if "chunk" not in name}
+
+
+def test_one_process_with_the_hf_engine():
+    assert held(1) == {"weights": (4000, 4000, 4000, 4000), "gradients": (0, 0, 4000, 0),
+                       "Adam state": (8000, 8000, 8000, 8000)}  # yapf: disable
+    assert held(1, bf16=True)["weights gathered or cast for computing"] == (0, 2000, 2000, 0)
+    assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
+    assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 3 << 20, 0, 0)
+
+
+def test_sharded_over_two_ranks():
+    found = memory(build(Config, {}), 2, SIZE, GPU)
+    assert found["weights, float32"] == (2000, 2000, 2000, 2000)
+    assert found["gradients, unsharded until the last micro-batch"] == (0, 0, 4000, 0)
+    assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0)
+    assert found["bucket of full weights"] == (0, 0, 0, 4000)
+    assert found["copy in the rollout engine"] == (4000, 4000, 0, 4000), "on a GPU the copy of hf leaves it"
+    assert held(room=HOST)["copy in the rollout engine"] == (4000, 4000, 4000, 4000)
+    assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 4 == held(4, critic=True)["weights"]
+    assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 4 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
+    assert not {"weights", "Adam state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
+
+
+def test_what_is_offloaded_is_back_when_it_is_needed():
+    """An optimizer state that rests in host memory is on the device in every update."""
+    assert held(adam_offload=True)["Adam state"] == (0, 0, 4000, 0)
+    away = held(offload_during_rollout=True, init_kl_coef=0.1)
+    assert away["weights"] == away["reference"] == (0, 2000, 2000, 2000) and away["Adam state"] == (0, 4000, 4000, 4000)
+    assert held(offload_during_rollout=True, adam_offload=True)["Adam state"] == (0, 4000, 4000, 0)
+
+
+@pytest.mark.parametrize("room,options,copy,cache", [
+    (GPU, {}, (2000, 2000, 0, 2000), (3000, 3000, 0, 0)),
+    (GPU, {"engine_mem_util": 0.8}, (2000, 2000, 0, 2000), (6000, 6000, 0, 0)),
+    (GPU, {"engine_sleep": False}, (2000, ) * 4, (3000, ) * 4),
+    (GPU, {"engine_kv_mib": 3}, (2000, 2000, 0, 2000), (3 << 20, 3 << 20, 0, 0)),
+    (GPU, {"bf16": True}, (1000, 1000, 0, 1000), (4000, 4000, 0, 0)),
+    (GPU, {"bf16": True, "engine_quantization": "fp8"}, (600, 600, 0, 600), (4400, 4400, 0, 0)),
+    (GPU, {"engine_tp_size": 1}, (4000, 4000, 0, 4000), (1000, 1000, 0, 0)),
+    (HOST, {}, (2000, ) * 4, (5000, ) * 4),
+    (HOST, {"engine_kv_mib": 3}, (2000, ) * 4, (3 << 20, ) * 4),
+    (Room(100 * GIB, False), {}, (2000, ) * 4, (4 * GIB, ) * 4),
+])
+def test_vllm(room, options, copy, cache):
+    """Its share of a GPU holds weights and cache, that of a host the cache; asleep it holds nothing, on a CPU never."""
+    found = held(2, room, **VLLM | options)
+    assert (found["copy in the rollout engine"], found["key-value cache"]) == (copy, cache)
+
+
+def test_the_phase_that_takes_most():
+    """Log-probs: 2000 weights + 4000 Adam + 1600 gathered + 1 MiB of logits + 5000 engine; update: 6000 gradients."""
+    config = build(Config, VLLM | {"logprob_chunk_mib": 1})
+    assert peak(memory(config, 2, SIZE, GPU)) == ("update", 2000 + 2000 + 4000 + 4000 + 1600 + 2**20,
+                                                  "logits of one chunk")  # yapf: disable
+    config = build(Config, VLLM | {"logprob_chunk_mib": 1, "engine_mem_util": 0.9})
+    assert peak(memory(config, 2, SIZE, GPU))[:2] == ("log-probs", 2000 + 4000 + 1600 + 2**20 + 9000)
+
+
+def test_the_table():
+    size = ModelSize(GIB, GIB // 10, GIB // 5)
+    lines = memory_lines(build(Config, VLLM), 2, size, Room(20 * GIB, True))
+    rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
+    assert lines[1].split() == ["generation", "log-probs", "update", "weight", "sync"]
+    assert rows["key-value cache"] == ["8.00", "8.00", "0.00", "0.00"]
+    assert rows["together"] == ["16.00", "17.85", "13.85", "8.50"]
+    assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
+    assert "unknown" in memory_lines(build(Config, {}), 2, None, GPU)[0]
