@@ -329,7 +329,7 @@ def torchrun(*words):
 
 @pytest.mark.dist
 def test_two_ranks_run_one_engine(tmp_path):
-    torchrun("-m", vllm_ranks.__name__, tiny.save_model(tmp_path / "model", **SIZES))
+    torchrun("-m", vllm_ranks.__name__, tiny.save_model(tmp_path / "model", **SIZES), 2, "early")
 
 
 @pytest.mark.dist

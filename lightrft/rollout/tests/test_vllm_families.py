@@ -10,9 +10,9 @@ import pytest
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
-from lightrft.rollout.tests import test_vllm_engine
+from lightrft.rollout.tests import test_vllm_engine, vllm_ranks
 from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
-from lightrft.rollout.tests.test_vllm_engine import EXACT, NEW, STOPS, requests
+from lightrft.rollout.tests.test_vllm_engine import EXACT, NEW, STOPS, requests, torchrun
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.tests import tiny
 from lightrft.types import Prompt
@@ -136,6 +136,14 @@ def test_experts_are_left_to_the_canaries(family):
         family.sync()
     family.vllm.model.load_weights = load
     assert f": {router} (layer 1) differs" in broken(router, lambda tensor: tensor * (1 + 1e-3))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_on_two_ranks(tp, tmp_path, monkeypatch):
+    """FSDP2 shards them by expert, vLLM within each expert."""
+    monkeypatch.setitem(tiny.FAMILIES, "moe", ("qwen3_moe", SIZES | MOE))
+    torchrun("-m", vllm_ranks.__name__, tiny.save_model(tmp_path, "moe"), tp)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
