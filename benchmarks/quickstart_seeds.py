@@ -37,8 +37,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the runs here")
     args, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
-    print(
-        "| seed | held-out accuracy before | after 100 steps | first evaluation at 0.95 or more (step) | everything |")
+    print("| seed | held-out accuracy before | after | first evaluation at 0.95 or more (step) | everything |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
