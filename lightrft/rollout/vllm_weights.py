@@ -63,8 +63,10 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         ValueError: vLLM has a weight that did not come.
     """
     from vllm.config import set_current_vllm_config
-    kept = {id(tensor): name for name, tensor in [*model.state_dict(keep_vars=True).items()][::-1]}  # tied ones once
-    expected = {name for name in kept.values() if "scale" not in name}  # vLLM finds scales itself
+    # random at the start, buffers too; tied ones count once
+    held = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
+            if tensor.is_floating_point()}  # yapf: disable
+    expected = {name for name in held.values() if "scale" not in name}  # vLLM finds scales itself
     with set_current_vllm_config(engine.vllm_config):
         filled = load_plain(engine, model, named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
     if expected - filled:
