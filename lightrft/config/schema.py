@@ -112,6 +112,9 @@ class RolloutConfig:
     engine_args: list[str] = option([], "vllm: arguments of its own, name=value, e.g. max_num_seqs=512")
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
+    overlap_passes: bool = option(
+        False, "run the no-grad passes (old and reference log-probs, values) on finished groups in a thread while the "
+        "engine generates the others; worth it where a core or the GPU has time left")
     sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
     sync_proof: str = option(
         "both", "after every weight sync, stop unless the engine has the trainer's weights: fingerprint compares every "

@@ -11,6 +11,7 @@ from lightrft.config.engine_rules import engine_problems
 from lightrft.config.no_effect import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
 from lightrft.config.oversample_rules import oversample_problems
+from lightrft.config.overlap_rules import overlap_problems
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                     StrategyConfig)
@@ -36,6 +37,7 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
     problems += best_metric(config.checkpoint.best_metric, config)
     problems += algorithm_problems(config, facts)
     problems += engine_problems(config, world_size)
+    problems += overlap_problems(config, world_size, facts.needs_critic if facts else ())
     problems += _divides("engine_tp_size", config.rollout.engine_tp_size, world_size)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

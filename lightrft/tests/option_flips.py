@@ -127,6 +127,7 @@ FLIPS: dict[str, Flip] = {
     "dynamic_sampling": Flip(True, keys),
     "oversample": Flip(1.5, keys, TWO),
     "max_staleness": Flip(2, metric("rollout/partial/due", 1), {"oversample": 2.0} | FOUR),
+    "overlap_passes": Flip(True, keys, KL),
     "use_fire": Flip(True, said("response")),
     "first_token_temperature": Flip(2.0, said("response"), {"use_fire": True}),
     "max_gen_rounds": Flip(2, metric("rollout/rounds"), {"dynamic_sampling": True, "zero_spread": 10.0}),

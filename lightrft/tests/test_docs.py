@@ -176,7 +176,8 @@ def metric_keys():
     """Every key that is spelled out in the code, or that a function returns."""
     code = sources_of("trainer", "rollout")
     keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z_/]+)"', code))
-    keys |= {f"time/{name}_s" for name in re.findall(r'timer\("(\w+)"\)', code)} | {"time/step_s", "time/other_s"}
+    keys |= {f"time/{name}_s" for name in re.findall(r'(?:timer|Pass)\("(\w+)"', code)}
+    keys |= {"time/step_s", "time/other_s"}
     keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS)), torch.ones(2))}
     keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
     keys |= {f"tripwire/{name}" for name in PATIENCE}

@@ -5,6 +5,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.trainer.advantage_calculator import teaches
+from lightrft.trainer.early_exp_maker import EarlyExperienceMaker
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout, set_rewards
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.groups import Groups, Tally, tell_dropped
@@ -120,6 +121,8 @@ class DynamicSource:
 
 def get_maker(config: Config) -> type[FastExperienceMaker]:
     """The class of experience makers that :func:`get_group_source` needs."""
+    if config.rollout.overlap_passes:
+        return EarlyExperienceMaker
     return PartialExperienceMaker if config.rollout.oversample > 1 else FastExperienceMaker
 
 

@@ -1,6 +1,7 @@
 """The no-grad forward passes over a rollout batch: old log-probs, reference log-probs, values."""
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from lightrft.utils.timer import Timer
 Forward = Callable[[Experience], Tensor]  # -> [T] or [K, T] of its argument
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one model has to say of a rollout: ``forward`` gives a row [T] for each of ``fields`` of the Experience."""
+    name: str  # of its span
+    fields: tuple[str, ...]
+    forward: Forward
+
+
 def bypasses(config: Config) -> bool:
     """Whether the log-probs of the engine stand for those of the old policy."""
     return config.algorithm.rollout_correction == "bypass"
@@ -22,7 +31,8 @@ def bypasses(config: Config) -> bool:
 
 def on_update_packs(config: Config) -> bool:
     """Whether the no-grad passes run on the micro-batches of the first update epoch (then log-probs agree exactly)."""
-    return config.rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
+    rollout = config.rollout
+    return not rollout.overlap_passes and rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
 
 
 @torch.no_grad()
@@ -70,42 +80,51 @@ class LogprobPass:
         again = train.max_epochs > 1 or num_samples > train.train_batch_size
         return not bypasses(self.config) and (again or self.kl_in_reward or self.wants_entropies)
 
+    def wanted(self, num_samples: int) -> list[Pass]:
+        """The passes over a rollout of that many samples."""
+        old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
+        passes = [Pass("old_logprobs", old, self._old)] if self.wants_old(num_samples) else []
+        if self.wants_ref:
+            passes.append(Pass("ref", ("ref_logprobs", ), self._ref))
+        if self.critic is not None:
+            passes.append(Pass("values", ("values", ), lambda exp: self.critic.model(exp)[None]))
+        return passes
+
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
-        """Compute what is wanted for the whole batch (a collective); every rank ends with all of it."""
+        """Compute what is wanted and not there yet for the whole batch (a collective); every rank ends with all of
+        it."""
         self.residence.come_back()
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
-        wants_old = self.wants_old(exp.num_seqs)
-        passes = self._passes(buffer) if wants_old or self.wants_ref or self.critic is not None else []
-        if wants_old:
-            with timer("old_logprobs"):
-                self._fill_old(exp, passes)
-        if self.wants_ref:
-            with timer("ref"), self._reference_weights():
-                exp.ref_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.reference or self.actor, e))
-        if self.critic is not None:
-            with timer("values"):
-                exp.values = self._run(exp, passes, self.critic.model)
+        missing = [each for each in self.wanted(exp.num_seqs) if vars(exp)[each.fields[0]] is None]
+        passes = self._passes(buffer) if missing else []
+        for each in missing:
+            with timer(each.name):
+                vars(exp).update(zip(each.fields, run_passes(self.strategy, exp, passes, each.forward)))
 
-    def _fill_old(self, exp: Experience, passes: list[list[int]]) -> None:
+    def _old(self, exp: Experience) -> Tensor:
         if not self.wants_entropies:
-            exp.old_logprobs = self._run(exp, passes, lambda e: self._logprobs(self.actor, e))
-            return
-        heat = self.config.rollout.temperature
-        both = self._run(exp, passes, lambda e: torch.stack(self.actor.model(e, temperature=heat, entropy=True)))
-        exp.old_logprobs, exp.entropies = both
+            return self._logprobs(self.actor, exp)
+        return torch.stack(self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True))
+
+    def _ref(self, exp: Experience) -> Tensor:
+        with self._reference_weights():
+            return self._logprobs(self.reference or self.actor, exp)
 
     def _reference_weights(self):
         return self.actor.model.adapter_disabled() if self.reference is None else nullcontext()
 
     def _logprobs(self, prepared: Prepared, exp: Experience) -> Tensor:
-        return prepared.model(exp, temperature=self.config.rollout.temperature)[0]
+        return prepared.model(exp, temperature=self.config.rollout.temperature)[0][None]
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Of one pass."""
+        train = self.config.train
+        return MicroBatchLimits(self.config.rollout.micro_rollout_batch_size or train.micro_train_batch_size,
+                                train.max_tokens_per_micro_batch)
 
     def _passes(self, buffer: ReplayBuffer) -> list[list[int]]:
         if on_update_packs(self.config):
             return [micro for mini in buffer.epoch(0) for micro in mini.micro_batches]
-        limits = MicroBatchLimits(self.config.rollout.micro_rollout_batch_size, buffer.limits.tokens)
-        return plan_mini_batch(list(range(len(buffer.lens))), buffer.lens, buffer.world, limits)[buffer.rank]
-
-    def _run(self, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
-        return run_passes(self.strategy, exp, passes, model)
+        return plan_mini_batch(list(range(len(buffer.lens))), buffer.lens, buffer.world, self.limits)[buffer.rank]

@@ -45,6 +45,7 @@ def test_a_fact_that_was_not_measured_is_no_fact(key):
     ("policy/first_kl_ref", 0.5, {"init_kl_coef": 0.0}, True),
     ("policy/first_kl_ref", 0.5, {"pretrain": "a", "ref_pretrain": "b"}, True),
     ("policy/first_ratio_gap", 5e-4, {"micro_rollout_batch_size": 1}, True),
+    ("policy/first_kl_ref", 5e-4, {"overlap_passes": True}, True),
     ("rollout/mismatch/abs_dp_max", 0.5, {"top_p": 0.9}, True),
     ("rollout/mismatch/abs_dp_max", 0.5, {"top_k": 5}, True),
     ("rollout/mismatch/abs_logp_mean", 0.5, {"min_p": 0.1}, True),

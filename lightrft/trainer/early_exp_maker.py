@@ -1,0 +1,25 @@
+"""The experience maker of ``--overlap_passes``: finished groups are scored and passed through the models at once."""
+from lightrft.trainer.early_passes import EarlyPasses
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.types import Experience, Prompt, Sample
+
+
+class EarlyExperienceMaker(FastExperienceMaker):
+    """What :class:`.logprob_pass.LogprobPass` would compute is there before the rollout is gathered."""
+
+    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
+        """As without the option; ends when all ranks' passes are through."""
+        rollout = self.config.rollout
+        size = rollout.n_samples_per_prompt
+        self.early = EarlyPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),
+                                 self.logprobs.limits, size)
+        with self.timer("early_passes"), self.early, self.timer("rollout"):
+            return super().generate_samples(groups, step)
+
+    def _submit(self, i: int, samples: list[Sample]) -> None:
+        super()._submit(i, samples)
+        self.early.add(samples)
+
+    def _gather(self, local: Experience) -> Experience:
+        self.early.fill(local)
+        return super()._gather(local)
