@@ -1,0 +1,122 @@
+"""What ``--overlap_passes`` saves: generation and the reference's pass, one after the other and overlapped.
+
+    python benchmarks/overlap.py [--pairs 3] [--threads 1] [--groups 32x8,256x1] [--slots 256,64] [--tokens 8192,2048]
+
+The larger model of ``hf_engine.py`` counts down from a number that it draws log-uniformly from 8 to 256; prompts have
+128 tokens, the reference is a model of the same size. ``slots`` are the responses under way at once. ``hidden`` is the
+share of the passes that fits beside generation if a core is free for them, ``saved`` what that is of the whole, both
+from CPU seconds; ``measured`` is the same by the clock on the wall, median of pairs. Ten minutes on two free cores.
+"""
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hf_engine import END, LONGEST, SIZES, counting_model
+
+import torch
+from lightrft.config.schema import StrategyConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout.hf_engine import HFEngine
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.trainer.early_passes import EarlyPasses
+from lightrft.trainer.experience_maker import pack_samples
+from lightrft.trainer.logprob_pass import Pass
+from lightrft.trainer.replay_buffer import MicroBatchLimits
+from lightrft.types import Prompt, Sample
+
+PROMPT = 128
+
+
+class Ways:
+    """The same rollout and passes in either order."""
+
+    def __init__(self, groups: int, samples: int, slots: int, tokens: int) -> None:
+        rng, self.samples, self.tokens = random.Random(1), samples, tokens
+        prompts = [[LONGEST + 1 + rng.randrange(32) for _ in range(PROMPT)] for _ in range(groups)]
+        self.requests = [Request(ids, [samples * i + j for j in range(samples)]) for i, ids in enumerate(prompts)]
+        model, other = (counting_model(SIZES["hidden 256"]) for _ in range(2))
+        for each in (model, other):
+            each.set_attn_implementation("packed")
+        per_token = 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
+        self.engine = HFEngine(model, [END], slots * (PROMPT + LONGEST - 1) * per_token)
+        self.reference, self.strategy = ActorLanguage(other), FakeStrategy(StrategyConfig(), False)
+        self.strategy.setup()
+
+    def generate(self, take: Callable[[list[Sample]], Any]) -> None:
+        """One rollout; ``take`` gets every finished group."""
+        self.engine.generate(self.requests, SamplingParams(LONGEST), lambda i, done: take(self._group(i, done)))
+
+    def _group(self, i: int, done: list[Any]) -> list[Sample]:
+        ids = self.requests[i].token_ids
+        return [Sample(Prompt("", ids, ""), i, j, ids + one.token_ids, [False] * len(ids) + [True] * len(one.token_ids),
+                       [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
+                for j, one in enumerate(done)]  # yapf: disable
+
+    def early(self, forward: Callable[..., torch.Tensor]) -> EarlyPasses:
+        """The trainer's own."""
+        limits = MicroBatchLimits(0, self.tokens)
+        return EarlyPasses(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits, self.samples)
+
+    def overlapped(self) -> float:
+        """Seconds."""
+        start = time.perf_counter()
+        with self.early(lambda exp: self.reference(exp)[0][None]) as early:
+            self.generate(early.add)
+        return time.perf_counter() - start
+
+    def apart(self) -> tuple[float, tuple[float, float], float]:
+        """Seconds one after the other; CPU seconds of generation and of the passes; the end with a free core."""
+        packs, early, clock = [], self.early(lambda exp: exp), time.thread_time
+        early._send = lambda: packs.append((clock(), early._open)) or setattr(early, "_open", [])
+        start, cpu = time.perf_counter(), clock()
+        self.generate(early.add)
+        early._send()
+        generated, end = clock(), cpu
+        for ready, pack in packs:
+            begun = clock()
+            with torch.no_grad():
+                self.reference(pack_samples(pack, self.samples))
+            end = max(end, ready) + clock() - begun
+        return time.perf_counter() - start, (generated - cpu, clock() - generated), max(end, generated) - cpu
+
+
+def line(groups: str, slots: int, tokens: int, pairs: int) -> str:
+    """One row of the table."""
+    count, samples = map(int, groups.split("x"))
+    ways, found = Ways(count, samples, slots, tokens), []
+    ways.overlapped()  # warms up
+    for number in range(pairs):
+        if number % 2:
+            overlapped, (apart, cpu, free) = ways.overlapped(), ways.apart()
+        else:
+            (apart, cpu, free), overlapped = ways.apart(), ways.overlapped()
+        found.append((*cpu, 1 - (free - cpu[0]) / cpu[1], 1 - free / sum(cpu), 1 - overlapped / apart))
+    generation, passes, hidden, saved, measured = map(statistics.median, zip(*found))
+    return (f"| {groups} | {slots} | {tokens} | {generation:.1f} | {passes:.1f} | {hidden:.0%} | {saved:.0%} | "
+            f"{measured:+.0%} |")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for each of the two threads")
+    parser.add_argument("--groups", default="32x8,256x1", help="prompts x samples, with commas")
+    parser.add_argument("--slots", default="256,64")
+    parser.add_argument("--tokens", default="8192,2048", help="most tokens in a pass")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print("| groups | slots | tokens in a pass | generation, CPU s | passes, CPU s | hidden | saved | measured |")
+    print("|---|---|---|---|---|---|---|---|")
+    for groups in args.groups.split(","):
+        for slots in map(int, args.slots.split(",")):
+            for tokens in map(int, args.tokens.split(",")):
+                print(line(groups, slots, tokens, args.pairs), flush=True)
+
+
+if __name__ == "__main__":
+    main()
