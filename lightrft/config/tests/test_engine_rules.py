@@ -23,7 +23,7 @@ def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
 def test_every_option_of_an_engine_is_known_to_the_rules(monkeypatch):
     assert set(NATIVE) == set(READ_BY) == {name for name in options(Config) if name.startswith("engine_")} - {
         "engine_type", "engine_kv_mib"}  # yapf: disable
-    assert problems(monkeypatch, **NATIVE) == []
+    assert problems(monkeypatch, **NATIVE) == problems(monkeypatch, engine="sglang", **NATIVE) == []
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -42,6 +42,13 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
+    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "--engine_type hf takes merged"]),
+    ({"lora_rank": 2, "lora_sync": "adapter", "engine_quantization": "fp8"}, ["--lora_sync adapter", "drop one"]),
+    ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
+    ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
+    ({"engine": "sglang", "engine_args": ["tp_size=2"]}, ["--engine_args tp_size=2", "set --engine_tp_size"]),
+    ({"engine": "sglang", "engine_args": ["dp_size=2"]}, ["--engine_args dp_size=2", "drop it"]),
+    ({"engine": "sglang", "engine_quantization": "fp8", "cuda": False}, ["SGLang has its kernels for CUDA"]),
 ])  # yapf: disable
 def test_one_problem_each(values, words, monkeypatch):
     found, = problems(monkeypatch, **values)

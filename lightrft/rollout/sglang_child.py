@@ -1,0 +1,87 @@
+"""What SGLang's scheduler processes run: SGLang's own, taught to draw and to show its weights as the trainer needs."""
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.sampling import sample, uniforms_at
+from lightrft.rollout.vllm_places import Places
+from lightrft.rollout.named_weights import Shapes
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+def run_scheduler(shapes: Shapes, *args: Any) -> None:
+    """A scheduler process from its start to its end, for a trainer with weights of these ``shapes``.
+
+    SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
+    top-k, top-p and min-p; its checksums are those of fused tensors.
+    """
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.utils.weight_checker import WeightChecker
+    Sampler.forward = _draw
+    SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
+    WeightChecker._compute_checksum = _checksums(shapes)
+    run_scheduler_process(*args)
+
+
+def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,
+          token_ids_logprobs: Any, positions: Tensor) -> Tensor:
+    """In the place of SGLang's sampler: tokens int32 [n]. Requests differ in nothing but seed and temperature; greedy
+    ones have a seed below 0."""
+    logits, seeds = output.next_token_logits.float(), info.sampling_seed
+    params = SamplingParams(
+        1, 1.0, info.top_ps[0].item() if info.need_top_p_sampling else 1.0,
+        int(info.top_ks.max()) if info.need_top_k_sampling else 0,
+        info.min_ps[0].item() if info.need_min_p_sampling else 0.0)  # yapf: disable
+    tokens, logprobs = sample(logits / info.temperatures, uniforms_at(seeds, positions), params)
+    if info.is_any_greedy:
+        best, theirs = sample(logits, None, SamplingParams(1, 0.0))
+        tokens, logprobs = torch.where(seeds < 0, best, tokens), torch.where(seeds < 0, theirs, logprobs)
+    output.next_token_logprobs = logprobs
+    return tokens.to(torch.int32)
+
+
+def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "SamplingBatchInfo"]:
+    """``build`` with the seeds of the requests, which SGLang merges and filters with the batch."""
+
+    def seeded(batch: Any, vocab_size: int) -> "SamplingBatchInfo":
+        info = build(batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+        return info
+
+    return seeded
+
+
+def _checksums(shapes: Shapes) -> Callable[..., dict[str, Any]]:
+    """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read."""
+
+    def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
+        places = vars(checker).setdefault("places", None) or _places(checker._get_model(), shapes)
+        checker.places, names = places, list(places.dtypes)
+        values = places.fingerprints(names).tolist()
+        told = {name: f"{str(places.dtypes[name])[6:]} {value}" for name, value in zip(names, values)}
+        place = checker._parallelism_info(role=role).model_dump()
+        return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place}
+
+    return checksums
+
+
+def _places(model: nn.Module, shapes: Shapes) -> Places:
+    from sglang.srt.runtime_context import get_parallel
+    group = get_parallel().tp_group.cpu_group
+    derived = [layer for layer in model.modules() if not _is_plain(layer)]
+    return Places(model.load_weights, shapes, group if dist.get_world_size(group) > 1 else None, derived)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the layer computes with its weights as they were loaded: they are not quantized, nor those of experts."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return method in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

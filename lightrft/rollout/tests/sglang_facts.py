@@ -1,0 +1,427 @@
+"""The SGLang engine, the real one on a CPU: against the trainer's own forward, the HF engine, and its errors.
+
+For an environment with SGLang; :mod:`lightrft.rollout.tests.test_sglang_engine` runs it there. One engine serves all.
+"""
+import logging
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
+from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout import Request, SamplingParams, get_engine, sglang_weights
+from lightrft.rollout.hf_engine import HFEngine, eos_ids
+from lightrft.rollout.sampling import restrict
+from lightrft.rollout.sglang_native import SGLangNative
+from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.tests import tiny
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
+STOPS = tuple(range(40, 52))
+NEW, LIMIT = 20, 64
+EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
+PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
+
+
+class Rig:
+    """A trainer in this process, SGLang with its weights, and the HF engine on the trainer's own."""
+
+    def __init__(self, folder):
+        self.strategy = FakeStrategy(StrategyConfig(), False)
+        self.strategy.setup()
+        self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder))), OptimSpec(1e-3))
+        self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
+        self.cfg = RolloutConfig(engine_type="sglang", prompt_max_len=LIMIT - NEW, generate_max_len=NEW,
+                                 engine_kv_mib=8, sync_bucket_mib=1, sync_canary_every=1)  # yapf: disable
+        self.engine = get_engine(self.cfg, self.actor, self.strategy, tokenizer)
+        self.hf = HFEngine(self.actor.hf_model, eos_ids(self.actor.hf_model, tokenizer), 1 << 22)
+        self.version, self.proof = 0, None
+
+    def learn(self):
+        """Weights as after training steps."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.actor.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
+
+    def sync(self):
+        self.version += 1
+        sync_weights(self.strategy, self.prepared, self.engine, self.version, proof=self.proof)
+        return self.proof.check(self.version)["rollout/canary_gap"] if self.proof else None
+
+    def ready(self):
+        """Awake and with the trainer's weights, whatever the test before left."""
+        self.engine.wake()
+        self.sync()
+        return self
+
+    def logprobs(self, request, response, params, begun=()):
+        """The trainer's, under the distribution that was sampled."""
+        ids = torch.tensor([*request.token_ids, *begun, *response])
+        with torch.no_grad():
+            model = self.actor.hf_model
+            model.set_attn_implementation("eager")
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -len(response) - 1:-1].float()
+            model.set_attn_implementation("packed")
+        if params.temperature:
+            logits = restrict(logits / params.temperature, params)
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+    def gap(self, asked, params):
+        """Mean and largest difference of log-probs between SGLang and the trainer."""
+        gaps = [
+            abs(a - b) for request, group in zip(asked, self.engine.generate(asked, params)) for done in group
+            for a, b in zip(done.logprobs, self.logprobs(request, done.token_ids, params), strict=True)
+        ]
+        return sum(gaps) / len(gaps), max(gaps)
+
+
+def state():
+    """What SGLang is to leave as it is in this process."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return (environment, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT),
+            multiprocessing.get_start_method(), logging.getLogger().handlers[:], logging.getLogger().level,
+            torch.get_rng_state().tolist(), torch.get_num_threads(), random.getstate())  # yapf: disable
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory):
+    folder = tiny.save_model(tmp_path_factory.mktemp("model"), **SIZES)
+    Rig.before = state()
+    rig = Rig(folder)
+    yield rig
+    rig.engine.shutdown()
+
+
+def requests(samples=3, count=6):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
+    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
+
+
+def tokens(groups):
+    return [[(done.token_ids, done.finish_reason) for done in group] for group in groups]
+
+
+def resident_kib(pid):
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+def test_the_process_is_as_before_and_nothing_is_generated_without_weights(rig):
+    assert state() == Rig.before
+    with pytest.raises(RuntimeError, match="has no weights yet"):
+        rig.engine.generate(requests(), SamplingParams(NEW))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.05},
+                                      {"temperature": 1.3, "top_k": 20}, {"temperature": 0.8, "top_k": 1}])
+def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
+    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
+    for _ in range(2):
+        rig.ready()
+        mean, largest = rig.gap(requests(), params)
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        rig.learn()
+
+
+def test_greedy_responses_are_those_of_the_hf_engine(rig):
+    rig.ready()
+    params = SamplingParams(NEW, 0.0, stop_token_ids=STOPS)
+    assert tokens(rig.engine.generate(requests(1), params)) == tokens(rig.hf.generate(requests(1), params))
+
+
+def test_many_updates_neither_drift_nor_leak(rig, monkeypatch):
+    """Memory is released and resumed, although on a CPU that frees none."""
+    rig.ready()
+    monkeypatch.setattr(rig.engine, "sleeps", True)
+    params, memory, pids = SamplingParams(NEW), [], [os.getpid(), rig.engine.native.processes[0].pid]
+    for _ in range(20):
+        rig.learn()
+        rig.engine.sleep()
+        rig.ready()
+        mean, largest = rig.gap(requests(1), params)
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        memory.append([resident_kib(pid) for pid in pids])
+    grown = [last - middle for last, middle in zip(memory[-1], memory[9])]
+    assert max(grown) < 20 << 10, f"KiB more after ten updates: {grown}"
+    assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_a_response_depends_on_its_seed_alone(rig):
+    rig.ready()
+    params, asked = SamplingParams(NEW, stop_token_ids=STOPS), requests()
+    found = tokens(rig.engine.generate(asked, params))
+    assert tokens(rig.engine.generate(asked[::-1], params))[::-1] == found
+    assert [tokens(rig.engine.generate([one], params))[0] for one in asked] == found
+    swapped = [Request(one.token_ids, one.seeds[::-1]) for one in asked]
+    assert [group[::-1] for group in tokens(rig.engine.generate(swapped, params))] == found
+    assert len({tuple(ids) for ids, _ in found[0]}) == len(found[0]), "samples of one prompt are all the same"
+
+
+def test_draws_follow_the_distribution(rig):
+    rig.ready()
+    request, many = Request([5, 6, 7], list(range(3000))), SamplingParams(1, 0.5, top_k=4)
+    drawn = [done.token_ids[0] for done in rig.engine.generate([request], many)[0]]
+    for token in set(drawn):
+        p, share = math.exp(rig.logprobs(request, [token], many)[0]), drawn.count(token) / len(drawn)
+        assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / len(drawn)) + 1e-3, (token, share, p)
+    assert len(set(drawn)) == 4
+
+
+def test_ends(rig):
+    """Stop tokens and the end token end a response, are its last and only one; else the length does."""
+    rig.ready()
+    eos, reasons = tiny.tokenizer().eos_token_id, set()
+    for group in rig.engine.generate(requests(8), SamplingParams(NEW, 1.0, stop_token_ids=(*STOPS, 10_000))):
+        for done in group:
+            ending = [i for i, token in enumerate(done.token_ids) if token in (*STOPS, eos)]
+            expected = "stop" if ending else "length"
+            assert done.finish_reason == expected and len(done.logprobs) == len(done.token_ids)
+            assert ending == [len(done.token_ids) - 1] if ending else len(done.token_ids) == NEW
+            reasons.add(done.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_longest_request_fits(rig):
+    rig.ready()
+    done, = rig.engine.generate([Request([5] * (LIMIT - NEW), [1])], SamplingParams(NEW))[0]
+    assert len(done.token_ids) == NEW or done.finish_reason == "stop"
+
+
+def test_finished_requests_are_told_at_once(rig):
+    rig.ready()
+    asked, told = requests(2), []
+    asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
+    found = rig.engine.generate(
+        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: told.append(
+            (i, tokens([done]), len(rig.engine.native.manager.rid_to_state))))
+    assert sorted(i for i, *_ in told) == [0, 1, 2, 4, 5] and found[3] == []
+    assert all(done == tokens([found[i]]) for i, done, _ in told)
+    assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
+
+
+def test_enough_is_enough(rig):
+    """No token after the callback has had enough; what was under way is a beginning, and goes on as in one go."""
+    rig.ready()
+    asked, params = requests(2), SamplingParams(NEW, stop_token_ids=tuple(range(4, 20)))
+    whole = rig.engine.generate(asked, params)
+    found = rig.engine.generate(asked, params, lambda i, done: True)
+    cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
+    assert cut and len(cut) < sum(map(len, found)) and not rig.engine.native.manager.rid_to_state
+    for i, j in cut:
+        begun, full = found[i][j], whole[i][j]
+        assert begun.token_ids == full.token_ids[:len(begun.token_ids)] != full.token_ids
+        assert len(begun.logprobs) == len(begun.token_ids)
+    prefixes = [[done.token_ids[:1 + i] if len(done.token_ids) > 1 + i else [] for done in group]
+                for i, group in enumerate(whole)]
+    onward = [Request(one.token_ids, one.seeds, prefixes=begun) for one, begun in zip(asked, prefixes)]
+    for group, begun, rest in zip(whole, prefixes, rig.engine.generate(onward, params)):
+        for one, prefix, more in zip(group, begun, rest):
+            assert prefix + more.token_ids == one.token_ids and more.finish_reason == one.finish_reason
+            assert more.logprobs == pytest.approx(one.logprobs[len(prefix):], abs=1e-5)
+
+
+def test_an_error_in_the_callback_leaves_nothing_behind(rig):
+    rig.ready()
+    params = SamplingParams(NEW)
+    expected = tokens(rig.engine.generate(requests(), params))
+
+    def broken(i, completions):
+        raise KeyError("reward")
+
+    with pytest.raises(KeyError, match="reward"):
+        rig.engine.generate(requests(), params, broken)
+    assert not rig.engine.native.manager.rid_to_state
+    assert tokens(rig.engine.generate(requests(), params)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_fire(rig, temperature):
+    """The first token at a temperature of its own, the others at the usual one."""
+    rig.ready()
+    hot, usual = SamplingParams(NEW, 8.0, top_k=50), SamplingParams(NEW, temperature, top_k=50)
+    asked, reasons = requests(4), set()
+    params = SamplingParams(NEW, temperature, top_k=50, stop_token_ids=STOPS, first_temperature=8.0)
+    for request, group in zip(asked, rig.engine.generate(asked, params)):
+        for done in group:
+            first, rest = done.token_ids[:1], done.token_ids[1:]
+            expected = rig.logprobs(request, first, hot) + (rig.logprobs(request, rest, usual, first) if rest else [])
+            assert done.logprobs == pytest.approx(expected, abs=2e-5)
+            reasons.add(done.finish_reason)
+        assert len({tuple(done.token_ids[:1]) for done in group}) > 1
+    assert reasons == {"stop", "length"}
+    one = SamplingParams(1, temperature, first_temperature=8.0)
+    assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
+
+
+def test_asleep_it_neither_generates_nor_learns(rig):
+    rig.ready()
+    rig.engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep: call wake"):
+        rig.engine.generate(requests(), SamplingParams(NEW))
+    with pytest.raises(RuntimeError, match="asleep: call wake"):
+        rig.sync()
+    rig.engine.wake()
+    with pytest.raises(RuntimeError, match="has no weights yet"):
+        rig.engine.generate(requests(), SamplingParams(NEW))
+    rig.sync()
+    assert rig.engine.weight_version == rig.version and rig.engine.generate([], SamplingParams(NEW)) == []
+
+
+def test_memory_is_released_and_resumed_in_order(rig, monkeypatch):
+    """Nothing twice: SGLang would end."""
+    rig.ready()
+    calls, right = [], rig.engine._occupy
+    monkeypatch.setattr(rig.engine, "sleeps", True)
+    monkeypatch.setattr(rig.engine, "_occupy", lambda *words: (calls.append(words), right(*words)))
+    for step in ("sleep", "sleep", "wake", "wake", "sleep", "wake"):
+        getattr(rig.engine, step)()
+    rig.sync()
+    rig.engine.generate(requests(1), SamplingParams(1))
+    rig.engine.generate(requests(1), SamplingParams(1))
+    assert calls == [("Release", ["kv_cache", "weights"]), ("Resume", ["weights"]), ("Release", ["weights"]),
+                     ("Resume", ["weights"]), ("Resume", ["kv_cache"])]  # yapf: disable
+
+
+def test_requests_that_cannot_be_run(rig):
+    rig.ready()
+    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
+    for asked, params, message in ((long, SamplingParams(NEW),
+                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
+                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
+                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
+                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
+                                   ([Request([5], [1], {"image": 1})], SamplingParams(NEW), "SGLang engine takes")):
+        with pytest.raises(ValueError, match=message):
+            rig.engine.generate(asked, params)
+
+
+def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
+    rig.ready()
+    good = dict(rig.strategy.full_params(rig.actor))
+    first = next(iter(good))
+    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
+                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
+                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
+        with pytest.raises(ValueError, match=message):
+            rig.engine.update_weights(stream.items(), 99)
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            rig.engine.generate(requests(), SamplingParams(NEW))
+    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
+    assert mean < EXACT and rig.engine.weight_version == rig.version
+
+
+def test_what_it_holds_can_be_read(rig):
+    rig.ready()
+    weights = dict(rig.strategy.full_params(rig.actor))
+    assert rig.engine.weight_dtypes() == {name: torch.float32 for name in weights}
+    assert torch.equal(rig.engine.fingerprints(list(weights)), fingerprints([Piece(one) for one in weights.values()]))
+
+
+@pytest.fixture
+def proven(rig, monkeypatch):
+    """After a right sync, with other weights for the next one; what a test patches is put back."""
+    monkeypatch.setattr(rig.engine, "update_weights", rig.engine.update_weights)
+    monkeypatch.setattr(rig, "proof", None)
+    rig.engine.wake()
+    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    assert rig.sync() < 1e-5
+    rig.learn()
+    yield rig
+
+
+@pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
+def test_a_faulty_sync_is_named(proven, kind):
+    break_sync(proven.engine, kind)
+    with pytest.raises(SyncProofError) as caught:
+        proven.sync()
+    said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
+    assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
+    assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
+
+
+def test_a_tensor_that_sglang_passes_over(proven, monkeypatch):
+    right = sglang_weights.buckets
+    monkeypatch.setattr(
+        sglang_weights, "buckets", lambda *words:
+        ((flat, [one for one in inside if one[0] != TARGET]) for flat, inside in right(*words)))
+    with pytest.raises(SyncProofError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
+        proven.sync()
+
+
+def test_a_prefix_cache_that_outlives_the_update(proven, monkeypatch):
+    """All weights are right; keys and values of the canaries' prompts are those of the old ones."""
+    manager, right = proven.engine.native.manager, proven.engine.native.manager.update_weights_from_tensor
+
+    def kept(request):
+        request.flush_cache = False
+        return right(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "update_weights_from_tensor", kept)
+        with pytest.raises(SyncProofError, match="canaries differ .* a cache outlived the update"):
+            proven.sync()
+    assert proven.sync() < 1e-5
+
+
+def test_what_sglang_refuses_is_an_error(rig, monkeypatch):
+    manager = rig.engine.native.manager
+
+    async def refused(_):
+        return False, "the dog ate it"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "update_weights_from_tensor", refused)
+        with pytest.raises(RuntimeError, match="did not take over the weights: the dog ate it"):
+            rig.sync()
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            rig.engine.generate(requests(), SamplingParams(NEW))
+    rig.ready()
+
+
+def test_arguments_of_its_own_must_exist():
+    with pytest.raises(ValueError, match="--engine_args max_seq_len: SGLang has no such argument .did you mean"):
+        SGLangNative({"model_path": "x", "max_seq_len": 3}, {}, torch.device("cpu"))
+
+
+def test_a_scheduler_that_is_killed(rig):
+    """While it generates: a clear error, soon, and this process and its other children live on."""
+    rig.ready()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scheduler, told = rig.engine.native.processes[0], []
+
+    def kill(i, done):
+        if not told:
+            os.kill(scheduler.pid, signal.SIGKILL)
+        told.append(i)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="scheduler .* has ended with exit code -9"):
+        rig.engine.generate(requests(8, 20), SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), kill)
+    with pytest.raises(RuntimeError, match="scheduler .* has ended"):
+        rig.sync()
+    assert time.monotonic() - start < 30
+    rig.engine.shutdown()
+    rig.engine.shutdown()
+    assert other.poll() is None, "another child was killed"
+    other.kill()
+    other.wait()
+    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+    assert not Path(f"/proc/{scheduler.pid}").exists(), "a zombie is left"
