@@ -56,8 +56,19 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _native_engine(c, engine)
+    if c.rollout.lora_sync == "adapter":
+        yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
         yield from _offload(c, world_size)
+
+
+def _adapters(c: Config, engine: str) -> Iterator[str]:
+    if engine != "vllm":
+        yield (f"--lora_sync adapter: --engine_type {engine} takes merged weights alone; add --engine_type vllm or drop "
+               "it")
+    if c.rollout.engine_quantization != "none":
+        yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, which "
+               "makes the base weights anew at every sync; drop one")
 
 
 def _offload(c: Config, world_size: int) -> Iterator[str]:

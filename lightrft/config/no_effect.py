@@ -19,6 +19,7 @@ NEEDS: dict[str, tuple[str, str]] = {
     "ref_pretrain": ("init_kl_coef", "0.01"),
     "initial_model_shard_size": ("init_kl_coef", "0.01"),
     "lora_dropout": ("lora_rank", "16"),
+    "lora_sync": ("lora_rank", "16"),
     "first_token_temperature": ("use_fire", ""),
     "max_gen_rounds": ("dynamic_sampling", ""),
     "difficulty_min": ("difficulty_key", "pass_rate"),

@@ -120,6 +120,9 @@ class RolloutConfig:
         False, "run the no-grad passes (old and reference log-probs, values) on finished groups in a thread while the "
         "engine generates the others; worth it where a core or the GPU has time left")
     sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
+    lora_sync: str = option(
+        "merged", "what LoRA sends to the engine: every weight with the adapters merged into it, or the base weights "
+        "once and then only the adapters (vllm)", ("merged", "adapter"))
     sync_proof: str = option(
         "both", "after every weight sync, stop unless the engine has the trainer's weights: fingerprint compares every "
         "weight, canary the log-probs of a few prompts now and then", ("off", "fingerprint", "canary", "both"))

@@ -84,6 +84,17 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
             f"LoRA cannot be merged: the stream holds only {sorted(next(iter(parts.values())))} of {next(iter(parts))}")
 
 
+def apart_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of ``model`` -> its base weights under Hugging Face names and, as ``<layer>.lora_A.weight`` and
+    ``<layer>.lora_B.weight``, the matrices of its adapters, the second one times the scale."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, tensor in stream:
+        layer, mark, _ = _split(name)
+        if mark == ".lora_B.":
+            tensor = tensor * layers[layer].scaling[ADAPTER]
+        yield hf_name(name.replace(f".{ADAPTER}.", ".")), tensor
+
+
 def _split(name: str) -> tuple[str, str, str]:
     for mark in (".base_layer.", ".lora_A.", ".lora_B."):
         if mark in name:

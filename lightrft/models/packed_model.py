@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.lora import base_model, merged_params
+from lightrft.models.lora import ADAPTER, apart_params, base_model, merged_params
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
@@ -59,7 +59,12 @@ class PackedModel(nn.Module):
         """Whether :meth:`export_params` computes weights (LoRA) that this module does not hold."""
         return isinstance(self.model, PeftModel)
 
-    def export_params(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under the names they have in this module -> under Hugging Face names, LoRA merged."""
+    @property
+    def lora_rank(self) -> int:
+        """Of the adapters; 0 without."""
+        return self.model.peft_config[ADAPTER].r if isinstance(self.model, PeftModel) else 0
+
+    def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under the names they have in this module -> under Hugging Face names, LoRA merged or apart."""
         own = ((name.removeprefix("model."), tensor) for name, tensor in stream)
-        return merged_params(own, self.model)
+        return merged_params(own, self.model) if merge else apart_params(own, self.model)

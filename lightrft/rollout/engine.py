@@ -1,12 +1,13 @@
 """What every rollout engine does, and the requests it takes."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
+from lightrft.strategy.strategy_base import Lora
 from lightrft.utils.errors import UserError
 
 
@@ -114,6 +115,15 @@ class RolloutEngine(Protocol):
 
     def shutdown(self) -> None:
         """Release everything; the engine cannot be used afterwards."""
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can keep LoRA beside the base weights."""
+
+    @property
+    def lora(self) -> Lora:
+        """How the next update is to bring adapters: alone where the engine has the base weights already."""
 
 
 def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> RolloutEngine:

@@ -9,11 +9,11 @@ from lightrft.models.packed_model import PackedModel
 Shapes = dict[str, torch.Size]
 
 
-def exported_shapes(actor: PackedModel) -> Shapes:
-    """Name and shape of every weight that ``full_params`` of ``actor`` brings."""
+def exported_shapes(actor: PackedModel, merge: bool = True) -> Shapes:
+    """Name and shape of every weight that ``full_params`` of ``actor`` brings, LoRA merged or apart."""
     stream = ((name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
               for name, parameter in actor.named_parameters())
-    return {name: tensor.shape for name, tensor in actor.export_params(stream)}
+    return {name: tensor.shape for name, tensor in actor.export_params(stream, merge)}
 
 
 def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ class Fingerprints:
         self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
         self.merges = prepared.model.merges and not self.shared
         self.trainer: dict[str, int] = {}  # of the last sync
-        self._seen: dict[str, Tensor] = {}  # of the last stream
+        self._seen: dict[str, Tensor] = {}  # of the last time that each weight was sent
         self._announced = False
 
     def watch(self, stream: Named) -> Named:
@@ -52,7 +52,6 @@ class Fingerprints:
         return self._watched(stream) if self.merges else stream
 
     def _watched(self, stream: Named) -> Named:
-        self._seen = {}
         for name, tensor in stream:
             with self.timer("sync_proof"):
                 rows = tensor if self.strategy.is_main else tensor[:0]

@@ -15,9 +15,11 @@ from lightrft.rollout.engine import Completion, Finished, Request, SamplingParam
 from lightrft.rollout.engine_group import all_of_group, share_requests
 from lightrft.rollout.hf_engine import eos_ids
 from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
+from lightrft.rollout.vllm_adapters import MARK, Adapters, adapter_arguments, bare
 from lightrft.rollout.vllm_places import Places
 from lightrft.rollout.vllm_run import VLLMRun
 from lightrft.rollout.vllm_start import engine_arguments, process_state_kept, start_engine
+from lightrft.strategy.strategy_base import Lora
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
@@ -37,17 +39,24 @@ class VLLMEngine:
         sleeps: whether :meth:`sleep` frees memory (CUDA).
         group: CPU process group of the ranks that run this engine together; None: this rank alone.
         owns_world: torch's process group was made by vLLM, and goes with it.
+        adapters: where LoRA lies beside the base weights, which come with the first update; None: nowhere.
     """
 
     def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
-                 group: dist.ProcessGroup | None = None, owns_world: bool = False) -> None:
+                 group: dist.ProcessGroup | None = None, owns_world: bool = False,
+                 adapters: Adapters | None = None) -> None:
         self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
         self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
         self.weight_version = 0
-        self._ready = self._asleep = self._cache_asleep = False
+        self.adapters = adapters
+        self._ready = self._has_base = self._asleep = self._cache_asleep = False
         if not any(name.endswith("lm_head.weight") for name in shapes):
             vllm_weights.tie_head(self.model)
-        self._derived = vllm_weights.derived_layers(self.model)
+        with bare(self.model):
+            self._derived = vllm_weights.derived_layers(self.model)
+        if adapters and self._derived:
+            raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a form of its own, beside "
+                            "which no adapter was tried: use --lora_sync merged")  # yapf: disable
 
     @property
     def model(self) -> nn.Module:
@@ -58,8 +67,18 @@ class VLLMEngine:
     def places(self) -> Places:
         """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
         readable = self.shapes if vllm_weights.are_experts(self._derived) else {}
-        load = partial(vllm_weights.load_plain, self.native, self.model)
-        return Places(load, readable, self.group, self._derived)
+        with bare(self.model):
+            return Places(
+                lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
+                readable, self.group, self._derived)
+
+    @property
+    def lora(self) -> Lora:
+        """See :class:`~lightrft.rollout.engine.TakesAdapters`."""
+        return "merged" if self.adapters is None else "alone" if self._has_base else "apart"
+
+    def _without_adapters(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return stream if self.adapters is None else self.adapters.take(stream)
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
@@ -99,7 +118,8 @@ class VLLMEngine:
 
         agree = partial(all_of_group, group=self.group)
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, everyone, params, self._stop_ids(params), report, agree).run()[mine]
+            return VLLMRun(self.native, everyone, params, self._stop_ids(params), report, agree,
+                           self.adapters.request if self.adapters else None).run()[mine]
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -129,17 +149,26 @@ class VLLMEngine:
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
         self._ready = False
-        stream = checked(named_tensors, self.shapes)
-        vllm_weights.load(self.native, self.model, stream, plain=not self._derived)
+        alone = self.lora == "alone"
+        shapes = {name: shape for name, shape in self.shapes.items() if MARK in name or not alone}
+        base = self._without_adapters(checked(named_tensors, shapes))
+        if alone:
+            assert not list(base), "checked lets no base weight through"
+        else:
+            self._has_base = False
+            with bare(self.model):
+                vllm_weights.load(self.native, self.model, base, plain=not self._derived)
+            self._has_base = True
         self.native.reset_encoder_cache()
         if not self.native.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
         self._ready, self.weight_version = True, version
 
     def sleep(self) -> None:
-        """Forget weights and cache; their device memory is free afterwards (CUDA)."""
+        """Forget weights and cache; their device memory is free afterwards (CUDA). Base weights that would not come
+        again wait in host memory."""
         if self.sleeps and not self._asleep:
-            self.native.sleep(level=2)
+            self.native.sleep(level=1 if self.adapters else 2)
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
 
     def wake(self) -> None:
@@ -166,12 +195,14 @@ class VLLMEngine:
 def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                       bf16: bool) -> VLLMEngine:
     """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
-    world, shapes, owns_world = World.from_env(), exported_shapes(actor), not dist.is_initialized()
+    world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
+    apart = cfg.lora_sync == "adapter" and rank > 0
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
-    native = start_engine(arguments, device)
+    native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device)
     group = None
     if cfg.engine_tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group
         group = get_tp_group().cpu_group
-    return VLLMEngine(native, shapes, eos_ids(actor.hf_model, tokenizer), arguments["enable_sleep_mode"], group,
-                      owns_world)
+    return VLLMEngine(native, exported_shapes(actor, not apart), eos_ids(actor.hf_model, tokenizer),
+                      arguments["enable_sleep_mode"], group, owns_world,
+                      Adapters(native, rank) if apart else None)

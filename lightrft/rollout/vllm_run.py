@@ -28,13 +28,15 @@ class VLLMRun:
 
     Args:
         on_finished: called with a request and its responses as soon as all are done; whether this rank has enough.
+        adapter: vLLM's ``LoRARequest`` of all samples, if any.
         agree: whether all ranks that run the engine together have; only then does it stop.
     """
 
     def __init__(self, engine: "LLMEngine", requests: list[Request], params: SamplingParams, stop_ids: list[int],
-                 on_finished: Callable[[int, list[Completion]], bool], agree: Callable[[bool], bool]) -> None:
+                 on_finished: Callable[[int, list[Completion]],
+                                       bool], agree: Callable[[bool], bool], adapter: Any = None) -> None:
         self.engine, self.requests, self.params, self.stop_ids = engine, requests, params, stop_ids
-        self.on_finished, self.agree = on_finished, agree
+        self.on_finished, self.agree, self.adapter = on_finished, agree, adapter
         self.done: list[dict[int, Completion]] = [{} for _ in requests]
         self.drawing: dict[str, _Drawing] = {}
 
@@ -67,7 +69,7 @@ class VLLMRun:
         name = f"{drawing.request}/{j}/{len(begun)}"
         seed = (request.seeds[j] + len(begun)) % (1 << 63)
         drawing.native_id = self.engine.add_request(name, {"prompt_token_ids": request.token_ids + begun},
-                                                    self._native(temperature, left, seed))
+                                                    self._native(temperature, left, seed), lora_request=self.adapter)
         self.drawing[name] = drawing
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:

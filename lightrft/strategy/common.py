@@ -13,14 +13,14 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
 from lightrft.strategy.offload import offload_optimizer, reload_optimizer
 from lightrft.strategy.optimizer import LocalAdamW, clip, part, set_schedule_step, squared_norm
-from lightrft.strategy.strategy_base import Part, Prepared, StrategyBase
+from lightrft.strategy.strategy_base import Lora, Part, Prepared, StrategyBase
 
 
 @runtime_checkable
 class ExportsParams(Protocol):
     """A module that turns its own parameters into those of the HF model it wraps (names stripped, LoRA merged)."""
 
-    def export_params(self, stream: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def export_params(self, stream: Iterator[tuple[str, Any]], merge: bool = True) -> Iterator[tuple[str, Any]]:
         """HF names and tensors from own names and full tensors."""
 
 
@@ -120,13 +120,14 @@ class CommonStrategy(StrategyBase):
 
     # -- weights and state --------------------------------------------------------------------------------------------
     @abstractmethod
-    def gathered(self, model: nn.Module, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under the names they have in ``model``."""
+    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under the names they have in ``model``; those with ``of`` in their name."""
 
-    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, Tensor]]:
+    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20,
+                    lora: Lora = "merged") -> Iterator[tuple[str, Tensor]]:
         """See :class:`StrategyBase`."""
-        stream = self.gathered(model, bucket_bytes)
-        return model.export_params(stream) if isinstance(model, ExportsParams) else stream
+        stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
+        return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
 
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
         """See :class:`StrategyBase`."""

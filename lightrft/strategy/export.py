@@ -127,4 +127,4 @@ def _save_adapter(strategy: "CommonStrategy", model: nn.Module, hf: WithAdapters
 
 
 def _lora(strategy: "CommonStrategy", model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in strategy.gathered(model, 64 << 20) if "lora_" in name)
+    return strategy.gathered(model, 64 << 20, "lora_")

@@ -59,6 +59,6 @@ class FakeStrategy(CommonStrategy):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def gathered(self, model: nn.Module, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
         """The live parameters, detached; nothing is copied."""
-        return ((name, param.detach()) for name, param in model.named_parameters())
+        return ((name, param.detach()) for name, param in model.named_parameters() if of in name)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+Lora = Literal["merged", "apart", "alone"]  # how full_params brings adapters
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,10 @@ class StrategyBase(ABC):
 
     # -- weights and state --------------------------------------------------------------------------------------------
     @abstractmethod
-    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, Tensor]]:
-        """Full (unsharded) parameters of the wrapped HF model under their HF names, gathered in buckets; LoRA merged.
+    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20,
+                    lora: Lora = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Full (unsharded) parameters of the wrapped HF model under their HF names, gathered in buckets; LoRA merged,
+        or its matrices "apart" from the base weights, or "alone" (:func:`lightrft.models.lora.apart_params`).
 
         A collective: every rank iterates to the end. Tied parameters come once.
         """

@@ -80,6 +80,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (KL | {"ref_pretrain": "org/ref", "lora_rank": 8}, ["--ref_pretrain", "--lora_rank"]),
     ({"initial_model_shard_size": 1}, ["--initial_model_shard_size", "--init_kl_coef"]),
     ({"lora_dropout": 0.1}, ["--lora_dropout 0.1", "--lora_rank"]),
+    ({"lora_sync": "adapter", "engine_type": "vllm"}, ["--lora_sync adapter", "--lora_rank"]),
     ({"lora_rank": 8, "target_modules": []}, ["--target_modules none", "all-linear"]),
     ({"lora_rank": 8, "freeze_prefix": ["model.embed"]}, ["--freeze_prefix model.embed", "--lora_rank"]),
     ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator":

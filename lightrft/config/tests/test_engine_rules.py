@@ -42,6 +42,8 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
+    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "--engine_type hf takes merged"]),
+    ({"lora_rank": 2, "lora_sync": "adapter", "engine_quantization": "fp8"}, ["--lora_sync adapter", "drop one"]),
     ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
     ({"engine": "sglang", "engine_args": ["tp_size=2"]}, ["--engine_args tp_size=2", "set --engine_tp_size"]),

@@ -43,8 +43,8 @@ def faulty_gather(strategy, prepared, engine, proof):
     """A wrong row in what one rank gathers, and sends: the proof looks at what the trainer holds. Both ranks stop."""
     gathered = strategy.gathered
 
-    def gather(model, bucket_bytes):
-        for name, tensor in gathered(model, bucket_bytes):
+    def gather(model, bucket_bytes, *of):
+        for name, tensor in gathered(model, bucket_bytes, *of):
             if strategy.rank == 1 and "1.mlp.down_proj" in name:
                 tensor = tensor.roll(1, 0)
             yield name, tensor

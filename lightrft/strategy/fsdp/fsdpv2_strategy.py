@@ -105,10 +105,11 @@ class FSDPV2Strategy(CommonStrategy):
         """See :class:`StrategyBase`."""
         self._placements[model].free_full()
 
-    def gathered(self, model: nn.Module, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
         """See :class:`CommonStrategy`; one all-gather per bucket."""
         self.free_full(model)
-        for bucket in collectives.buckets(model.named_parameters(), bucket_bytes):
+        named = ((name, param) for name, param in model.named_parameters() if of in name)
+        for bucket in collectives.buckets(named, bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
 
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:

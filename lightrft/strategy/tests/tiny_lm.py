@@ -29,7 +29,7 @@ class TinyLM(nn.Module):
         logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[mask[:, 1:]].float()
         return logits.log_softmax(-1).gather(-1, ids[:, 1:][mask[:, 1:]][:, None]).squeeze(-1)
 
-    def export_params(self, stream):
+    def export_params(self, stream, merge=True):
         return ((name.removeprefix("model."), tensor) for name, tensor in stream)
 
 
