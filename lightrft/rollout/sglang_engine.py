@@ -174,6 +174,7 @@ class SGLangEngine:
         self._asleep, self._ready = True, False
         if self.native is not None:
             self.native.shutdown()
+            self.native = None
 
 
 def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,

@@ -40,19 +40,20 @@ class SGLangNative:
     """
 
     def __init__(self, arguments: dict[str, Any], shapes: Shapes, device: torch.device) -> None:
-        self.thread, self.processes = ThreadPoolExecutor(1, "sglang"), []
+        self.thread, self.engine = ThreadPoolExecutor(1, "sglang"), None
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
             with _surroundings(device, arguments.get("tp_size", 1)):
                 self.engine = self.thread.submit(_start, arguments, shapes).result()
-        except BaseException as error:
-            self.processes = list(set(multiprocessing.active_children()) - before)
-            self._end()
-            if isinstance(error, (ValueError, NotImplementedError, RuntimeError)):
-                raise UserError(f"SGLang cannot run {arguments['model_path']}: {error}") from error
+        except UserError:
             raise
-        self.processes = list(set(multiprocessing.active_children()) - before)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            raise UserError(f"SGLang cannot run {arguments['model_path']}: {error}") from error
+        finally:
+            self.processes = list(set(multiprocessing.active_children()) - before)
+            if self.engine is None:
+                self.shutdown()
 
     @property
     def manager(self) -> Any:
@@ -86,16 +87,11 @@ class SGLangNative:
 
     def shutdown(self) -> None:
         """End the schedulers; what they held on the device is free afterwards."""
-        if self.thread is not None and self.processes:
-            self._end()
-
-    def _end(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
-        self.processes = []
-        if hasattr(self, "engine"):
+        if self.engine is not None:
             self.thread.submit(_close, self.engine).result()
         self.thread.shutdown()
         signal.signal(signal.SIGQUIT, self._on_quit)

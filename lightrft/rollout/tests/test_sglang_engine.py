@@ -1,0 +1,138 @@
+"""The SGLang engine. What needs SGLang runs in the environment that ``make test`` makes for it, .venv-sglang."""
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import sglang_native
+from lightrft.rollout.sglang_start import engine_arguments
+from lightrft.rollout.sglang_weights import buckets
+from lightrft.tests import runs, tiny
+from lightrft.utils.env import World
+
+ROOT = Path(__file__).parents[3]
+TESTS, SHIM = "lightrft.rollout.tests", ROOT / "lightrft" / "tests" / "sglang_cpu_shim"
+PYTHON = Path(f"{sys.prefix}-sglang") / "bin" / "python"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
+
+
+def needs_sglang(test):
+    """Mark a test that takes minutes."""
+    for mark in (pytest.mark.engine, pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(600)):
+        test = mark(test)
+    return test
+
+
+def in_its_environment(*words, limit_s=560, **environ):
+    """Run a command where SGLang is; its exit code and what it wrote."""
+    if sys.version_info < (3, 11) or sys.platform != "linux":
+        pytest.skip("SGLang 0.5.23 has wheels for Linux and Python 3.11 or newer only")
+    if not PYTHON.with_name("../.installed").exists():
+        told = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
+        pytest.fail(told) if "CI" in os.environ else pytest.skip(told)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([str(word) for word in words], env=environment | environ, text=True, timeout=limit_s,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)  # yapf: disable
+    return done.returncode, done.stdout
+
+
+@needs_sglang
+def test_one_process():
+    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short",
+                                    "lightrft/rollout/tests/sglang_facts.py")
+    assert code == 0 and int(re.search(r"(\d+) passed", said)[1]) > 30 and "skipped" not in said, said[-8000:]
+
+
+@needs_sglang
+def test_two_ranks(tmp_path):
+    folder = tiny.save_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)
+    code, said = in_its_environment(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m",
+                                    f"{TESTS}.sglang_ranks", folder)
+    assert code == 0, said[-8000:]
+
+
+@needs_sglang
+def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
+    """20 steps on two ranks; then rank 1 loses its scheduler in the middle of a rollout."""
+    out, mark = tmp_path / "out", tmp_path / "mark"
+    words = (
+        "--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 20 --max_eval_samples 100 "
+        f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_mischief").split()
+    code, said = in_its_environment("bash", "examples/quickstart/run_quickstart.sh", *words, PYTHON=str(PYTHON),
+                                    OUT=str(out), MISCHIEF_MARK=str(mark))
+    assert code != 0 and mark.exists(), said[-8000:]
+    assert time.time() - mark.stat().st_mtime < 60, "the ranks did not end in time"
+    cause = r"rank 1 raised RuntimeError: SGLang's scheduler \(process \d+\) has ended with exit code -9"
+    assert re.search(cause + r"(.|\n)*-- rank 0 stops for that reason", said), said[-8000:]
+    rows = [row for row in runs.read_lines(out / "metrics.jsonl") if "reward/mean" in row]
+    rewards = [row["reward/mean"] for row in rows]
+    assert [row["step"] for row in rows] == list(range(1, 21)) and "step-1 facts hold" in said
+    assert sum(rewards[15:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+    assert max(row["rollout/mismatch/abs_dp_max"] for row in rows) < 1e-4
+    left = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, timeout=20).stdout
+    assert str(out) not in left, "processes are left"
+
+
+def test_options_reach_sglang():
+
+    def arguments(device=CUDA, bf16=False, world=World(), **rollout):
+        return engine_arguments(RolloutConfig(**rollout), tiny.config(), device, bf16, world)
+
+    plain = arguments()
+    assert plain["context_length"] >= 2048 and plain["base_gpu_id"] == 1 and plain["max_total_tokens"] is None
+    assert plain["dtype"] == "float32" and plain["quantization"] is None and plain["enable_memory_saver"]
+    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dimensions, bytes
+    changes = [
+        ({"engine_tp_size": 2}, "tp_size", 2),
+        ({"engine_mem_util": 0.8}, "mem_fraction_static", 0.8),
+        ({"engine_sleep": False}, "enable_memory_saver", False),
+        ({"engine_quantization": "fp8"}, "quantization", "fp8"),
+        ({"engine_args": ["max_running_requests=8"]}, "max_running_requests", 8),
+        ({"engine_kv_mib": 3}, "max_total_tokens", (3 << 20) // token),
+        ({"prompt_max_len": 24}, "context_length", plain["context_length"] - 1000),
+        ({"bf16": True}, "dtype", "bfloat16"),
+    ]  # yapf: disable
+    for options, name, value in changes:
+        changed = arguments(**options)
+        assert changed[name] == value != plain.get(name), name
+        assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+    assert arguments(engine_kv_mib=3, engine_tp_size=2)["max_total_tokens"] == 2 * ((3 << 20) // token)
+    on_cpu = arguments(CPU)
+    assert 0 < on_cpu["max_total_tokens"] <= (4 << 30) // token and not on_cpu["enable_memory_saver"]
+
+
+def test_weights_travel_in_buckets():
+    """Each bucket is right when it comes; its memory serves the next one too, unless a weight is larger."""
+    generator = torch.Generator().manual_seed(1)
+    sent = [(str(i), torch.randn(size, generator=generator)) for i, size in enumerate([3, 5, 60, 1, 200, 7, 9])]
+    dtypes, seen, places = {"1": torch.bfloat16, "5": torch.float64}, [], set()
+    for flat, inside in buckets(sent, dtypes, 300):
+        places.add(flat.data_ptr())
+        assert flat.is_shared() and len(flat) in (300, 800)
+        for name, view, start in inside:
+            dtype = dtypes.get(name, torch.float32)
+            held = flat[start:start + view.nbytes].view(dtype)
+            assert torch.equal(held, dict(sent)[name].to(dtype)) and view.dtype == dtype
+            seen.append(name)
+    assert seen == [name for name, _ in sent] and len(places) == 2
+    assert not list(buckets([], {}, 10))
+
+
+def test_a_missing_package_is_told_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(ValueError, match=r"cannot import sglang .* run: pip install 'lightrft\[sglang\]'"):
+        sglang_native.SGLangNative({"model_path": "x"}, {}, CPU)
+
+
+def test_the_shim_is_for_tests_alone():
+    """Nothing in the library knows the stand-in for SGLang's kernels."""
+    for path in (ROOT / "lightrft").rglob("*.py"):
+        if "tests" not in path.relative_to(ROOT).parts:
+            assert not re.search("sglang_cpu_shim|sgl_kernel", path.read_text(encoding="utf-8")), path
