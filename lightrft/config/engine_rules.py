@@ -64,11 +64,11 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:
     if engine != "vllm":
-        yield (f"--lora_sync adapter: --engine_type {engine} takes merged weights alone; add --engine_type vllm or drop "
-               "it")
+        yield (f"--lora_sync adapter: --engine_type {engine} takes merged weights alone; add --engine_type vllm or "
+               "drop it")
     if c.rollout.engine_quantization != "none":
-        yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, which "
-               "makes the base weights anew at every sync; drop one")
+        yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, "
+               "which makes the base weights anew at every sync; drop one")
 
 
 def _offload(c: Config, world_size: int) -> Iterator[str]:

@@ -42,7 +42,7 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
-    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "--engine_type hf takes merged"]),
+    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes merged weights"]),
     ({"lora_rank": 2, "lora_sync": "adapter", "engine_quantization": "fp8"}, ["--lora_sync adapter", "drop one"]),
     ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
