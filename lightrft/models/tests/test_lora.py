@@ -65,6 +65,17 @@ def test_merging_a_stream_equals_peft(path, shuffle):
         torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=0)
 
 
+def test_what_is_sent_apart_adds_up_to_the_merged_weights(path):
+    actor = lora_actor(path)
+    merged, apart = (dict(actor.export_params(iter(actor.named_parameters()), merge)) for merge in (True, False))
+    adapters = [name.removesuffix(".lora_A.weight") for name in apart if name.endswith(".lora_A.weight")]
+    assert set(apart) - set(merged) == {f"{at}.lora_{which}.weight" for at in adapters for which in "AB"} and adapters
+    for name, tensor in merged.items():
+        at = name.removesuffix(".weight")
+        more = apart[f"{at}.lora_B.weight"] @ apart[f"{at}.lora_A.weight"] if at in adapters else 0.0
+        torch.testing.assert_close(apart[name] + more, tensor, atol=1e-6, rtol=0)
+
+
 def test_merged_weights_compute_what_the_adapters_compute(path):
     actor, exp = lora_actor(path), naive.experience()
     plain = load_actor(ModelConfig(pretrain=path), train=False)

@@ -13,7 +13,7 @@ from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.strategy_base import OptimSpec
 from lightrft.tests import faults, runs, tiny
-from lightrft.tests.launch import finish
+from lightrft.tests.launch import launch
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -156,9 +156,10 @@ def test_two_ranks_train(tmp_path):
         "vllm", "engine_kv_mib": 16, "max_steps": 3, "lora_rank": 4, "lora_sync": "adapter", "sync_proof": "both",
         "actor_learning_rate": 0.05, "sync_canary_every": 1
     }  # yapf: disable
-    for tp_size in (1, 2):
-        folder = tmp_path / str(tp_size)
-        finish(folder, options | {"save_path": folder, "engine_tp_size": tp_size}, 2, limit_s=280)
+    folders = [tmp_path / str(tp_size) for tp_size in (1, 2)]
+    started = [launch(at, options | {"save_path": at, "engine_tp_size": int(at.name)}, 2) for at in folders]
+    for folder, run in zip(folders, started):
+        assert run.wait(280) == [0, 0], run.output
         lines = runs.read_lines(folder / "metrics.jsonl")
         assert len(lines) == 3 and all(line["rollout/mismatch/abs_logp_mean"] < EXACT for line in lines), lines
         assert lines[2]["rollout/canary_gap"] < EXACT
