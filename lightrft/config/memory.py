@@ -33,8 +33,7 @@ def memory(config: Config, world_size: int, size: ModelSize, room: Room, critic:
     """Bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
 
     Sharded state is divided by the ranks that share it; with LoRA gradients and optimizer state are the adapters' and
-    are left out. Offloaded state is 0. Gradients live in an update alone. Passes for log-probs come while the engine is
-    awake.
+    are left out. Offloaded state is 0. Gradients live in an update alone.
     """
     held = _trainer(config, world_size, size, critic) | _engine(config, world_size, size, room)
     return {name: values for name, values in held.items() if any(values)}
@@ -77,15 +76,20 @@ def _compute_copy(size: ModelSize, sharded: bool, bf16: bool) -> float:
 
 
 def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dict[str, ByPhase]:
-    """Asleep, hf keeps its copy in host memory and no cache, other engines keep nothing; on a CPU theirs stay."""
+    """Asleep, hf keeps its copy in host memory and no cache, other engines keep nothing; on a CPU theirs stay.
+
+    It sleeps from the end of generation to the weight sync, where canaries take it through a short generation: little
+    for hf, which makes its cache as large as it needs.
+    """
+    passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
     weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, room)
     if config.rollout.engine_type == "hf":
-        awake, cached = not room.cuda, 0
+        awake, cached, canary = not room.cuda, 0, False
     else:
         awake = cached = not (room.cuda and config.rollout.engine_sleep)
     return {
-        "copy in the rollout engine": (weights, weights, weights * awake, weights),
-        "key-value cache": (cache, cache, cache * cached, cache * cached),
+        "copy in the rollout engine": (weights, weights * (awake or passing), weights * awake, weights),
+        "key-value cache": (cache, cache * (cached or passing), cache * cached, cache * (cached or canary)),
     }
 
 

@@ -160,7 +160,8 @@ class NaiveExperienceMaker:
         return baseline
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
-        """What comes after generation: ``exp`` with log-probs, values, rewards and advantages."""
+        """What comes after generation, with the engine asleep: ``exp`` with log-probs, values, rewards, advantages."""
+        self.engine.sleep()
         buffer = self.buffer(exp, step)
         self.logprobs.fill(exp, buffer, self.timer)
         rows = rows_of()

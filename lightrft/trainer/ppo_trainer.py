@@ -59,14 +59,12 @@ class PPOTrainer(BaseTrainer):
         self.prepared["actor"].model.eval()
         self.residence.leave()
         rollout = self.source.make(self.step, coef)
-        self.residence.come_back()  # in a step without passes
-        self.engine.sleep()
+        self.engine.sleep()  # both are done already, but in a step without a rollout
+        self.residence.come_back()
         with self.timer("update_other"):
             metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
                                          if rollout.rows else {})
-        with self.timer("weight_sync"):
-            self.engine.wake()
-            metrics |= self.sync_weights(self.step + 1)
+        metrics |= self._wake_engine(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
             check_step_facts(metrics, self.config, self.fresh)
             self.facts_due = False
@@ -108,6 +106,12 @@ class PPOTrainer(BaseTrainer):
             get_logger().info(f"the data is used up after step {step}; at most {self.total_steps} were possible")
             self.total_steps = step
 
+    def _wake_engine(self, version: int) -> dict[str, float]:
+        """Weights for an engine that slept; returns the metrics of their proof."""
+        with self.timer("weight_sync"):
+            self.engine.wake()
+            return self.sync_weights(version)
+
     def sync_weights(self, version: int) -> dict[str, float]:
         """Strategy -> engine, and the proof of it; returns the metrics of the proof."""
         sync_weights(self.strategy, self.prepared["actor"], self.engine, version, self.config.rollout.sync_bucket_mib,
@@ -121,7 +125,10 @@ class PPOTrainer(BaseTrainer):
         self.prepared["actor"].model.eval()
         self.residence.leave()
         metrics, rows = self.evaluator.run()
-        self.residence.come_back()
+        if self.residence.away:  # there is no room for both
+            self.engine.sleep()
+            self.residence.come_back()
+            self._wake_engine(self.step)
         if self.step in (0, self.total_steps):
             self.log.solutions(self.step, rows)
         return metrics | self._tell(*self.tripwires.evaluation(metrics))

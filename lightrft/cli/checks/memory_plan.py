@@ -58,7 +58,8 @@ def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic
     if room < 0:
         return Finding("fail", name, f"does not fit: {text}", _remedy(config, ranks, size, device, critic, together))
     cache = device.total / HF_CACHE_PART if "key-value cache" not in held else 0
-    room = device.free - sum(values[PHASES.index("log-probs")] for values in held.values())  # the engine is awake
+    fullest = PHASES.index("log-probs" if config.rollout.overlap_passes else "generation")  # with the engine awake
+    room = device.free - sum(values[fullest] for values in held.values())
     if room < cache:
         return Finding("warn", name, f"fits, but not with the key-value cache of up to {cache / GIB:.2f} GiB: {text}",
                        f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")

@@ -22,7 +22,7 @@ def test_one_process_with_the_hf_engine():
                        "Adam state": (8000, 8000, 8000, 8000)}  # yapf: disable
     assert held(1, bf16=True)["weights gathered or cast for computing"] == (0, 2000, 2000, 0)
     assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
-    assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 3 << 20, 0, 0)
+    assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0)
 
 
 def test_sharded_over_two_ranks():
@@ -31,7 +31,7 @@ def test_sharded_over_two_ranks():
     assert found["gradients, unsharded until the last micro-batch"] == (0, 0, 4000, 0)
     assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0)
     assert found["bucket of full weights"] == (0, 0, 0, 4000)
-    assert found["copy in the rollout engine"] == (4000, 4000, 0, 4000), "on a GPU the copy of hf leaves it"
+    assert found["copy in the rollout engine"] == (4000, 0, 0, 4000), "on a GPU the copy of hf leaves it"
     assert held(room=HOST)["copy in the rollout engine"] == (4000, 4000, 4000, 4000)
     assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 4 == held(4, critic=True)["weights"]
     assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 4 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
@@ -47,13 +47,15 @@ def test_what_is_offloaded_is_back_when_it_is_needed():
 
 
 @pytest.mark.parametrize("room,options,copy,cache", [
-    (GPU, {}, (2000, 2000, 0, 2000), (3000, 3000, 0, 0)),
-    (GPU, {"engine_mem_util": 0.8}, (2000, 2000, 0, 2000), (6000, 6000, 0, 0)),
+    (GPU, {}, (2000, 0, 0, 2000), (3000, 0, 0, 3000)),
+    (GPU, {"sync_proof": "fingerprint"}, (2000, 0, 0, 2000), (3000, 0, 0, 0)),
+    (GPU, {"overlap_passes": True}, (2000, 2000, 0, 2000), (3000, 3000, 0, 3000)),
+    (GPU, {"engine_mem_util": 0.8}, (2000, 0, 0, 2000), (6000, 0, 0, 6000)),
     (GPU, {"engine_sleep": False}, (2000, ) * 4, (3000, ) * 4),
-    (GPU, {"engine_kv_mib": 3}, (2000, 2000, 0, 2000), (3 << 20, 3 << 20, 0, 0)),
-    (GPU, {"bf16": True}, (1000, 1000, 0, 1000), (4000, 4000, 0, 0)),
-    (GPU, {"bf16": True, "engine_quantization": "fp8"}, (600, 600, 0, 600), (4400, 4400, 0, 0)),
-    (GPU, {"engine_tp_size": 1}, (4000, 4000, 0, 4000), (1000, 1000, 0, 0)),
+    (GPU, {"engine_kv_mib": 3}, (2000, 0, 0, 2000), (3 << 20, 0, 0, 3 << 20)),
+    (GPU, {"bf16": True}, (1000, 0, 0, 1000), (4000, 0, 0, 4000)),
+    (GPU, {"bf16": True, "engine_quantization": "fp8"}, (600, 0, 0, 600), (4400, 0, 0, 4400)),
+    (GPU, {"engine_tp_size": 1}, (4000, 0, 0, 4000), (1000, 0, 0, 1000)),
     (HOST, {}, (2000, ) * 4, (5000, ) * 4),
     (HOST, {"engine_kv_mib": 3}, (2000, ) * 4, (3 << 20, ) * 4),
     (Room(100 * GIB, False), {}, (2000, ) * 4, (4 * GIB, ) * 4),
@@ -65,12 +67,12 @@ def test_vllm(room, options, copy, cache):
 
 
 def test_the_phase_that_takes_most():
-    """Log-probs: 2000 weights + 4000 Adam + 1600 gathered + 1 MiB of logits + 5000 engine; update: 6000 gradients."""
+    """Update: 2000 weights + 4000 Adam + 6000 gradients + 1600 gathered + 1 MiB of logits; generation: the engine."""
     config = build(Config, VLLM | {"logprob_chunk_mib": 1})
     assert peak(memory(config, 2, SIZE, GPU)) == ("update", 2000 + 2000 + 4000 + 4000 + 1600 + 2**20,
                                                   "logits of one chunk")  # yapf: disable
-    config = build(Config, VLLM | {"logprob_chunk_mib": 1, "engine_mem_util": 0.9})
-    assert peak(memory(config, 2, SIZE, GPU))[:2] == ("log-probs", 2000 + 4000 + 1600 + 2**20 + 9000)
+    config = build(Config, VLLM | {"logprob_chunk_mib": 0, "engine_mem_util": 0.9, "sync_bucket_mib": 0})
+    assert peak(memory(config, 2, SIZE, GPU))[:2] == ("generation", 2000 + 4000 + 9000)
 
 
 def test_the_table():
@@ -78,7 +80,7 @@ def test_the_table():
     lines = memory_lines(build(Config, VLLM), 2, size, Room(20 * GIB, True))
     rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
     assert lines[1].split() == ["generation", "log-probs", "update", "weight", "sync"]
-    assert rows["key-value cache"] == ["8.00", "8.00", "0.00", "0.00"]
-    assert rows["together"] == ["16.00", "17.85", "13.85", "8.50"]
+    assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "8.00"]
+    assert rows["together"] == ["16.00", "7.85", "13.85", "16.50"]
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     assert "unknown" in memory_lines(build(Config, {}), 2, None, GPU)[0]

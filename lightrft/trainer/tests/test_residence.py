@@ -26,7 +26,8 @@ def traced(home, folder, offload=True, **options):
         setattr(owner, method, noted)
 
     for owner, method, word in ((trainer.strategy, "offload", "away"), (trainer.strategy, "reload", "back"),
-                                (trainer.engine, "generate", "generate"), (trainer.engine, "update_weights", "sync")):
+                                (trainer.engine, "generate", "generate"), (trainer.engine, "update_weights", "sync"),
+                                (trainer.engine, "sleep", "sleep"), (trainer.engine, "wake", "wake")):
         note(owner, method, word)
     for prepared in trainer.prepared.values():
         prepared.model.register_forward_pre_hook(lambda *_: events.append("pass"))
@@ -40,8 +41,11 @@ OPTIONS = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "max_steps": 2, "s
 def test_models_are_away_while_the_engine_generates(home, tmp_path):
     data = {"eval_data": [str(home / "test.jsonl")], "eval_steps": 1}
     done, events = traced(home, tmp_path / "a", **OPTIONS, **data)
-    away = 0
+    away, awake = 0, True
     for number, event in enumerate(events):
+        awake = awake and event != "sleep" or event == "wake"
+        scores = event == "pass" and "sync" in events[number - 2:number]  # of a canary
+        assert not awake or scores or event != "pass" and (event != "back" or not away), events[:number + 1]
         away = max(away + {"away": 1, "back": -1}.get(event, 0), 0)  # optimizer steps call "back" as well
         proof = event == "generate" and "pass" in events[number:number + 3]  # a canary, scored by the models
         assert event not in ("pass", "sync") or away == 0, events[:number + 1]
@@ -56,4 +60,4 @@ def test_models_are_away_while_the_engine_generates(home, tmp_path):
 def test_they_are_back_when_there_is_nothing_to_train(home, tmp_path):
     never = {"dynamic_sampling": True, "zero_spread": 10.0, "max_gen_rounds": 2, "max_steps": 1}
     events = traced(home, tmp_path, **never)[1]
-    assert events[events.index("away"):] == ["away", "generate", "generate", "back", "sync"]
+    assert events[events.index("away"):][:7] == ["away", "generate", "generate", "sleep", "back", "wake", "sync"]
