@@ -30,8 +30,10 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, to
 
 
 def _shared(size: int, device: torch.device) -> Tensor:
-    flat = torch.empty(size, dtype=torch.uint8, device=device)
-    return flat if flat.is_cuda else flat.share_memory_()
+    """Memory that other processes can map; on a CPU it takes room only where it was written."""
+    if device.type == "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 def load(native: SGLangNative, named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype],
