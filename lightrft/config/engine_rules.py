@@ -39,7 +39,7 @@ FIXED = {
     "vllm": ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
              "enable_chunked_prefill", "mm_device_do_normalize"),
     "sglang": ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
-               "nnodes", "tokenizer_worker_num", "speculative_algorithm"),
+               "nnodes", "nccl_port", "tokenizer_worker_num", "speculative_algorithm"),
 }  # yapf: disable
 # they raise lower temperatures to this, or draw greedily; the log-probs would not be those that are trained
 COLDEST = {"vllm": 0.01, "sglang": 1e-6}

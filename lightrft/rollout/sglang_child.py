@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.named_weights import Shapes
 from lightrft.rollout.sampling import sample, uniforms_at
 from lightrft.rollout.vllm_places import Places
-from lightrft.rollout.named_weights import Shapes
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -23,11 +23,13 @@ def run_scheduler(shapes: Shapes, *args: Any) -> None:
     """
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.utils.weight_checker import WeightChecker
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
     WeightChecker._compute_checksum = _checksums(shapes)
+    WeightUpdater.update_weights_from_tensor = _waited(WeightUpdater.update_weights_from_tensor)
     run_scheduler_process(*args)
 
 
@@ -62,16 +64,28 @@ def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "Samplin
 
 def _checksums(shapes: Shapes) -> Callable[..., dict[str, Any]]:
     """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read."""
+    found: list[Places] = []
 
     def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
-        places = vars(checker).setdefault("places", None) or _places(checker._get_model(), shapes)
-        checker.places, names = places, list(places.dtypes)
-        values = places.fingerprints(names).tolist()
-        told = {name: f"{str(places.dtypes[name])[6:]} {value}" for name, value in zip(names, values)}
+        if not found:
+            found.append(_places(checker._get_model(), shapes))
+        dtypes, values = found[0].dtypes, found[0].fingerprints(list(found[0].dtypes)).tolist()
+        told = {name: f"{str(dtype)[6:]} {value}" for (name, dtype), value in zip(dtypes.items(), values)}
         place = checker._parallelism_info(role=role).model_dump()
         return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place}
 
     return checksums
+
+
+def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``load``, which answers when the weights are there: the trainer then writes others to the memory they were in."""
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        answer = load(*args, **kwargs)
+        torch.get_device_module().synchronize()
+        return answer
+
+    return loaded
 
 
 def _places(model: nn.Module, shapes: Shapes) -> Places:

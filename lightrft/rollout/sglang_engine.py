@@ -181,12 +181,15 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
                         bf16: bool) -> SGLangEngine:
     """SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
+    if world.local_world_size % cfg.engine_tp_size:
+        raise UserError(f"--engine_tp_size {cfg.engine_tp_size}: SGLang's ranks have to share a machine, and this one "
+                        f"has {world.local_world_size}")
     group, native = group_of(cfg.engine_tp_size, world), None
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len
     if world.rank % cfg.engine_tp_size == 0:
         native = SGLangNative(arguments, shapes, device)
-        if native.room < longest:
+        if native.room <= longest:
             native.shutdown()
             raise UserError(f"SGLang has room for {native.room} tokens, and a prompt with its response may have "
                             f"{longest}; raise --engine_mem_util or --engine_kv_mib")

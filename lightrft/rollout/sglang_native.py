@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -44,8 +45,8 @@ class SGLangNative:
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
-            with _surroundings(device, arguments.get("tp_size", 1)):
-                self.engine = self.thread.submit(_start, arguments, shapes).result()
+            with _surroundings(device, arguments.get("tp_size", 1)), _port() as port:
+                self.engine = self.thread.submit(_start, arguments | {"nccl_port": port}, shapes).result()
         except UserError:
             raise
         except (ValueError, NotImplementedError, RuntimeError) as error:
@@ -146,6 +147,7 @@ def _surroundings(device: torch.device, tp_size: int) -> Iterator[None]:
     with process_state_kept():
         for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
             del os.environ[name]
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
         if device.type == "cpu":
             os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
             if tp_size > 1:
@@ -156,6 +158,15 @@ def _surroundings(device: torch.device, tp_size: int) -> Iterator[None]:
             multiprocessing.set_start_method(method, force=True)
             asyncio.set_event_loop_policy(policy)
             root.handlers[:], root.level = handlers, level
+
+
+@contextmanager
+def _port() -> Iterator[int]:
+    """A port where the schedulers can meet, which nobody else is given before they do."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # they may listen beside it, with the same option
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def _cores(parts: int) -> str:

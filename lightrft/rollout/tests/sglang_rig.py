@@ -16,7 +16,8 @@ from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.strategy_base import OptimSpec
 
-SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06,
+         "max_position_embeddings": 64}  # yapf: disable
 STOPS = tuple(range(40, 52))
 NEW, LIMIT = 20, 64
 
