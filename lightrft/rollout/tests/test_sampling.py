@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.sampling import inverse_cdf, restrict, sample, uniforms
+from lightrft.rollout.sampling import inverse_cdf, restrict, sample, uniforms, uniforms_at
 
 ON = SamplingParams(max_new_tokens=1)
 
@@ -120,3 +120,23 @@ def test_greedy_reports_the_temperature_one_softmax():
 
 def test_half_precision_logits_give_float32_logprobs():
     assert sample(logits_of(2, 9).bfloat16(), noise(2), ON)[1].dtype == torch.float32
+
+
+def _splitmix(state, mask=2**64 - 1):
+    """The published algorithm, on Python's integers."""
+    z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
+
+
+def test_draws_by_seed_and_place():
+    """Those of SplitMix64 whose state is a mixed seed; uniform, and no two places or seeds alike."""
+    assert _splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first number of the published seed 0
+    seeds, places = [0, 1, 7, 2**63 - 1, 1234567890123456789], [0, 1, 2, 40_000]
+    for seed in seeds:
+        for place in places:
+            expected = _splitmix(_splitmix(seed) + (place + 1) * 0x9E3779B97F4A7C15 & 2**64 - 1) >> 11
+            assert uniforms_at(torch.tensor([seed]), torch.tensor([place])).item() == expected * 2.0**-53
+    u = uniforms_at(torch.arange(200).repeat_interleave(100), torch.arange(100).repeat(200))
+    assert u.unique().numel() == 20_000 and 0 <= u.min() and u.max() < 1
+    assert abs(u.mean() - 0.5) < 0.01 and (u.histc(20, 0, 1) - 1000).abs().max() < 150
