@@ -30,6 +30,7 @@ def trainer(home, folder, **options):
 
 
 def rollout(made):
+    made.engine.wake()
     return made.maker.make([made.loader.dataset[i] for i in range(4)], 0, 0.1)
 
 

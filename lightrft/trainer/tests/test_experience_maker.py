@@ -26,6 +26,7 @@ def trainer(home, folder, score=runs.letters, **options):
 
 def rollout(made, step=0, maker=None):
     made.prepared["actor"].model.eval()
+    made.engine.wake()
     return (maker or made.maker).make([made.loader.dataset[i] for i in range(4)], step, 0.1)
 
 

@@ -30,6 +30,7 @@ def trainer(home, folder, score=runs.letters, **options):
 
 
 def rollout(made, step=0):
+    made.engine.wake()
     return made.maker.make([made.loader.dataset[i] for i in range(4)], step)
 
 
@@ -37,6 +38,7 @@ def greedy_texts(made):
     """What the engine says at temperature 0, and how long it is, prompt by prompt."""
     params = SamplingParams(made.config.rollout.generate_max_len, 0.0,
                             stop_token_ids=made.maker.sampling.stop_token_ids)
+    made.engine.wake()
     for prompt in [made.loader.dataset[i] for i in range(4)]:
         done = made.engine.generate([Request(prompt.token_ids, [7])], params)[0]
         yield made.maker.samples_of(0, prompt, done)[0]
