@@ -18,8 +18,7 @@ FILE_BYTES = 5 << 30
 
 @runtime_checkable
 class Pretrained(Protocol):
-    """An HF model, or a PEFT model around one."""
-    config: Any
+    """An HF model, or a PEFT model around one (whose ``config`` is found at run time only: not part of the check)."""
 
     def save_pretrained(self, path: Any, **kwargs: Any) -> Any:
         """Write config and weights."""
@@ -28,7 +27,6 @@ class Pretrained(Protocol):
 @runtime_checkable
 class WithAdapters(Pretrained, Protocol):
     """A PEFT model."""
-    peft_config: dict[str, Any]
 
     def get_base_model(self) -> Pretrained:
         """The HF model the adapters sit in."""
