@@ -25,6 +25,10 @@ from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 
 EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
+FAMILIES = {
+    "qwen3": {"head_dim": 32}, "llama": {}, "mistral": {"head_dim": 32},
+    "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+}  # yapf: disable
 PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
 
 
@@ -343,3 +347,18 @@ def test_a_scheduler_that_is_killed(rig):
     other.wait()
     assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
     assert not Path(f"/proc/{scheduler.pid}").exists(), "a zombie is left"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_a_family_arrive(family, tmp_path, monkeypatch):
+    """Each in an engine of its own, before and after all weights changed; all of them can be read back."""
+    monkeypatch.setitem(tiny.FAMILIES, family, (tiny.FAMILIES[family][0], FAMILIES[family]))
+    rig = Rig(tiny.save_model(tmp_path, family, **SIZES))
+    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    for _ in range(2):
+        assert rig.sync() < 1e-5
+        mean, largest = rig.gap(requests(1), SamplingParams(NEW))
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        rig.learn()
+    assert set(rig.engine.weight_dtypes()) == set(rig.engine.shapes) == set(rig.proof.fingerprints.trainer)
+    rig.engine.shutdown()
