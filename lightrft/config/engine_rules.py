@@ -1,6 +1,11 @@
 """Options of the rollout engines that contradict each other, the machine or the engine."""
+from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from typing import Any
+
+import yaml
 
 from lightrft.config.no_effect import changed
 from lightrft.config.schema import Config
@@ -23,6 +28,8 @@ DECIDED: dict[str, dict[str, str]] = {
         "kv_cache_memory_bytes": "--engine_kv_mib",
         "enable_sleep_mode": "--engine_sleep",
         "quantization": "--engine_quantization",
+        "quantization_config": "--engine_quantization",
+        "enable_lora": "--lora_sync",
     },
     "sglang": {
         "model_path": "--pretrain",
@@ -35,11 +42,15 @@ DECIDED: dict[str, dict[str, str]] = {
         "quantization": "--engine_quantization",
     },
 }
+# others that ranks, weights or draws hang on; * is any text
 FIXED = {
     "vllm": ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
-             "enable_chunked_prefill", "mm_device_do_normalize"),
+             "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
+             "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
+             "watermark_config", "hf_overrides"),
     "sglang": ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
-               "nnodes", "nccl_port", "tokenizer_worker_num", "speculative_algorithm"),
+               "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
+               "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*"),
 }  # yapf: disable
 # they raise lower temperatures to this, or draw greedily; the log-probs would not be those that are trained
 COLDEST = {"vllm": 0.01, "sglang": 1e-6}
@@ -56,6 +67,10 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _native_engine(c, engine)
+    if engine != "sglang" and c.strategy.resolved(world_size) == "single":
+        for name, value in changed(c, ["sync_bucket_mib"]):
+            yield (f"--{name} {value}: has no effect with --engine_type {engine} on a single process, where nothing is "
+                   "gathered; add --strategy fsdp or drop it")
     if c.rollout.lora_sync == "adapter":
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
@@ -96,19 +111,41 @@ def _native_engine(c: Config, engine: str) -> Iterator[str]:
         if 0 < value < coldest:
             yield (f"--{name} {value:g}: {NAMES[engine]} does not sample below {coldest:g}; nearest valid value: "
                    f"{coldest:g}")
+    if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
+        yield (f"--min_p {r.min_p:g}: vLLM restricts to it before --top_p {r.top_p:g}, the hf and sglang engines after "
+               "it, which is another distribution; drop one of the two")
     for entry in r.engine_args:
         yield from _argument(entry, engine)
+    for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
+        if count > 1:
+            yield f"--engine_args {name}: is given {count} times; keep one of them"
     yield from _needs_cuda(c, engine)
 
 
 def _argument(entry: str, engine: str) -> Iterator[str]:
-    name, equals, _ = entry.partition("=")
-    if not equals or not name.isidentifier():
+    name, _, value = entry.partition("=")
+    if not value.strip() or not name.isidentifier():
         yield f"--engine_args {entry}: expected name=value, e.g. {EXAMPLE[engine]}"
     elif name in DECIDED[engine]:
         yield f"--engine_args {entry}: set {DECIDED[engine][name]} in its place"
-    elif name in FIXED[engine]:
+    elif any(fnmatchcase(name, pattern) for pattern in FIXED[engine]):
         yield f"--engine_args {entry}: training needs the value that it has; drop it"
+    else:
+        yield from _unreadable(entry)
+
+
+def native_arguments(entries: list[str]) -> dict[str, Any]:
+    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
+    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def _unreadable(entry: str) -> Iterator[str]:
+    try:
+        native_arguments([entry])
+    except (yaml.YAMLError, ValueError) as error:  # the latter of dates that do not exist, and the like
+        reason = getattr(error, "problem", None) or str(error)
+        yield (f"--engine_args {entry}: the value is not YAML ({reason}); put text in quotes, and write a comma inside "
+               "a value as \\,")
 
 
 def _needs_cuda(c: Config, engine: str) -> Iterator[str]:

@@ -4,8 +4,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from lightrft.config.engine_rules import native_arguments
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout.vllm_start import native_arguments
 from lightrft.utils.env import World, total_memory
 
 _MIB, _GIB = 1 << 20, 1 << 30

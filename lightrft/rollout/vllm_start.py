@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from transformers import PretrainedConfig
 
-from lightrft.config.engine_rules import INSTALL
+from lightrft.config.engine_rules import INSTALL, native_arguments
 from lightrft.config.memory import MOST_HOST_CACHE
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
@@ -28,11 +27,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-
-
-def native_arguments(entries: list[str]) -> dict[str, Any]:
-    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
-    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
 
 
 def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,

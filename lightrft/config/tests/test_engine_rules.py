@@ -4,7 +4,7 @@ import torch
 
 from lightrft.config import engine_rules
 from lightrft.config.cli import parse_config
-from lightrft.config.engine_rules import READ_BY, engine_problems
+from lightrft.config.engine_rules import READ_BY, engine_problems, native_arguments
 from lightrft.config.options import ConfigError, options
 from lightrft.config.schema import Config
 from lightrft.config.validate import validate
@@ -40,6 +40,15 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_args": ["seed"]}, ["--engine_args seed", "name=value"]),
     ({"engine_args": ["dtype=half"]}, ["--engine_args dtype=half", "set --bf16"]),
     ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
+    ({"engine_args": ["max_num_seqs= "]}, ["--engine_args max_num_seqs= ", "name=value"]),
+    ({"engine_args": ["max_num_seqs=["]}, ["--engine_args max_num_seqs=[:", "not YAML", "comma"]),
+    ({"engine_args": ["max_num_seqs=2024-99-99"]}, ["--engine_args max_num_seqs=2024-99-99:", "month must be"]),
+    ({"engine_args": ["max_num_seqs=4", "block_size=16", "max_num_seqs=8"]}, ["max_num_seqs: is given 2 times"]),
+    *[({"engine_args": [f"{name}=2"]}, [f"--engine_args {name}=2", "drop it"]) for name in (
+        "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "max_lora_rank",
+        "speculative_config", "spec_tokens", "logits_processors", "hf_overrides")],
+    ({"engine_args": ["enable_lora=true"]}, ["--engine_args enable_lora=true", "set --lora_sync"]),
+    ({"top_p": 0.9, "min_p": 0.05}, ["--min_p 0.05: vLLM restricts to it before --top_p 0.9", "drop one"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
     ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes merged weights"]),
@@ -47,12 +56,31 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
     ({"engine": "sglang", "engine_args": ["tp_size=2"]}, ["--engine_args tp_size=2", "set --engine_tp_size"]),
-    ({"engine": "sglang", "engine_args": ["dp_size=2"]}, ["--engine_args dp_size=2", "drop it"]),
+    *[({"engine": "sglang", "engine_args": [f"{name}=2"]}, [f"--engine_args {name}=2", "drop it"]) for name in (
+        "dp_size", "pp_size", "attn_cp_size", "moe_dp_size", "enable_lora", "lora_paths", "speculative_algorithm",
+        "speculative_num_steps")],
+    *[({"engine": engine, "sync_bucket_mib": 64}, [f"--sync_bucket_mib 64: has no effect with --engine_type {engine}",
+                                                   "add --strategy fsdp"]) for engine in ("hf", "vllm")],
     ({"engine": "sglang", "engine_quantization": "fp8", "cuda": False}, ["SGLang has its kernels for CUDA"]),
 ])  # yapf: disable
 def test_one_problem_each(values, words, monkeypatch):
     found, = problems(monkeypatch, **values)
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize("values", [
+    {"engine_args": ["max_num_seqs=4", "enforce_eager=true", "compilation_config={\"level\": 0}", "seed='1'"]},
+    {"top_p": 0.9}, {"min_p": 0.05}, {"engine": "hf", "top_p": 0.9, "min_p": 0.05},
+    {"engine": "sglang", "top_p": 0.9, "min_p": 0.05}, {"engine": "sglang", "sync_bucket_mib": 64},
+    {"engine": "hf", "strategy": "fsdp", "sync_bucket_mib": 64}, {"strategy": "fsdp", "sync_bucket_mib": 64},
+])  # yapf: disable
+def test_no_problem(values, monkeypatch):
+    assert problems(monkeypatch, **values) == []
+
+
+def test_a_value_with_commas_comes_through_as_the_remedy_says():
+    entries = parse_config(["--engine_args", "a=[1\\, 2],b={x: 1}"], defaults=BASE).config.rollout.engine_args
+    assert native_arguments(entries) == {"a": [1, 2], "b": {"x": 1}}
 
 
 @pytest.mark.parametrize("values, words", [
