@@ -56,8 +56,11 @@ class SGLangEngine:
         success, message, ranks, _ = self.native.run(lambda: manager.check_weights(asked))
         if not success:
             raise RuntimeError(f"SGLang does not show its weights: {message}")
-        told = {name: text.split() for name, text in ranks[0]["checksums"].items()}
-        return {name: (getattr(torch, dtype), int(value)) for name, (dtype, value) in told.items()}
+        first, *others = (rank["checksums"] for rank in ranks)
+        wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # a copy: told by a
+        told = {name: text.split() for name, text in first.items()}  # number that no copy has
+        return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
+                for name, (dtype, value) in told.items()}  # yapf: disable
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""

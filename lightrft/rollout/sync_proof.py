@@ -45,10 +45,11 @@ class Fingerprints:
         self.merges = prepared.model.merges and not self.shared
         self.trainer: dict[str, int] = {}  # of the last sync
         self._seen: dict[str, Tensor] = {}  # of the last time that each weight was sent
-        self._announced = False
+        self._ended = self._announced = False
 
     def watch(self, stream: Named) -> Named:
         """``stream``, seen on its way where it cannot be computed afterwards."""
+        self._ended = False
         return self._watched(stream) if self.merges else stream
 
     def _watched(self, stream: Named) -> Named:
@@ -57,6 +58,7 @@ class Fingerprints:
                 rows = tensor if self.strategy.is_main else tensor[:0]
                 self._seen[name] = fingerprints([self._piece(name, Part(rows, tensor.shape, 0))])[0]
             yield name, tensor
+        self._ended = True
 
     def _piece(self, name: str, part: Part) -> Piece:
         """``part`` in the type in which the engine holds it."""
@@ -85,6 +87,8 @@ class Fingerprints:
         """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
         if self.shared:
             return self._elsewhere()
+        if self.merges and self.strategy.any_rank(not self._ended):
+            return "the engine did not take the weights to their end"
         names, mine = self._mine()
         if mine is None:
             return None
@@ -174,8 +178,9 @@ class SyncProof:
         named = self.fingerprints.fault()
         return (
             f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {told}); " +
-            (named or "every weight that can be compared is equal, so a cache outlived the update (prefixes, "
-             "keys and values), or the engine computes something else (type, attention, quantization)"))
+            (named or "every weight that can be compared is equal to what was sent, so a cache outlived the update "
+             "(prefixes, keys and values), the engine computes something else (type, attention, quantization)" +
+             (", or adapters were gathered or merged wrongly" if self.fingerprints.merges else "")))
 
 
 def get_sync_proof(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,

@@ -68,35 +68,37 @@ def _place(view: Tensor, part: Tensor, shape: torch.Size) -> Place | None:
 
 
 class Places:
-    """The weights that can be read back, by HF name. Over the ranks of ``group`` each part is read once, although
-    several may hold it. A collective of them.
+    """The weights that can be read back, by HF name. A collective of the ranks of ``group``, several of which may hold
+    the same part (norms, routers, key and value heads that are fewer than the ranks).
 
-    A weight whose parts are no blocks of it, do not cover it or lie in one of the layers ``derived``, cannot; without
-    ``shapes`` none can.
+    A weight whose parts are no blocks of it, do not cover it, lie twice on one rank or in one of the layers
+    ``derived``, cannot; without ``shapes`` none can.
 
     Attributes:
         dtypes: what each is held in.
-        mine: the parts that this rank reads.
+        held: the parts that this rank holds.
     """
 
     def __init__(self, load: Load, shapes: Shapes, group: dist.ProcessGroup | None = None,
                  derived: Iterable[nn.Module] = ()) -> None:
         self.group = group
         self.dtypes: dict[str, torch.dtype] = {}
-        self.mine: dict[str, list[Place]] = {}
+        self.held: dict[str, dict[Key, Tensor]] = {}
         self.shapes = shapes
+        self._parts: dict[str, list[tuple[Key, bool]]] = {}  # of all ranks, and whether this one is the first with it
         found = _copies(load, shapes)
         changed = {parameter.untyped_storage().data_ptr() for layer in derived for parameter in layer.parameters()}
         places = {name: [None if view.untyped_storage().data_ptr() in changed else _place(view, part, shapes[name])
                          for view, part in copies] for name, copies in found.items()}  # yapf: disable
-        held = {name: [one for one in parts if one] for name, parts in places.items() if all(parts)}
-        keys = self._of_all_ranks({name: [one.key for one in parts] for name, parts in held.items()})
-        for name, parts in held.items():
+        here = {name: {one.key: one.view for one in parts} for name, parts in places.items() if all(parts)}
+        here = {name: parts for name, parts in here.items() if len(parts) == len(places[name])}
+        keys = self._of_all_ranks({name: list(parts) for name, parts in here.items()})
+        for name, parts in here.items():
             ranks = [set(there.get(name, ())) for there in keys]
             if sum(prod(shape) for _, shape in set().union(*ranks)) == shapes[name].numel():
                 before = set().union(*ranks[:dist.get_rank(group) if group else 0])
-                self.dtypes[name] = parts[0].view.dtype
-                self.mine[name] = [one for one in parts if one.key not in before]
+                self.dtypes[name], self.held[name] = next(iter(parts.values())).dtype, parts
+                self._parts[name] = [(key, key in parts and key not in before) for key in sorted(set().union(*ranks))]
 
     def _of_all_ranks(self, keys: dict[str, list[Key]]) -> list[dict[str, list[Key]]]:
         if self.group is None:
@@ -106,12 +108,22 @@ class Places:
         return found
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group."""
-        sums = torch.zeros(len(names), dtype=torch.int64)
-        parts = [(i, place) for i, name in enumerate(names) for place in self.mine[name]]
-        if parts:
-            pieces = [Piece(place.view, None, self.shapes[names[i]], place.start) for i, place in parts]
-            sums.index_add_(0, torch.tensor([i for i, _ in parts]), fingerprints(pieces).cpu())
+        """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group.
+
+        A rank takes the parts that it holds itself, and those it lacks from the first rank that has them: so a copy
+        that is wrong shows on the ranks that compute with it.
+        """
+        parts = [(i, key, first) for i, name in enumerate(names) for key, first in self._parts[name]]
+        here = torch.tensor([key in self.held[names[i]] for i, key, _ in parts], dtype=torch.bool)
+        pieces = [Piece(self.held[names[i]][key], None, self.shapes[names[i]], key[0])
+                  for i, key, _ in parts if key in self.held[names[i]]]  # yapf: disable
+        values = torch.zeros(len(parts), dtype=torch.int64)
+        if pieces:
+            values[here] = fingerprints(pieces).cpu()
         if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
-        return sums
+            theirs = values * torch.tensor([first for *_, first in parts], dtype=torch.int64)
+            dist.all_reduce(theirs, group=self.group)
+            values = torch.where(here, values, theirs)
+        return torch.zeros(len(names),
+                           dtype=torch.int64).index_add_(0, torch.tensor([i for i, *_ in parts], dtype=torch.int64),
+                                                         values)

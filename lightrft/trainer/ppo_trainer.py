@@ -49,7 +49,8 @@ class PPOTrainer(BaseTrainer):
     def before_loop(self, fresh: bool) -> None:
         """Give the engine its weights; evaluate the untrained policy when asked for."""
         self.fresh = fresh
-        self.sync_weights(self.step)
+        self.engine.sleep()  # its cache is not to lie beside a bucket of weights
+        self._wake_engine(self.step)
         if fresh and self.config.eval.eval_at_start:
             self.log.evaluation(self.step, self.evaluate())
 

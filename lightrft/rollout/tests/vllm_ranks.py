@@ -70,6 +70,18 @@ def scores(model, prompt: list[int], response: list[int]) -> list[float]:
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
+def harm_one_copy(engine, names: list[str], expected: torch.Tensor, rank: int) -> None:
+    """Weights that each rank has a copy of, wrong on rank 1 only: seen there, whoever of the group reads them."""
+    norms = [name for name in names if "norm" in name]
+    weights = [next(iter(engine.places.held[name].values())) for name in norms]
+    for weight in weights if rank == 1 else ():
+        weight.data[0] *= 1.001
+    wrong = [name for name, same in zip(names, engine.fingerprints(names) == expected) if not same]
+    assert wrong == (norms if rank == 1 else []), wrong
+    for weight in weights if rank == 1 else ():
+        weight.data[0] /= 1.001
+
+
 def main(folder: str, tp: int, early: bool) -> None:
     """Greedy responses are those of the whole model; sampled ones do not depend on who asked for them."""
     cfg, tokenizer = ModelConfig(pretrain=folder), load_tokenizer(folder)
@@ -87,6 +99,9 @@ def main(folder: str, tp: int, early: bool) -> None:
         assert list(engine.weight_dtypes()) == names
         expected = fingerprints([Piece(whole[name]) for name in names])
         assert torch.equal(engine.fingerprints(names), expected), "the shards do not add up to the weights"
+        if version == 1:
+            harm_one_copy(engine, names, expected, strategy.rank)
+            sync_weights(strategy, prepared, engine, version, 1)
         seen: list[int] = []
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
         check(responses, reference.generate(REQUESTS[mine], GREEDY))
