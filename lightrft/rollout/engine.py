@@ -29,11 +29,12 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One prompt and the seeds of its samples: one response per seed. Equal seeds and weights give equal responses,
-    whatever else is in the batch and however many ranks there are.
+    whatever else is in the batch and however many ranks there are, as far as the arithmetic of the kernels allows.
 
-    ``prefixes``: the tokens that each response has already (empty: none has begun). It goes on from there as it would
-    have in one go: ``max_new_tokens`` counts the prefix too, and what a seed draws for a token hangs on the token's
-    place in the response. The weights may be others than those the prefix comes from.
+    ``prefixes``: the tokens that each response has already (empty: none has begun). ``max_new_tokens`` counts the
+    prefix too. With the HF engine and SGLang what a seed draws for a token hangs on the token's place alone, so the
+    response goes on as it would have in one go; with vLLM it goes on with noise derived from where it does. The weights
+    may be others than those the prefix comes from.
     """
     token_ids: list[int]
     seeds: list[int]
@@ -54,11 +55,12 @@ class Completion:
 Finished = Callable[[int, list[Completion]], bool | None]
 
 
-def check_requests(requests: list[Request], params: SamplingParams, engine: str) -> None:
-    """Refuse what no text engine can run.
+def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int) -> None:
+    """Refuse what no text engine, on a model of ``vocabulary`` tokens, can run.
 
     Raises:
-        ValueError: no new tokens, an empty prompt, a prefix that leaves no room, or media.
+        ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
+            or media.
     """
     if params.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
@@ -69,6 +71,9 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str)
             raise UserError(
                 f"request {i} goes on from {begun} tokens, but a response may have {params.max_new_tokens}; "
                 "use the --generate_max_len that it was begun with")
+        if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
+            raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
+                            "is not the model's")
         if request.mm_inputs:
             raise ValueError(
                 f"request {i} has media ({', '.join(request.mm_inputs)}); the {engine} engine takes text only")

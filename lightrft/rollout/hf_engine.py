@@ -84,7 +84,7 @@ class HFEngine:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "HF")
+        check_requests(requests, params, "HF", len(self.model.get_input_embeddings().weight))
 
     def _stop_mask(self, params: SamplingParams) -> Tensor:
         mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)

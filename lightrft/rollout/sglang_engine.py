@@ -99,10 +99,12 @@ class SGLangEngine:
     def _collect(self, run: SGLangRun | None, everyone: list[Request], mine: slice,
                  on_finished: Finished | None) -> dict[int, list[Completion]]:
         """Responses, round by round on all ranks of the group, until all are there or every rank has enough."""
-        found: dict[int, list[Completion]] = {i: [] for i, request in enumerate(everyone) if not request.seeds}
+        found: dict[int, list[Completion]] = {}
         enough = False
         while len(found) < len(everyone):
             told = completions_of_first(run.finished() if run else {}, self.group)
+            if not found:  # those without samples are finished too
+                told |= {i: [] for i, request in enumerate(everyone) if not request.seeds}
             found |= told
             own = [i for i in told if mine.start <= i < mine.stop] if on_finished else []
             enough |= any([on_finished(i - mine.start, told[i]) for i in own])
@@ -115,16 +117,13 @@ class SGLangEngine:
             raise RuntimeError("the SGLang engine is asleep: call wake() and update_weights() before generate()")
         if not self._ready:
             raise RuntimeError("the SGLang engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "SGLang")
+        check_requests(requests, params, "SGLang", self.vocabulary)
         for i, request in enumerate(requests):
             if len(request.token_ids) + params.max_new_tokens > self.longest:
                 raise UserError(
                     f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
                     f"more than the {self.longest} that the SGLang engine was started for; raise --prompt_max_len "
                     "or --generate_max_len")
-            if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.vocabulary:
-                raise UserError(f"request {i} has tokens outside of the model's vocabulary of {self.vocabulary}: the "
-                                "tokenizer is not the model's")
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         return sorted({i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < self.vocabulary})

@@ -98,7 +98,8 @@ class VLLMEngine:
 
         Raises:
             RuntimeError: while asleep, or when no weights came since the start or the last sleep.
-            ValueError: for an empty prompt, media, or a request that is longer than the engine was started for.
+            ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is longer than the
+                engine was started for.
         """
         self._check(requests, params)
         everyone, mine = share_requests(requests, self.group)
@@ -108,7 +109,7 @@ class VLLMEngine:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
 
-        left = sum(bool(request.seeds) for request in requests)
+        left = len(requests)
 
         def report(i: int, completions: list[Completion]) -> bool:
             nonlocal left
@@ -126,7 +127,7 @@ class VLLMEngine:
             raise RuntimeError("the vLLM engine is asleep: call wake() and update_weights() before generate()")
         if not self._ready:
             raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "vLLM")
+        check_requests(requests, params, "vLLM", self.native.model_config.get_vocab_size())
         limit = self.native.model_config.max_model_len
         for i, request in enumerate(requests):
             if len(request.token_ids) + params.max_new_tokens > limit:

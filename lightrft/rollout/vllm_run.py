@@ -52,13 +52,13 @@ class VLLMRun:
         for i, request in enumerate(self.requests):
             for j in range(len(request.seeds)):
                 self._add(_Drawing(i, j, Completion([], [], "")))
-        enough = False
-        while self.engine.has_unfinished_requests():
+        enough, complete = False, [i for i, request in enumerate(self.requests) if not request.seeds]
+        while True:
+            enough |= any([self.on_finished(i, self._responses(i)) for i in complete])
+            if complete and self.agree(enough) or not self.engine.has_unfinished_requests():
+                return
             outputs = [output for output in self.engine.step() if output.finished]
             complete = [i for i in map(self._take, outputs) if i is not None]
-            enough |= any([self.on_finished(i, self._responses(i)) for i in complete])
-            if complete and self.agree(enough):
-                return
 
     def _add(self, drawing: _Drawing) -> None:
         request, j = self.requests[drawing.request], drawing.sample

@@ -190,7 +190,7 @@ def test_finished_requests_are_told_at_once(rig):
     found = rig.vllm.generate(
         asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: told.append(
             (i, tokens([done]), rig.vllm.native.get_num_unfinished_requests())))
-    assert sorted(i for i, *_ in told) == [0, 1, 2, 4, 5] and found[3] == []
+    assert sorted(i for i, *_ in told) == [0, 1, 2, 3, 4, 5] and found[3] == []
     assert all(done == tokens([found[i]]) for i, done, _ in told)
     assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
 
@@ -200,6 +200,8 @@ def test_enough_is_enough(rig):
     rig.ready()
     asked, params, greedy = requests(2), SamplingParams(NEW, stop_token_ids=STOPS), SamplingParams(NEW, 0.0)
     whole = rig.vllm.generate(asked, params)
+    none = rig.vllm.generate([Request([5], []), *asked], params, lambda i, done: True)
+    assert {tuple(done.token_ids) for group in none for done in group} == {()} and len(none[1]) == len(asked[0].seeds)
     found = rig.vllm.generate(asked, params, lambda i, done: True)
     cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
     assert cut and len(cut) < sum(map(len, found)) and not rig.vllm.native.has_unfinished_requests()
@@ -264,6 +266,7 @@ def test_requests_that_cannot_be_run(rig):
     for asked, params, message in ((long, SamplingParams(NEW),
                                     "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
                                    ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
+                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
                                    ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
                                    ([Request([5], [1], {"image": 1})], SamplingParams(NEW), "vLLM engine takes text")):
         with pytest.raises(ValueError, match=message):
