@@ -111,6 +111,12 @@ def test_top_p_is_taken_after_top_k():
     assert support(logits, top_p=0.56)[0].tolist() == [True, True, False, False]
 
 
+def test_min_p_is_taken_after_top_p():
+    """In vLLM's order top-p would see 5/9, 2/9, 2/9 and keep two; config/engine_rules.py refuses the pair there."""
+    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
+    assert support(logits, top_p=0.72, min_p=0.3)[0].tolist() == [True, True, True, False]
+
+
 def test_greedy_reports_the_temperature_one_softmax():
     logits = logits_of(9, 33)
     tokens, logprobs = sample(logits, None, SamplingParams(1, temperature=0.0, top_k=1))
