@@ -1,6 +1,6 @@
 """Where a step of the quickstart goes: seconds and share per phase, tokens/s and peak memory.
 
-    python benchmarks/step_anatomy.py [--steps 60] [--ranks 1 2]
+    python benchmarks/step_anatomy.py [--steps 38] [--ranks 1 2]
 
 Makes the quickstart's data and warmed-up model in a temporary folder, runs the quickstart's own script (rewards in
 worker processes, rollouts, TensorBoard and checkpoints included; evaluations aside) and reads its metrics.jsonl.
@@ -42,7 +42,7 @@ def table(lines: list[dict], ranks: int) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="measured steps")
+    parser.add_argument("--steps", type=int, default=38, help="measured steps; two more warm up")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

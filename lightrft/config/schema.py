@@ -338,8 +338,8 @@ class LogConfig(SinkConfig):
     """What a person sees."""
     metric_aliases: str = option("none", "also write each metric under the name another trainer gives it",
                                  ("none", "verl", "trl"))
-    save_trajectories: bool = option(False, "write every rollout to SAVE_PATH/rollouts/step_N.jsonl")
-    num_trajectories_to_save: int = option(0, "at most this many samples per rollout file; 0: all")
+    save_trajectories: bool = option(False, "write the samples of every rollout to SAVE_PATH/rollouts/step_N.jsonl")
+    num_trajectories_to_save: int = option(64, "at most this many samples per rollout file; 0: all")
     print_samples: int = option(0, "held-out solutions printed before the first step and after the last")
 
 

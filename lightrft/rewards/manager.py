@@ -29,7 +29,7 @@ class Job:
 @dataclass
 class Handle:
     """A submission: what is decided already (``outcomes[row][part]``) and what is under way."""
-    weights: list[list[tuple[str, float]]]
+    weights: list[dict[str, float]]  # of each row's parts; one dict for all rows of a recipe
     outcomes: list[dict[str, Outcome]]
     jobs: list[Job] = field(default_factory=list)
 
@@ -58,7 +58,8 @@ class RewardManager:
     def submit(self, inputs: list[RewardInput]) -> Handle:
         """Start scoring and return at once. ``ValueError`` for a row whose reward is not known."""
         recipes = [self.parts_of(item) for item in inputs]
-        handle = Handle([[(part.name, weight) for part, weight in recipe] for recipe in recipes], [{} for _ in inputs])
+        weights = {id(recipe): {part.name: weight for part, weight in recipe} for recipe in recipes}
+        handle = Handle([weights[id(recipe)] for recipe in recipes], [{} for _ in inputs])
         rows: dict[str, tuple[Part, list[int]]] = {}
         for row, recipe in enumerate(recipes):
             for part, _ in recipe:
@@ -132,10 +133,10 @@ class RewardManager:
         if left and part.submit is not None:
             handle.jobs.append(Job(part.name, left, part.submit([inputs[row] for row in left])))
 
-    def _total(self, weights: list[tuple[str, float]], outcomes: dict[str, Outcome]) -> Score:
+    def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
         parts: dict[str, float | None] = {}
         error, total = None, 0.0
-        for name, weight in weights:
+        for name, weight in weights.items():
             outcome = outcomes[name]
             parts[name] = outcome.value
             parts |= {f"{name}/{key}": value for key, value in outcome.extra.items()}
@@ -144,7 +145,7 @@ class RewardManager:
                 self._log_once(name, outcome)
             else:
                 total += weight * outcome.value
-        return Score(None if error else total, parts, error, dict(weights))
+        return Score(None if error else total, parts, error, weights)
 
     def _log_once(self, name: str, outcome: Outcome) -> None:
         cause = f"{name}: {outcome.error}"

@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,11 +129,17 @@ def _columns(batch: list[RewardInput]) -> dict[str, Any]:
     }
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+@lru_cache(maxsize=None)
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of what it takes; None: anything. (Looking takes longer than many a reward.)"""
     parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if takes_all else frozenset(parameters)
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    names = _parameters(function)
+    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
 """Everything a run leaves for a person: metrics, table, curve, model card; for RL also rollouts and solutions."""
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,9 @@ class RolloutLog(RunLog):
             self.trajectories.save(step, _rows(rollout))
 
 
-def _rows(rollout: Rollout) -> list[dict[str, Any]]:
+def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
     """One row per sample with its mean advantage and its length in tokens (prompt included)."""
     exp = rollout.exp
     advantages = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask).tolist()
-    return [
-        row | {"tokens": length, "advantage": advantage}
-        for row, length, advantage in zip(rollout.rows, exp.seq_lens.tolist(), advantages)
-    ]
+    for row, length, advantage in zip(rollout.rows, exp.seq_lens.tolist(), advantages):
+        yield row | {"tokens": length, "advantage": advantage}
