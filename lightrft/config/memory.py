@@ -125,5 +125,5 @@ def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: 
     if config.rollout.engine_type == "hf" and not config.rollout.engine_kv_mib:
         lines.append("  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)")
     elif config.rollout.offload_during_rollout and config.rollout.sync_proof in ("canary", "both"):
-        lines.append("  canaries need models and cache together in the weight sync: --sync_proof fingerprint spares that")
+        lines.append("  canaries need models and cache together in the weight sync; --sync_proof fingerprint spares it")
     return lines

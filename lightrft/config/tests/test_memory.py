@@ -84,5 +84,5 @@ def test_the_table():
     assert rows["together"] == ["16.00", "7.85", "13.85", "16.50"]
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     lines = memory_lines(build(Config, VLLM | {"offload_during_rollout": True}), 2, size, GPU)
-    assert lines[-1].endswith("--sync_proof fingerprint spares that")
+    assert lines[-1].endswith("--sync_proof fingerprint spares it")
     assert "unknown" in memory_lines(build(Config, {}), 2, None, GPU)[0]
