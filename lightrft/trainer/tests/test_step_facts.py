@@ -64,7 +64,7 @@ def with_foreign_engine(home, folder, **options):
     trainer, other = (runs.trainer_of(cfg, runs.strategy_of(cfg)) for _ in range(2))
     parameters = other.prepared["actor"].model.named_parameters()
     next(p for name, p in parameters if name.endswith("o_proj.weight")).data.mul_(1.01)
-    trainer.maker.engine = other.engine
+    trainer.engine = trainer.maker.engine = other.engine
     return trainer
 
 
