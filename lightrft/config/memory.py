@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from lightrft.config.estimate import GIB, MIB, ModelSize, is_sharded
-from lightrft.config.schema import Config
+from lightrft.config.schema import Config, RolloutConfig
 
 PHASES = ("generation", "log-probs", "update", "weight sync")
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
@@ -107,8 +107,14 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -
     r = config.rollout
     if r.engine_kv_mib or r.engine_type == "hf":
         return r.engine_kv_mib * MIB
-    share = r.engine_mem_util * room.total
-    return max(0.0, share - engine_weights(config, world_size, size)) if room.cuda else min(share, MOST_HOST_CACHE)
+    if not room.cuda:
+        return host_cache(r, room.total)
+    return max(0.0, r.engine_mem_util * room.total - engine_weights(config, world_size, size))
+
+
+def host_cache(r: RolloutConfig, total: float) -> float:
+    """Bytes of the cache that an engine with one of its own takes of ``total`` bytes of host memory."""
+    return min(r.engine_mem_util * total, MOST_HOST_CACHE)
 
 
 def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: Room,

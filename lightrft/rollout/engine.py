@@ -55,12 +55,15 @@ class Completion:
 Finished = Callable[[int, list[Completion]], bool | None]
 
 
-def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int) -> None:
+def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int,
+                   longest: int = 0) -> None:
     """Refuse what no text engine, on a model of ``vocabulary`` tokens, can run.
+
+    ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
 
     Raises:
         ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
-            or media.
+            media, or more tokens than ``longest``.
     """
     if params.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
@@ -77,6 +80,15 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
         if request.mm_inputs:
             raise ValueError(
                 f"request {i} has media ({', '.join(request.mm_inputs)}); the {engine} engine takes text only")
+        if longest and len(request.token_ids) + params.max_new_tokens > longest:
+            raise UserError(f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
+                            f"more than the {longest} that the {engine} engine was started for; raise "
+                            "--prompt_max_len or --generate_max_len")
+
+
+def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: int) -> list[int]:
+    """The tokens of a model of ``vocabulary`` tokens that end a response, sorted."""
+    return sorted({i for i in (*eos_token_ids, *params.stop_token_ids) if i < vocabulary})
 
 
 class RolloutEngine(Protocol):

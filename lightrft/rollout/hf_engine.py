@@ -14,7 +14,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.continuous import Generation
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.named_weights import checked
 from lightrft.utils.env import World, total_memory
@@ -88,8 +88,7 @@ class HFEngine:
 
     def _stop_mask(self, params: SamplingParams) -> Tensor:
         mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
-        ids = [i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < len(mask)]
-        mask[ids] = True
+        mask[stop_ids(self.eos_token_ids, params, len(mask))] = True
         return mask.to(self._device)
 
     def _cache_for(self, requests: list[Request], params: SamplingParams) -> KVCache:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.named_weights import Shapes
 from lightrft.rollout.sampling import sample, uniforms_at
-from lightrft.rollout.vllm_places import Places
+from lightrft.rollout.places import Places
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo

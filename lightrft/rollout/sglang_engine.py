@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import sglang_weights
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.engine_group import (all_of_group, completions_of_first, group_of, object_of_first,
                                            share_requests, tensor_of_first)
 from lightrft.rollout.hf_engine import eos_ids
@@ -88,7 +88,8 @@ class SGLangEngine:
         if not everyone:
             return []
         self._wake_cache()
-        run = SGLangRun(self.native, everyone, params, self._stop_ids(params)) if self.native else None
+        run = SGLangRun(self.native, everyone, params, stop_ids(self.eos_token_ids, params,
+                                                                self.vocabulary)) if self.native else None
         try:
             found = self._collect(run, everyone, mine, on_finished)
         finally:  # after an error too, or the next call would go on with what is left
@@ -117,16 +118,7 @@ class SGLangEngine:
             raise RuntimeError("the SGLang engine is asleep: call wake() and update_weights() before generate()")
         if not self._ready:
             raise RuntimeError("the SGLang engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "SGLang", self.vocabulary)
-        for i, request in enumerate(requests):
-            if len(request.token_ids) + params.max_new_tokens > self.longest:
-                raise UserError(
-                    f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
-                    f"more than the {self.longest} that the SGLang engine was started for; raise --prompt_max_len "
-                    "or --generate_max_len")
-
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        return sorted({i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < self.vocabulary})
+        check_requests(requests, params, "SGLang", self.vocabulary, self.longest)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over full weights under their HF names and forget every cached prefix.

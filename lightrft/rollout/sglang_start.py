@@ -5,11 +5,11 @@ import torch
 from transformers import PretrainedConfig
 
 from lightrft.config.engine_rules import native_arguments
+from lightrft.config.memory import host_cache
 from lightrft.config.schema import RolloutConfig
 from lightrft.utils.env import World, total_memory
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_MOST_HOST_CACHE = 4 * _GIB
+_MIB = 1 << 20
 _SPARE = 8  # tokens that SGLang keeps for itself at the end of a context
 
 
@@ -48,6 +48,6 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     if not cuda:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "disable_cuda_graph": True}
         if not cfg.engine_kv_mib:
-            share = cfg.engine_mem_util * total_memory(device) / world.local_world_size
-            arguments["max_total_tokens"] = int(min(share, _MOST_HOST_CACHE)) // room
+            cache = host_cache(cfg, total_memory(device) / world.local_world_size)
+            arguments["max_total_tokens"] = int(cache) // room
     return arguments | native_arguments(cfg.engine_args)

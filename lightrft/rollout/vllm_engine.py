@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import vllm_weights
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests
+from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.engine_group import all_of_group, share_requests
 from lightrft.rollout.hf_engine import eos_ids
 from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
 from lightrft.rollout.vllm_adapters import MARK, Adapters, adapter_arguments, bare
-from lightrft.rollout.vllm_places import Places
+from lightrft.rollout.places import Places
 from lightrft.rollout.vllm_run import VLLMRun
 from lightrft.rollout.vllm_start import engine_arguments, process_state_kept, start_engine
 from lightrft.strategy.strategy_base import Lora
@@ -119,26 +119,17 @@ class VLLMEngine:
 
         agree = partial(all_of_group, group=self.group)
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, everyone, params, self._stop_ids(params), report, agree,
-                           self.adapters.request if self.adapters else None).run()[mine]
+            return VLLMRun(self.native, everyone, params,
+                           stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size()), report,
+                           agree, self.adapters.request if self.adapters else None).run()[mine]
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() and update_weights() before generate()")
         if not self._ready:
             raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "vLLM", self.native.model_config.get_vocab_size())
-        limit = self.native.model_config.max_model_len
-        for i, request in enumerate(requests):
-            if len(request.token_ids) + params.max_new_tokens > limit:
-                raise UserError(
-                    f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
-                    f"more than the {limit} that the vLLM engine was started for; raise --prompt_max_len "
-                    "or --generate_max_len")
-
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        vocabulary = self.native.model_config.get_vocab_size()
-        return sorted({i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < vocabulary})
+        native = self.native.model_config
+        check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over full weights under their HF names and forget every cached prefix and picture.

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lightrft.config.engine_rules import INSTALL, native_arguments
-from lightrft.config.memory import MOST_HOST_CACHE
+from lightrft.config.memory import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
@@ -54,8 +54,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "kv_cache_memory_bytes": cfg.engine_kv_mib * _MIB or None,
     }
     if not cuda and not cfg.engine_kv_mib:
-        share = cfg.engine_mem_util * total_memory(device) / world.local_world_size
-        arguments["kv_cache_memory_bytes"] = min(int(share), MOST_HOST_CACHE)
+        arguments["kv_cache_memory_bytes"] = int(host_cache(cfg, total_memory(device) / world.local_world_size))
     return arguments | native_arguments(cfg.engine_args)
 
 
