@@ -18,13 +18,14 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, sglang_weights
 from lightrft.rollout.sglang_native import SGLangNative
 from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
-from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
-from lightrft.rollout.tests.sglang_rig import LIMIT, NEW, SIZES, STOPS, Rig, requests, state, tokens
+from lightrft.rollout.tests.faulty_sync import TARGET
+from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
+                                               refuses_requests, requests, tokens)
+from lightrft.rollout.tests.sglang_rig import SIZES, Rig, state
 from lightrft.tests import tiny
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 
-EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
 FAMILIES = {
     "qwen3": {"head_dim": 32}, "llama": {}, "mistral": {"head_dim": 32},
     "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
@@ -222,31 +223,11 @@ def test_memory_is_released_and_resumed_in_order(rig, monkeypatch):
 
 
 def test_requests_that_cannot_be_run(rig):
-    rig.ready()
-    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
-    for asked, params, message in ((long, SamplingParams(NEW),
-                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
-                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
-                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
-                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
-                                   ([Request([5], [1], {"image": 1})], SamplingParams(NEW), "SGLang engine takes")):
-        with pytest.raises(ValueError, match=message):
-            rig.engine.generate(asked, params)
+    refuses_requests(rig, "SGLang")
 
 
 def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
-    rig.ready()
-    good = dict(rig.strategy.full_params(rig.actor))
-    first = next(iter(good))
-    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
-                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
-                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
-        with pytest.raises(ValueError, match=message):
-            rig.engine.update_weights(stream.items(), 99)
-        with pytest.raises(RuntimeError, match="has no weights yet"):
-            rig.engine.generate(requests(), SamplingParams(NEW))
-    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
-    assert mean < EXACT and rig.engine.weight_version == rig.version
+    refuses_broken_streams(rig)
 
 
 def test_what_it_holds_can_be_read(rig):
@@ -270,12 +251,7 @@ def proven(rig, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
 def test_a_faulty_sync_is_named(proven, kind):
-    break_sync(proven.engine, kind)
-    with pytest.raises(SyncProofError) as caught:
-        proven.sync()
-    said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
-    assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
-    assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
+    names_a_fault(proven, kind)
 
 
 def test_a_tensor_that_sglang_passes_over(proven, monkeypatch):

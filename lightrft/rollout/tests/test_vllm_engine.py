@@ -2,7 +2,6 @@
 import gc
 import math
 import os
-import random
 import resource
 import subprocess
 import sys
@@ -10,89 +9,34 @@ import sys
 import pytest
 import torch
 
-from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.config.schema import ModelConfig, RolloutConfig
+from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine, vllm_start
-from lightrft.rollout.hf_engine import HFEngine, eos_ids
-from lightrft.rollout.sampling import restrict
 from lightrft.rollout.tests import vllm_ranks
-from lightrft.rollout.weight_sync import sync_weights
-from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
+                                               refuses_requests, requests, tokens)
 from lightrft.tests import runs, tiny
 from lightrft.tests.launch import finish
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
-STOPS = tuple(range(40, 52))
-NEW, LIMIT = 20, 64
-EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
 
-
-class Rig:
-    """A trainer in this process, vLLM with its weights, and the HF engine on the trainer's own."""
+class Rig(EngineRig):
+    """With the real vLLM."""
 
     def __init__(self, folder, *engine_args):
-        self.strategy = FakeStrategy(StrategyConfig(), False)
-        self.strategy.setup()
-        self.prepared = self.strategy.prepare(self.load(str(folder)), OptimSpec(1e-3))
-        self.actor, tokenizer = self.prepared.model, load_tokenizer(str(folder))
+        super().__init__(folder, self.load(str(folder)))
         # a pass holds the longest prompt and no more, so that prompts have to wait for each other
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
                             engine_args=[f"max_num_batched_tokens={LIMIT}", *engine_args])
         state, set_threads = torch.get_rng_state(), torch.set_num_threads
-        self.vllm = get_engine(cfg, self.actor, self.strategy, tokenizer)
+        self.engine = self.vllm = get_engine(cfg, self.actor, self.strategy, self.tokenizer)
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"
-        self.hf = HFEngine(self.actor.hf_model, eos_ids(self.actor.hf_model, tokenizer), 1 << 22)
-        self.version = 0
 
     def load(self, folder):
         return load_actor(ModelConfig(pretrain=folder))
-
-    def learn(self):
-        """Weights as after training steps."""
-        generator = torch.Generator().manual_seed(self.version)
-        with torch.no_grad():
-            for parameter in self.actor.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
-
-    def sync(self):
-        self.version += 1
-        sync_weights(self.strategy, self.prepared, self.vllm, self.version)
-
-    def ready(self):
-        """Awake and with the trainer's weights, whatever the test before left."""
-        self.vllm.wake()
-        self.sync()
-        return self
-
-    def logprobs(self, request, response, params):
-        """The trainer's, under the distribution that was sampled."""
-        ids = torch.tensor(request.token_ids + response)
-        positions = torch.arange(len(ids))[None]
-        with torch.no_grad():
-            logits = self.naive(ids[None], positions)[0, len(request.token_ids) - 1:-1]
-        if params.temperature:
-            logits = restrict(logits / params.temperature, params)
-        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
-
-    def naive(self, ids, positions):
-        model = self.actor.hf_model
-        model.set_attn_implementation("eager")
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-        model.set_attn_implementation("packed")
-        return logits
-
-    def gap(self, asked, params):
-        """Mean and largest difference of log-probs between vLLM and the trainer."""
-        gaps = [
-            abs(a - b) for request, group in zip(asked, self.vllm.generate(asked, params)) for done in group
-            for a, b in zip(done.logprobs, self.logprobs(request, done.token_ids, params), strict=True)
-        ]
-        return sum(gaps) / len(gaps), max(gaps)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "packed"])
@@ -112,16 +56,6 @@ def rig(request, tmp_path_factory):
         rig.vllm.shutdown()
         assert not torch.distributed.is_initialized(), "vLLM's process group is left"
         gc.collect()
-
-
-def requests(samples=3, count=6):
-    rng = random.Random(5)
-    prompts = [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
-    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
-
-
-def tokens(groups):
-    return [[(done.token_ids, done.finish_reason) for done in group] for group in groups]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20},
@@ -261,31 +195,11 @@ def test_asleep_it_neither_generates_nor_learns(rig):
 
 
 def test_requests_that_cannot_be_run(rig):
-    rig.ready()
-    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
-    for asked, params, message in ((long, SamplingParams(NEW),
-                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
-                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
-                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
-                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
-                                   ([Request([5], [1], {"image": 1})], SamplingParams(NEW), "vLLM engine takes text")):
-        with pytest.raises(ValueError, match=message):
-            rig.vllm.generate(asked, params)
+    refuses_requests(rig, "vLLM")
 
 
 def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
-    rig.ready()
-    good = dict(rig.strategy.full_params(rig.actor))
-    first = next(iter(good))
-    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
-                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
-                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
-        with pytest.raises(ValueError, match=message):
-            rig.vllm.update_weights(stream.items(), 99)
-        with pytest.raises(RuntimeError, match="has no weights yet"):
-            rig.vllm.generate(requests(), SamplingParams(NEW))
-    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
-    assert mean < EXACT and rig.vllm.weight_version == rig.version
+    refuses_broken_streams(rig)
 
 
 def test_what_it_holds_can_be_read(rig, request):

@@ -14,7 +14,7 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.sync_proof import SyncProofError
 from lightrft.rollout.tests import test_vllm_families
-from lightrft.rollout.tests.test_vllm_engine import EXACT, NEW, STOPS, requests
+from lightrft.rollout.tests.engine_rig import EXACT, NEW, STOPS, requests
 from lightrft.rollout.tests.test_vllm_families import without
 from lightrft.tests import tiny_vision
 

@@ -1,0 +1,127 @@
+"""A trainer and a real engine on its weights, in one process; and what every engine has to do there."""
+import random
+
+import pytest
+import torch
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.models.loader import load_tokenizer
+from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout.hf_engine import HFEngine, eos_ids
+from lightrft.rollout.sampling import restrict
+from lightrft.rollout.sync_proof import SyncProofError
+from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
+from lightrft.rollout.weight_sync import sync_weights
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy_base import OptimSpec
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
+STOPS = tuple(range(40, 52))
+NEW, LIMIT = 20, 64
+EXACT = 2e-6  # nats, mean over the tokens of a batch; float32
+
+
+class EngineRig:
+    """A trainer in this process, and the HF engine on its own weights. ``engine``: the one that is looked at."""
+
+    def __init__(self, folder, actor):
+        self.strategy = FakeStrategy(StrategyConfig(), False)
+        self.strategy.setup()
+        self.prepared = self.strategy.prepare(actor, OptimSpec(1e-3))
+        self.actor, self.tokenizer = self.prepared.model, load_tokenizer(str(folder))
+        self.hf = HFEngine(self.actor.hf_model, eos_ids(self.actor.hf_model, self.tokenizer), 1 << 22)
+        self.version, self.proof = 0, None
+
+    def learn(self):
+        """Weights as after training steps."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.actor.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
+
+    def sync(self):
+        """The gap of the canaries where the sync is proven."""
+        self.version += 1
+        sync_weights(self.strategy, self.prepared, self.engine, self.version, proof=self.proof)
+        return self.proof.check(self.version)["rollout/canary_gap"] if self.proof else None
+
+    def ready(self):
+        """Awake and with the trainer's weights, whatever the test before left."""
+        self.engine.wake()
+        self.sync()
+        return self
+
+    def logprobs(self, request, response, params, begun=()):
+        """The trainer's, under the distribution that was sampled."""
+        ids = torch.tensor([*request.token_ids, *begun, *response])
+        with torch.no_grad():
+            logits = self.naive(ids[None], torch.arange(len(ids))[None])[0, -len(response) - 1:-1]
+        if params.temperature:
+            logits = restrict(logits / params.temperature, params)
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+    def naive(self, ids, positions):
+        model = self.actor.hf_model
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        model.set_attn_implementation("packed")
+        return logits
+
+    def gap(self, asked, params):
+        """Mean and largest difference of log-probs between the engine and the trainer."""
+        gaps = [
+            abs(a - b) for request, group in zip(asked, self.engine.generate(asked, params)) for done in group
+            for a, b in zip(done.logprobs, self.logprobs(request, done.token_ids, params), strict=True)
+        ]
+        return sum(gaps) / len(gaps), max(gaps)
+
+
+def requests(samples=3, count=6):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
+    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
+
+
+def tokens(groups):
+    return [[(done.token_ids, done.finish_reason) for done in group] for group in groups]
+
+
+def refuses_requests(rig, name):
+    """Requests that cannot be run, by the engine of that ``name``."""
+    rig.ready()
+    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
+    for asked, params, message in ((long, SamplingParams(NEW),
+                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
+                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
+                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
+                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
+                                   ([Request([5], [1],
+                                             {"image": 1})], SamplingParams(NEW), f"{name} engine takes text")):
+        with pytest.raises(ValueError, match=message):
+            rig.engine.generate(asked, params)
+
+
+def refuses_broken_streams(rig):
+    """Of weights, until a good one comes."""
+    rig.ready()
+    good = dict(rig.strategy.full_params(rig.actor))
+    first = next(iter(good))
+    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
+                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
+                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
+        with pytest.raises(ValueError, match=message):
+            rig.engine.update_weights(stream.items(), 99)
+        with pytest.raises(RuntimeError, match="has no weights yet"):
+            rig.engine.generate(requests(), SamplingParams(NEW))
+    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
+    assert mean < EXACT and rig.engine.weight_version == rig.version
+
+
+def names_a_fault(rig, kind):
+    """Of the next sync."""
+    break_sync(rig.engine, kind)
+    with pytest.raises(SyncProofError) as caught:
+        rig.sync()
+    said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
+    assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
+    assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
