@@ -1,5 +1,9 @@
 """What SGLang's scheduler processes run: SGLang's own, taught to draw and to show its weights as the trainer needs."""
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,22 +19,38 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
-def run_scheduler(shapes: Shapes, *args: Any) -> None:
-    """A scheduler process from its start to its end, for a trainer with weights of these ``shapes``.
+def run_scheduler(shapes: Shapes, parent: int, last_words: Connection, *args: Any) -> None:
+    """A scheduler process from its start to its end, for a trainer with weights of these ``shapes`` in the process
+    ``parent``. An error that ends it is told there.
 
     SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
     top-k, top-p and min-p; its checksums are those of fused tensors.
     """
     from sglang.srt.layers.sampler import Sampler
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers import scheduler
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.utils.common import kill_itself_when_parent_died
     from sglang.srt.utils.weight_checker import WeightChecker
+    kill_itself_when_parent_died()
+    if os.getppid() != parent:  # it died before
+        return
+    scheduler.get_exception_traceback = _told(last_words)
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
     WeightChecker._compute_checksum = _checksums(shapes)
     WeightUpdater.update_weights_from_tensor = _waited(WeightUpdater.update_weights_from_tensor)
-    run_scheduler_process(*args)
+    scheduler.run_scheduler_process(*args)
+
+
+def _told(last_words: Connection) -> Callable[[], str]:
+    """In the place of SGLang's way to format the error that it is about to log."""
+
+    def formatted() -> str:
+        last_words.send("".join(traceback.format_exception_only(sys.exc_info()[1])).strip())
+        return traceback.format_exc()
+
+    return formatted
 
 
 def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,

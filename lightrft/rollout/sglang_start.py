@@ -1,16 +1,35 @@
 """Starting SGLang in this process: its environment, its arguments, its children."""
-from typing import Any
+import asyncio
+import logging
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engine_rules import native_arguments
+from lightrft.config.engine_rules import INSTALL, native_arguments
 from lightrft.config.memory import host_cache
+from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import sglang_child, sglang_files
+from lightrft.rollout.named_weights import Shapes
+from lightrft.rollout.vllm_start import process_state_kept
 from lightrft.utils.env import World, total_memory
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
 
 _MIB = 1 << 20
 _SPARE = 8  # tokens that SGLang keeps for itself at the end of a context
+_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+             "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # yapf: disable
 
 
 def _token_bytes(config: PretrainedConfig, bf16: bool, ranks: int) -> int:
@@ -51,3 +70,99 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
             cache = host_cache(cfg, total_memory(device) / world.local_world_size)
             arguments["max_total_tokens"] = int(cache) // room
     return arguments | native_arguments(cfg.engine_args)
+
+
+def start_engine(arguments: dict[str, Any], shapes: Shapes, last_words: Connection, leftovers: ExitStack) -> "Engine":
+    """SGLang's engine, for a trainer with weights of these ``shapes``.
+
+    Args:
+        last_words: of a scheduler that fails.
+        leftovers: undoes what outlasts the engine, or a start that fails.
+    """
+    try:
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
+    except ImportError as error:
+        raise UserError(f"--engine_type sglang: cannot import sglang ({error}); run: {INSTALL['sglang']}") from error
+    known = set(ServerArgs.__struct_fields__)
+    for name in set(arguments) - known:
+        raise UserError(f"--engine_args {name}: SGLang has no such argument{did_you_mean(name, known)}")
+    folder = sglang_files.claim()
+    leftovers.callback(sglang_files.remove, folder)
+
+    class OwnEngine(Engine):
+        """Without the process that would turn tokens into text, and without the end of all children."""
+        run_scheduler_process_func = staticmethod(partial(sglang_child.run_scheduler, shapes, os.getpid(), last_words))
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+            sglang_files.move(port_args, folder)
+            return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
+
+        @staticmethod
+        def init_tokenizer_manager_func(*args: Any) -> Any:
+            manager, templates = Engine.init_tokenizer_manager_func(*args)
+            leftovers.callback(_close_sockets, manager.send_to_scheduler)
+            return manager, templates
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+        def shutdown(self) -> None:
+            """Registered by SGLang for the end of this process."""
+
+    engine = OwnEngine(**arguments)
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    leftovers.callback(_close_sockets, engine.send_to_rpc)
+    leftovers.callback(_end_tasks, engine.loop)
+    return engine
+
+
+def _close_sockets(one: Any) -> None:
+    """All of the context of this one. The garbage collector may come to the context before its sockets, and then waits
+    for them for ever."""
+    one.context.destroy(linger=0)
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    for task in (tasks := asyncio.all_tasks(loop)):
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+@contextmanager
+def surroundings(device: torch.device, tp_size: int) -> Iterator[int]:
+    """The process as SGLang needs it while it starts: without torchrun's variables, by which its children would look
+    for the trainer. Afterwards as it was. Yields a port where they can meet."""
+    root, method = logging.getLogger(), multiprocessing.get_start_method()
+    handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()
+    with process_state_kept(), _port() as port:
+        for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+            del os.environ[name]
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
+        if device.type == "cpu":
+            os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
+            if tp_size > 1:
+                os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(tp_size))
+        try:
+            yield port
+        finally:
+            multiprocessing.set_start_method(method, force=True)
+            asyncio.set_event_loop_policy(policy)
+            root.handlers[:], root.level = handlers, level
+
+
+@contextmanager
+def _port() -> Iterator[int]:
+    """A port that nobody else is given before the schedulers use it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # they may listen beside it, with the same option
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
+
+def _cores(parts: int) -> str:
+    """Those of this process, dealt to ``parts`` schedulers."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[i::parts] or cores)) for i in range(parts))
