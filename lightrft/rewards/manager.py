@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.parts import Part, file_part, named_part, parse_entry, remote_part
-from lightrft.rewards.pool import WorkerPool
+from lightrft.rewards.pool import Patience, WorkerPool
 from lightrft.rewards.probe import probe
 from lightrft.rewards.recipes import recipe_for
 from lightrft.rewards.remote import RemoteReward
@@ -20,7 +20,7 @@ Weighted = list[tuple[Part, float]]
 
 @dataclass
 class Job:
-    """The responses of one submission that one part has to judge outside this process."""
+    """Responses of a handle that one part judges outside this process."""
     part: str
     rows: list[int]
     futures: "list[Future[list[Outcome]]]"
@@ -28,10 +28,12 @@ class Job:
 
 @dataclass
 class Handle:
-    """A submission: what is decided already (``outcomes[row][part]``) and what is under way."""
-    weights: list[dict[str, float]]  # of each row's parts; one dict for all rows of a recipe
-    outcomes: list[dict[str, Outcome]]
+    """Responses by number, those to one prompt or more: what is decided already (in ``rows``, by part), what is under
+    way, and what a part is to have together."""
+    rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
+    together: dict[str, tuple[Part, list[int]]] = field(default_factory=dict)
+    patience: dict[str, Patience] = field(default_factory=dict)  # by part
 
 
 class RewardManager:
@@ -57,16 +59,43 @@ class RewardManager:
 
     def submit(self, inputs: list[RewardInput]) -> Handle:
         """Start scoring and return at once. ``ValueError`` for a row whose reward is not known."""
-        recipes = [self.parts_of(item) for item in inputs]
-        weights = {id(recipe): {part.name: weight for part, weight in recipe} for recipe in recipes}
-        handle = Handle([weights[id(recipe)] for recipe in recipes], [{} for _ in inputs])
-        rows: dict[str, tuple[Part, list[int]]] = {}
-        for row, recipe in enumerate(recipes):
-            for part, _ in recipe:
-                rows.setdefault(part.name, (part, []))[1].append(row)
-        for part, members in rows.values():
-            self._start(handle, part, members, inputs)
+        handle = Handle()
+        self.begin([(handle, row, item) for row, item in enumerate(inputs)])
+        self.finish(handle)
         return handle
+
+    def begin(self, responses: list[tuple[Handle, int, RewardInput]]) -> None:
+        """Add finished responses, each under its number, and start what judges them by themselves."""
+        alone: dict[str, tuple[Part, list[tuple[Handle, int]]]] = {}
+        for handle, row, item in responses:
+            recipe, outcomes = self.parts_of(item), {}
+            handle.rows[row] = item, recipe, outcomes
+            for part, _ in recipe:
+                outcome = part.fast(item) if part.fast is not None else None
+                if outcome is not None:
+                    outcomes[part.name] = outcome
+                elif part.together:
+                    handle.together.setdefault(part.name, (part, []))[1].append(row)
+                else:
+                    alone.setdefault(part.name, (part, []))[1].append((handle, row))
+        for part, places in alone.values():
+            for (handle, row), future in zip(places, self._start(part, places), strict=True):
+                handle.jobs.append(Job(part.name, [row], [future]))
+
+    def finish(self, handle: Handle) -> None:
+        """All responses are there: start the parts that are to have them together."""
+        for part, rows in handle.together.values():
+            rows.sort()
+            handle.jobs.append(Job(part.name, rows, self._start(part, [(handle, row) for row in rows])))
+        handle.together = {}
+
+    def begins_early(self, item: RewardInput) -> bool:
+        """Whether a response to this prompt has something to wait for that does not wait for the others."""
+        return any(part.submit is not None and not part.together for part, _ in self.parts_of(item))
+
+    def compares(self, item: RewardInput) -> bool:
+        """Whether some part is to have all responses to this prompt together."""
+        return any(part.together for part, _ in self.parts_of(item))
 
     def collect(self, handle: Handle) -> list[Score]:
         """Wait for a submission; scores in its order. Each cause of unscored responses is counted, and logged once."""
@@ -92,11 +121,12 @@ class RewardManager:
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in future.result()]
             for row, outcome in zip(job.rows, outcomes, strict=True):
-                handle.outcomes[row][job.part] = outcome
+                handle.rows[row][2][job.part] = outcome
         handle.jobs = []
-        return [
-            self._total(weights, outcomes) for weights, outcomes in zip(handle.weights, handle.outcomes, strict=True)
-        ]
+        rows = [handle.rows[row] for row in sorted(handle.rows)]
+        recipes = {id(recipe): recipe for _, recipe, _ in rows}
+        weights = {key: {part.name: weight for part, weight in recipe} for key, recipe in recipes.items()}
+        return [self._total(weights[id(recipe)], outcomes) for _, recipe, outcomes in rows]
 
     def shutdown(self) -> None:
         """Kill the workers and stop asking the servers. What is under way comes back unscored."""
@@ -122,16 +152,11 @@ class RewardManager:
                 part.warm()
         return self._named[name]
 
-    def _start(self, handle: Handle, part: Part, rows: list[int], inputs: list[RewardInput]) -> None:
-        left = []
-        for row in rows:
-            outcome = part.fast(inputs[row]) if part.fast is not None else None
-            if outcome is None:
-                left.append(row)
-            else:
-                handle.outcomes[row][part.name] = outcome
-        if left and part.submit is not None:
-            handle.jobs.append(Job(part.name, left, part.submit([inputs[row] for row in left])))
+    def _start(self, part: Part, places: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
+        for handle, _ in places:
+            handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s))
+        return part.submit([handle.rows[row][0] for handle, row in places],
+                           [handle.patience[part.name] for handle, _ in places])
 
     def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
         parts: dict[str, float | None] = {}

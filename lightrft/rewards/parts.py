@@ -5,17 +5,18 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lightrft.rewards.base import REWARDS, Outcome, RewardInput
-from lightrft.rewards.pool import WorkerPool
+from lightrft.rewards.pool import Patience, WorkerPool
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
 from lightrft.rewards.user_file import check_source
 from lightrft.rewards.worker import Spec
 from lightrft.utils.errors import UserError
 
-Submit = Callable[[list[RewardInput]], list[Future[list[Outcome]]]]
+Submit = Callable[[list[RewardInput], list[Patience]], list[Future[list[Outcome]]]]
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """``fast`` decides in this process or says None; then ``submit`` (a worker or a server) does."""
+    """``fast`` decides in this process or says None; then ``submit`` (a worker or a server) does.
+
+    ``together``: it may compare the responses to a prompt and is to have all of them; else ``submit`` gives a future
+    for each response.
+    """
     name: str
     fast: Callable[[RewardInput], Outcome | None] | None = None
     submit: Submit | None = None
+    together: bool = False
     warm: Callable[[], object] | None = None
 
     @property
@@ -65,7 +71,7 @@ def named_part(name: str, pool: WorkerPool) -> Part:
     reward = REWARDS.get(name)
     if name == "math":
         spec = Spec("math")
-        return Part(name, FAST[name], lambda batch: pool.submit(spec, batch, batched=False), lambda: pool.load(spec))
+        return Part(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
     if name in FAST:
         return Part(name, FAST[name])
     try:
@@ -75,7 +81,7 @@ def named_part(name: str, pool: WorkerPool) -> Part:
             f"reward {name!r} cannot be sent to a worker process ({error}). Remedy: make it a function or a class "
             "at the top of an importable module") from error
     pool.load(spec).result()
-    return Part(name, None, lambda batch: pool.submit(spec, batch, batched=True))
+    return Part(name, submit=partial(pool.submit_together, spec), together=True)
 
 
 def file_part(entry: Entry, pool: WorkerPool) -> Part:
@@ -83,9 +89,10 @@ def file_part(entry: Entry, pool: WorkerPool) -> Part:
     check_source(Path(entry.path))
     spec = Spec("file", entry.path, entry.function)
     info = pool.load(spec).result()
-    return Part(info.name, None, lambda batch: pool.submit(spec, batch, info.batched))
+    return Part(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
+                together=info.batched)
 
 
 def remote_part(remote: RemoteReward) -> Part:
     """The reward servers, as the part ``remote``."""
-    return Part("remote", None, remote.submit)
+    return Part("remote", submit=remote.submit)

@@ -4,23 +4,25 @@ Processes are fresh interpreters (no fork of a process that runs torch threads, 
 with the first task, and are replaced when they hang or die.
 """
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from multiprocessing import Pipe
 from typing import Any
 
+from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.caught import Caught
 from lightrft.rewards.worker import Info, Spec
 from lightrft.utils.errors import UserError
 
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
-MAX_CHUNK = {False: 8, True: 64}  # responses per task: scored one by one / in one call
+MAX_CHUNK = 8  # responses per message, of those that are scored one by one
+MAX_CALL = 64  # responses per call, of a function that takes lists; a group that is larger is cut
 
 
 class LoadError(UserError):
@@ -33,16 +35,19 @@ class WorkerDied(RuntimeError):
 
 @dataclass
 class Task:
-    """A chunk of responses for one reward. ``patience`` is shared by the chunks of one submission."""
+    """Responses for one reward, each with the patience of its group; in one call, or one by one."""
     spec: Spec
-    batch: list[RewardInput]
-    patience: "Patience"
+    rows: "list[tuple[RewardInput, Patience]]"
+    together: bool
     future: "Future[list[Outcome]]" = field(default_factory=Future)
     info: "Future[Info]" = field(default_factory=Future)
 
 
 class Patience:
-    """Bounds what a reward that always hangs can cost: 3 time-outs in a row, a tenth of the limit; 16, nothing."""
+    """Bounds what a reward that always hangs can cost: 3 time-outs in a row, a tenth of the limit; 16, nothing.
+
+    One for each reward and group.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -51,6 +56,9 @@ class Patience:
     def deadline_s(self) -> float:
         """Seconds the next response gets; 0: do not even try."""
         return self.limit_s if self.streak < 3 else (self.limit_s / 10 if self.streak < 16 else 0.0)
+
+
+NOT_TRIED = Outcome(None, "timeout", "not tried: 16 responses before it took too long")
 
 
 class Worker:
@@ -108,7 +116,7 @@ class WorkerPool:
 
     def __init__(self, count: int, limit_s: float) -> None:
         self.count, self.limit_s = count, limit_s
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._backlog: Backlog[Task] = Backlog(count)
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}
         self._suspects: set[Spec] = set()  # rewards that have hung or died; their responses are sent one by one
@@ -120,51 +128,62 @@ class WorkerPool:
         """Process ids of the workers that have been started."""
         return [worker.process.pid for worker in list(self._workers.values())]
 
-    def submit(self, spec: Spec, batch: list[RewardInput], batched: bool) -> "list[Future[list[Outcome]]]":
-        """Score ``batch`` in chunks; the futures hold their outcomes in order."""
-        size = max(1, min(MAX_CHUNK[batched], -(-len(batch) // self.count)))
-        patience = Patience(self.limit_s)
-        tasks = [Task(spec, batch[i:i + size], patience) for i in range(0, len(batch), size)]
-        return [self._put(task).future for task in tasks]
+    def submit(self, spec: Spec, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+        """Score each response by itself; one future for each."""
+        tasks = [Task(spec, [row], False) for row in zip(batch, patience, strict=True)]
+        self._put(tasks, spec)
+        return [task.future for task in tasks]
+
+    def submit_together(self, spec: Spec, batch: list[RewardInput],
+                        patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+        """Score ``batch`` in calls that tear no group apart; the futures hold their outcomes in order."""
+        rows = iter(zip(batch, patience, strict=True))
+        sizes = calls([item.prompt for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
+        tasks = [Task(spec, list(islice(rows, size)), True) for size in sizes]
+        for task in tasks:
+            self._put([task], object())
+        return [task.future for task in tasks]
 
     def load(self, spec: Spec) -> "Future[Info]":
         """Start the workers that do not run yet and let them import ``spec``, in the background."""
-        return [self._put(Task(spec, [], Patience(self.limit_s))) for _ in range(self.count)][0].info
+        tasks = [Task(spec, [], True) for _ in range(self.count)]
+        for task in tasks:
+            self._put([task], object())
+        return tasks[0].info
 
     def shutdown(self) -> None:
         """Kill the workers. What they were scoring comes back unscored."""
+        self._backlog.close()
         with self._lock:
             self._closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
         for worker in list(self._workers.values()):
             worker.signal_kill()
         for thread in self._threads:
             thread.join(timeout=10.0)
 
-    def _put(self, task: Task) -> Task:
+    def _put(self, tasks: list[Task], kind: object) -> None:
+        self._backlog.put(tasks, kind)
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the reward workers have been shut down")
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=self._run, args=(slot, ), daemon=True) for slot in range(self.count)
                 ]
                 for thread in self._threads:
                     thread.start()
-        self._tasks.put(task)
-        return task
 
     def _run(self, slot: int) -> None:
-        while (task := self._tasks.get()) is not None:
+        while tasks := self._backlog.take(MAX_CHUNK):
+            whole = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
             with Caught() as caught:
-                outcomes = self._score(slot, task)
+                outcomes = self._score(slot, whole)
             if caught.cause is not None:
                 cause = "load" if isinstance(caught.cause, LoadError) else "shutdown" if self._closed else "internal"
-                outcomes = [Outcome(None, cause, caught.text)] * len(task.batch)
-            if not task.info.done():
-                task.info.set_exception(caught.cause or RuntimeError("the reward workers have been shut down"))
-            task.future.set_result(outcomes)
+                outcomes = [Outcome(None, cause, caught.text)] * len(whole.rows)
+            if not whole.info.done():
+                whole.info.set_exception(caught.cause or RuntimeError("the reward workers have been shut down"))
+            left = iter(outcomes)
+            for task in tasks:
+                task.future.set_result(list(islice(left, len(task.rows))))
         self._discard(slot)
 
     def _score(self, slot: int, task: Task) -> list[Outcome]:
@@ -176,38 +195,40 @@ class WorkerPool:
         done: list[Outcome] = []
         singly = task.spec in self._suspects
         while not self._closed:
-            rest = task.batch[len(done):]
-            deadline = task.patience.deadline_s()
-            if rest and deadline == 0:
-                return done + [Outcome(None, "timeout", "not tried: 16 responses before it took too long")] * len(rest)
-            asked = rest[:1] if singly else rest
-            scored, failure = self._attempt(slot, task, asked, deadline)
-            done += scored
-            if failure is not None and len(asked) > 1:
-                singly = True
-                if not task.info.result().batched:
-                    self._suspects.add(task.spec)
-            elif failure is not None:
-                done.append(failure)
-            if len(done) == len(task.batch):
+            rest = task.rows[len(done):]
+            if rest and rest[0][1].deadline_s() == 0:
+                done.append(NOT_TRIED)
+            else:
+                asked = rest[:1] if singly else rest
+                scored, failure = self._attempt(slot, task, asked)
+                done += scored
+                if failure is not None and len(asked) > 1:
+                    singly = True
+                    if not task.together:
+                        self._suspects.add(task.spec)
+                elif failure is not None:
+                    done.append(failure)
+            if len(done) >= len(task.rows):
                 return done
-        return done + [Outcome(None, "shutdown")] * (len(task.batch) - len(done))
+        return done + [Outcome(None, "shutdown")] * (len(task.rows) - len(done))
 
-    def _attempt(self, slot: int, task: Task, asked: list[RewardInput],
-                 deadline: float) -> tuple[list[Outcome], Outcome | None]:
+    def _attempt(self, slot: int, task: Task, asked: list[tuple[RewardInput,
+                                                                Patience]]) -> tuple[list[Outcome], Outcome | None]:
         """What the worker said before it was through (None), hung or died."""
         scored: list[Outcome] = []
-        worker = self._ready(slot, task, asked)
+        worker = self._ready(slot, task, [item for item, _ in asked])
         try:
             while len(scored) < len(asked):
+                patience = asked[len(scored)][1]
+                deadline = patience.deadline_s() or patience.limit_s / 10
                 outcomes = worker.receive(deadline)
+                for _, patience in asked[len(scored):len(scored) + len(outcomes)]:
+                    patience.streak = 0
                 scored += outcomes
-                if outcomes:
-                    task.patience.streak = 0
             return scored, None
         except TimeoutError:
             failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
-            task.patience.streak += 1
+            asked[len(scored)][1].streak += 1
         except WorkerDied as error:
             failure = Outcome(None, "worker_died", str(error))
         self._discard(slot)
@@ -240,3 +261,18 @@ class WorkerPool:
         worker = self._workers.pop(slot, None)
         if worker is not None:
             worker.discard()
+
+
+def calls(groups: list[str], size: int) -> list[int]:
+    """How many responses each call takes: about ``size``, at most ``MAX_CALL``, and equal ``groups`` that stand
+    together stay together, unless they are more than that."""
+    found, open_ = list[int](), 0
+    for group in (len(list(run)) for _, run in groupby(groups)):
+        if open_ and open_ + group > MAX_CALL:
+            found, open_ = [*found, open_], 0
+        open_ += group
+        while open_ > MAX_CALL:
+            found, open_ = [*found, MAX_CALL], open_ - MAX_CALL
+        if open_ >= size:
+            found, open_ = [*found, open_], 0
+    return [*found, open_] if open_ else found

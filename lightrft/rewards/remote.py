@@ -1,18 +1,19 @@
-"""Reward servers over HTTP: several URLs share the work, each chunk goes to the least busy one, retries are bounded.
+"""Reward servers over HTTP: several URLs share the work, each request goes to the least busy one, tries are bounded.
 
 POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``, optionally with
 ``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of either dialect.
 """
 import json
-import queue
 import threading
 import time
 from concurrent.futures import Future
 
 import requests
 
+from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.caught import Caught
+from lightrft.rewards.pool import NOT_TRIED, Patience
 from lightrft.rewards.user_file import outcomes_of
 
 MAX_CHUNK = 32  # responses per request
@@ -20,6 +21,9 @@ LANES = 2  # requests in flight per server
 TRIES = 3
 BACKOFF_S = 0.2  # before the second try, doubled before each further one
 REST_S = 5.0  # a server that failed is asked last for this long
+
+_SPOILT = ("http_status", "wrong_json", "wrong_length", "timeout")  # what one response can do to all of a request
+Row = tuple[RewardInput, Patience, "Future[list[Outcome]]"]
 
 
 class RequestFailed(RuntimeError):
@@ -58,60 +62,84 @@ class Balancer:
 
 
 class RemoteReward:
-    """Scores batches on ``urls``, ``limit_s`` seconds per request. Its threads start with the first batch."""
+    """Scores responses on ``urls``, ``limit_s`` seconds per request. Its threads start with the first response.
+
+    A response has the same reward whatever else is in the request, so it does not matter when it is sent, and with
+    which.
+    """
 
     def __init__(self, urls: list[str], limit_s: float) -> None:
         self.balancer = Balancer(urls)
-        self.limit_s = limit_s
-        self._tasks: queue.SimpleQueue[tuple[list[RewardInput], Future[list[Outcome]]] | None] = queue.SimpleQueue()
+        self.limit_s, self.most = limit_s, MAX_CHUNK
+        self._backlog: Backlog[Row] = Backlog(LANES * len(urls))
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def submit(self, batch: list[RewardInput]) -> "list[Future[list[Outcome]]]":
-        """Score ``batch`` in chunks; the futures hold their outcomes in order."""
-        lanes = LANES * len(self.balancer.in_flight)
+    def submit(self, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+        """Score ``batch``; one future for each response."""
+        rows: list[Row] = [(item, patient, Future()) for item, patient in zip(batch, patience, strict=True)]
+        self._backlog.put(rows, None)
         if not self._threads:
-            self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(lanes)]
+            self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(self._backlog.takers)]
             for thread in self._threads:
                 thread.start()
-        size = max(1, min(MAX_CHUNK, -(-len(batch) // lanes)))
-        chunks: list[tuple[list[RewardInput], Future[list[Outcome]]]]
-        chunks = [(batch[i:i + size], Future()) for i in range(0, len(batch), size)]
-        for chunk in chunks:
-            self._tasks.put(chunk)
-        return [future for _, future in chunks]
+        return [future for *_, future in rows]
 
     def shutdown(self) -> None:
         """Send nothing further; what waits comes back unscored."""
         self._closed.set()
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._backlog.close()
 
     def _run(self) -> None:
         with requests.Session() as session:
-            while (task := self._tasks.get()) is not None:
-                batch, future = task
+            while rows := self._backlog.take(self.most):
                 with Caught() as caught:
-                    outcomes = self._score(session, batch)
-                future.set_result(outcomes if caught.cause is None else [Outcome(None, "internal", caught.text)] *
-                                  len(batch))
+                    outcomes = self._score(session, rows)
+                if caught.cause is not None:
+                    outcomes = [Outcome(None, "internal", caught.text)] * len(rows)
+                for (*_, future), outcome in zip(rows, outcomes, strict=True):
+                    future.set_result([outcome])
 
-    def _score(self, session: requests.Session, batch: list[RewardInput]) -> list[Outcome]:
+    def _score(self, session: requests.Session, rows: list[Row]) -> list[Outcome]:
+        """Outcomes of one request; of one for each response where one of them may have spoilt it."""
+        outcomes = self._try(session, rows, TRIES)
+        if len(rows) == 1 or any(outcome.error not in _SPOILT for outcome in outcomes):
+            return outcomes
+        if outcomes[0].error == "timeout":
+            self.most = max(1, len(rows) // 2)
+        return [self._try(session, [row], 1)[0] for row in rows]
+
+    def _try(self, session: requests.Session, rows: list[Row], tries: int) -> list[Outcome]:
         tried: list[str] = []
         failure = RequestFailed("shutdown", "")
-        while len(tried) < TRIES and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
+        while len(tried) < tries and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
+            limit_s = min(patience.deadline_s() for _, patience, _ in rows)
+            if limit_s == 0:
+                return [NOT_TRIED] * len(rows)
             url = self.balancer.take(tried)
             tried.append(url)
-            ok = False
             try:
-                outcomes = outcomes_of(post(session, url, batch, self.limit_s), len(batch))
-                ok = True
-                return outcomes
+                return self._ask(session, url, rows, limit_s)
             except RequestFailed as error:
                 failure = error
-            finally:
-                self.balancer.give_back(url, ok)
-        return [Outcome(None, failure.cause, str(failure))] * len(batch)
+            if failure.cause == "timeout" and len(rows) > 1:
+                break  # fewer at a time are answered sooner
+        return [Outcome(None, failure.cause, str(failure))] * len(rows)
+
+    def _ask(self, session: requests.Session, url: str, rows: list[Row], limit_s: float) -> list[Outcome]:
+        batch, groups, ok = [item for item, *_ in rows], {id(patience): patience for _, patience, _ in rows}, False
+        try:
+            outcomes = outcomes_of(post(session, url, batch, limit_s), len(batch))
+            ok = True
+            return outcomes
+        except RequestFailed as error:
+            for patience in groups.values():
+                patience.streak += error.cause == "timeout"
+            raise
+        finally:
+            self.balancer.give_back(url, ok)
+            for patience in groups.values() if ok else ():
+                patience.streak = 0
 
 
 def post(session: requests.Session, url: str, batch: list[RewardInput], limit_s: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams
 from lightrft.rollout.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.sampling import sample, uniforms
 
@@ -39,8 +39,9 @@ class Generation:
     """
 
     def __init__(self, model: nn.Module, cache: KVCache, requests: list[Request], params: SamplingParams, stop: Tensor,
-                 on_finished: Finished | None) -> None:
-        self.model, self.cache, self.params, self.on_finished = model, cache, params, on_finished
+                 on_finished: Finished | None, on_arrived: Arrived | None = None) -> None:
+        self.model, self.cache, self.params = model, cache, params
+        self.on_finished, self.on_arrived = on_finished, on_arrived
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
         self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
@@ -60,6 +61,7 @@ class Generation:
         self.place = np.full(len(requests), -1)  # the inverse
         self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
         self.responses: list[list[Completion]] = [[] for _ in requests]
+        self.read: dict[int, Completion] = {}  # by sample
         waiting = [i for i in range(len(requests)) if sizes[i]]
         self.waiting = deque(sorted(waiting, key=lambda i:
                                     (not any(requests[i].prefixes), -len(requests[i].token_ids))))
@@ -215,7 +217,7 @@ class Generation:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
     def _retire(self, slots: np.ndarray) -> None:
-        """Free ``slots``; hand over every request whose last response has just ended."""
+        """Free ``slots``; hand over their responses, and every request whose last one has just ended."""
         if not len(slots):
             return
         samples = self.owner[slots]
@@ -223,10 +225,17 @@ class Generation:
         self.owner[slots], self.count[slots] = -1, 0
         index = torch.from_numpy(slots).to(self.cache.device)
         self.state[:, index] = self.state.new_tensor([[0], [0], [0], [self.num_samples], [0]])
+        if self.on_arrived is not None:
+            self._tell(sorted(samples.tolist()))
         requests, counts = np.unique(self.request_of[samples], return_counts=True)
         self.remaining[requests] -= counts
         for request in requests[self.remaining[requests] == 0]:
             self._deliver(int(request))
+
+    def _tell(self, samples: list[int]) -> None:
+        self._read(samples)
+        requests = self.request_of[samples].tolist()
+        self.on_arrived([(i, s - int(self.bounds[i]), self.read[s]) for i, s in zip(requests, samples)])
 
     def _deliver(self, request: int) -> None:
         if self.place[request] >= 0:
@@ -236,10 +245,18 @@ class Generation:
             self.ended = True
 
     def _completions(self, request: int) -> list[Completion]:
-        part = slice(int(self.bounds[request]), int(self.bounds[request + 1]))
-        columns = [x[part].tolist() for x in (self.tokens, self.logprobs, self.begun, self.length, self.done)]
-        return [Completion(tokens[begun:end], logprobs[begun:end], self._reason(tokens[end - 1]) if done else "abort")
-                for tokens, logprobs, begun, end, done in zip(*columns)]  # yapf: disable
+        samples = range(int(self.bounds[request]), int(self.bounds[request + 1]))
+        self._read([s for s in samples if s not in self.read])
+        return [self.read[s] for s in samples]
+
+    def _read(self, samples: list[int]) -> None:
+        """Fetch responses from the device, once each."""
+        index = torch.tensor(samples, dtype=torch.long, device=self.cache.device)
+        width = int(self.length[samples].max(initial=0))
+        for s, tokens, logprobs in zip(samples, *(x[index, :width].tolist() for x in (self.tokens, self.logprobs))):
+            begun, end = int(self.begun[s]), int(self.length[s])
+            reason = self._reason(tokens[end - 1]) if self.done[s] else "abort"
+            self.read[s] = Completion(tokens[begun:end], logprobs[begun:end], reason)
 
     def _reason(self, last: int) -> str:
         return "stop" if last in self.stop_ids else "length"

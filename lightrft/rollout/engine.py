@@ -53,6 +53,7 @@ class Completion:
 
 
 Finished = Callable[[int, list[Completion]], bool | None]
+Arrived = Callable[[list[tuple[int, int, Completion]]], None]  # request, place among its seeds, response
 
 
 def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int,
@@ -99,12 +100,13 @@ class RolloutEngine(Protocol):
     """
     weight_version: int
 
-    def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Finished | None = None) -> list[list[Completion]]:
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
         """Responses in the order of ``requests`` and their seeds. ``on_finished(i, completions)`` is called as soon as
         all responses of request ``i`` are done; once it answers True, no further token is drawn, and the responses
         under way come back as they are ("abort"), perhaps empty. Ranks that share the engine stop once all have had
-        True, or everything that they asked for; until then it is called for further requests."""
+        True, or everything that they asked for; until then it is called for further requests. ``on_arrived`` gets every
+        response as soon as it is done, those that end together in one call, before its request is told."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over full weights under their HF names; later responses come from them alone."""

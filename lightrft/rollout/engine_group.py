@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.rollout.engine import Completion, Request
+from lightrft.rollout.told import Ended
 from lightrft.utils.env import World
 
 T = TypeVar("T")
@@ -83,18 +84,15 @@ def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
     return box[0]
 
 
-def completions_of_first(found: dict[int, list[Completion]],
-                         group: dist.ProcessGroup | None) -> dict[int, list[Completion]]:
-    """Responses by the number of their request, of the first rank of ``group``; on all of them. A collective."""
+def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended:
+    """Responses of the first rank of ``group``; on all of them. A collective."""
     if group is None:
-        return found
+        return ended
     numbers: list[float] = []
-    for i, completions in found.items():
-        numbers += [i, len(completions)]
-        for one in completions:
-            numbers += [_REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
+    for i, j, one in ended:
+        numbers += [i, j, _REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
     rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
-    return {int(i): [_completion(rest) for _ in range(int(next(rest)))] for i in rest}
+    return [(int(i), int(next(rest)), _completion(rest)) for i in rest]
 
 
 def _completion(numbers: Iterator[float]) -> Completion:

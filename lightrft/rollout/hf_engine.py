@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.config.memory import HF_CACHE_PART
@@ -14,9 +13,10 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.continuous import Generation
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.named_weights import checked
+from lightrft.strategy.optimizer import is_whole
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
@@ -64,8 +64,8 @@ class HFEngine:
         self._spec: KVSpec | None = None
         self._cache: KVCache | None = None
 
-    def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Finished | None = None) -> list[list[Completion]]:
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`.
 
         Raises:
@@ -77,7 +77,8 @@ class HFEngine:
             return []
         with _inference(self.model, self.autocast):
             cache = self._cache_for(requests, params)
-            return Generation(self.model, cache, requests, params, self._stop_mask(params), on_finished).run()
+            return Generation(self.model, cache, requests, params, self._stop_mask(params), on_finished,
+                              on_arrived).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -163,7 +164,7 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
                     bf16: bool) -> HFEngine:
     """An engine on the actor's own model when that is whole, else on a full copy built from its config."""
     source = actor.hf_model
-    sharded = any(isinstance(parameter, DTensor) for parameter in source.parameters())
+    sharded = not all(map(is_whole, source.parameters()))
     model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
     return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded,

@@ -9,14 +9,16 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import sglang_weights
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.engine_group import (all_of_group, completions_of_first, group_of, object_of_first,
                                            share_requests, tensor_of_first)
 from lightrft.rollout.hf_engine import eos_ids
+from lightrft.rollout.sglang_limits import check_window
 from lightrft.rollout.sglang_native import SGLangNative
 from lightrft.rollout.sglang_run import SGLangRun
 from lightrft.rollout.sglang_start import engine_arguments
 from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
+from lightrft.rollout.told import Told
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
@@ -75,8 +77,8 @@ class SGLangEngine:
         held = self._held()
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
-    def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Finished | None = None) -> list[list[Completion]]:
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
 
         Raises:
@@ -90,28 +92,19 @@ class SGLangEngine:
         self._wake_cache()
         run = SGLangRun(self.native, everyone, params, stop_ids(self.eos_token_ids, params,
                                                                 self.vocabulary)) if self.native else None
+        told = Told(everyone, mine, on_finished, on_arrived)
         try:
-            found = self._collect(run, everyone, mine, on_finished)
+            self._collect(run, told)
         finally:  # after an error too, or the next call would go on with what is left
-            rest = run.abort() if run else {}
-        found |= completions_of_first(rest, self.group)
-        return [found[i] for i in range(mine.start, mine.stop)]
+            rest = run.abort() if run else []
+        told.keep(completions_of_first(rest, self.group))
+        return told.own()
 
-    def _collect(self, run: SGLangRun | None, everyone: list[Request], mine: slice,
-                 on_finished: Finished | None) -> dict[int, list[Completion]]:
+    def _collect(self, run: SGLangRun | None, told: Told) -> None:
         """Responses, round by round on all ranks of the group, until all are there or every rank has enough."""
-        found: dict[int, list[Completion]] = {}
-        enough = False
-        while len(found) < len(everyone):
-            told = completions_of_first(run.finished() if run else {}, self.group)
-            if not found:  # those without samples are finished too
-                told |= {i: [] for i, request in enumerate(everyone) if not request.seeds}
-            found |= told
-            own = [i for i in told if mine.start <= i < mine.stop] if on_finished else []
-            enough |= any([on_finished(i - mine.start, told[i]) for i in own])
-            if all_of_group(enough or all(i in found for i in range(mine.start, mine.stop)), self.group):
-                break
-        return found
+        complete = told.empty
+        while not (complete and all_of_group(told.enough(complete), self.group)):
+            complete = told.take(completions_of_first(run.ended() if run else [], self.group))
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -182,11 +175,21 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len
     if world.rank % cfg.engine_tp_size == 0:
-        native = SGLangNative(arguments, shapes, device)
-        if native.room <= longest:
-            native.shutdown()
-            raise UserError(f"SGLang has room for {native.room} tokens, and a prompt with its response may have "
-                            f"{longest}; raise --engine_mem_util or --engine_kv_mib")
+        native = _native(arguments, shapes, device, config, longest)
     return SGLangEngine(native, shapes, eos_ids(actor.hf_model, tokenizer),
                         config.get_text_config().vocab_size, longest, cfg.sync_bucket_mib << 20,
                         arguments["enable_memory_saver"], group)
+
+
+def _native(arguments: dict[str, Any], shapes: Shapes, device: torch.device, config: Any, longest: int) -> SGLangNative:
+    """SGLang, which has room for ``longest`` tokens and attends as the model of ``config`` does."""
+    native = SGLangNative(arguments, shapes, device)
+    try:
+        check_window(config, longest, native.info["window"])
+        if (room := native.info["max_total_num_tokens"]) <= longest:
+            raise UserError(f"SGLang has room for {room} tokens, and a prompt with its response may have {longest}; "
+                            "raise --engine_mem_util or --engine_kv_mib")
+    except UserError:
+        native.shutdown()
+        raise
+    return native

@@ -4,6 +4,7 @@ from typing import Any
 
 from lightrft.rollout.engine import Completion, Request, SamplingParams
 from lightrft.rollout.sglang_native import SGLangNative
+from lightrft.rollout.told import Ended
 
 
 class SGLangRun:
@@ -17,46 +18,31 @@ class SGLangRun:
     def __init__(self, native: SGLangNative, requests: list[Request], params: SamplingParams,
                  stop_ids: list[int]) -> None:
         self.native, self.requests, self.params, self.stop_ids = native, requests, params, stop_ids
-        self.done: list[dict[int, Completion]] = [{} for _ in requests]
         self.drawing: dict[asyncio.Task[Completion], tuple[int, int]] = {}
-        self.enough = False
+        self.begun = self.enough = False
 
-    def finished(self) -> dict[int, list[Completion]]:
-        """Waits for responses; the requests all of whose responses are done by now and were not before."""
+    def ended(self) -> Ended:
+        """Waits for responses; those that are done by now and were not before."""
         return self.native.run(self._some)
 
-    def abort(self) -> dict[int, list[Completion]]:
-        """Stop what is under way; it counts as it is. The requests that :meth:`finished` did not tell."""
-        return self.native.run(self._rest) if self.drawing else {}
+    def abort(self) -> Ended:
+        """Stop what is under way; it counts as it is."""
+        return self.native.run(self._rest) if self.drawing else []
 
-    async def _some(self) -> dict[int, list[Completion]]:
-        if not any(self.done) and not self.drawing:
+    async def _some(self) -> Ended:
+        if not self.begun:
             pairs = [(i, j) for i, request in enumerate(self.requests) for j in range(len(request.seeds))]
             self.drawing = {asyncio.ensure_future(self._draw(i, j)): (i, j) for i, j in pairs}
-        complete: list[int] = []
-        while self.drawing and not complete:
-            done, _ = await asyncio.wait(self.drawing, return_when=asyncio.FIRST_COMPLETED)
-            complete = self._take(done)
-        return {i: self._responses(i) for i in complete}
+            self.begun = True
+        return self._take((await asyncio.wait(self.drawing, return_when=asyncio.FIRST_COMPLETED))[0])
 
-    async def _rest(self) -> dict[int, list[Completion]]:
+    async def _rest(self) -> Ended:
         self.enough = True
         self.native.manager.abort_request(abort_all=True)
-        open_ones = {i for i, _ in self.drawing.values()}
-        self._take((await asyncio.wait(self.drawing))[0])
-        return {i: self._responses(i) for i in open_ones}
+        return self._take((await asyncio.wait(self.drawing))[0])
 
-    def _take(self, done: set["asyncio.Task[Completion]"]) -> list[int]:
-        """Take in finished samples; the requests whose last ones they are."""
-        touched = set()
-        for task in done:
-            i, j = self.drawing.pop(task)
-            self.done[i][j] = task.result()
-            touched.add(i)
-        return sorted(i for i in touched if len(self.done[i]) == len(self.requests[i].seeds))
-
-    def _responses(self, i: int) -> list[Completion]:
-        return [self.done[i][j] for j in range(len(self.requests[i].seeds))]
+    def _take(self, done: set["asyncio.Task[Completion]"]) -> Ended:
+        return sorted((*self.drawing.pop(task), task.result()) for task in done)
 
     async def _draw(self, i: int, j: int) -> Completion:
         request, p = self.requests[i], self.params

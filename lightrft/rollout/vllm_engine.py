@@ -1,7 +1,7 @@
 """vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
 import gc
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import vllm_weights
-from lightrft.rollout.engine import Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.engine_group import all_of_group, share_requests
 from lightrft.rollout.hf_engine import eos_ids
 from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
+from lightrft.rollout.told import Told
 from lightrft.rollout.vllm_adapters import MARK, Adapters, adapter_arguments, bare
 from lightrft.rollout.places import Places
 from lightrft.rollout.vllm_run import VLLMRun
@@ -40,6 +41,9 @@ class VLLMEngine:
         group: CPU process group of the ranks that run this engine together; None: this rank alone.
         owns_world: torch's process group was made by vLLM, and goes with it.
         adapters: where LoRA lies beside the base weights, which come with the first update; None: nowhere.
+
+    Raises:
+        UserError: vLLM passes over a weight.
     """
 
     def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
@@ -57,20 +61,23 @@ class VLLMEngine:
         if adapters and self._derived:
             raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a form of its own, beside "
                             "which no adapter was tried: use --lora_sync merged")  # yapf: disable
+        self.places = self._find_places()
 
     @property
     def model(self) -> nn.Module:
         """The module that vLLM runs on this rank: fused, and with tensor parallelism this rank's part of it."""
         return self.native.model_executor.driver_worker.worker.get_model()
 
-    @cached_property
-    def places(self) -> Places:
+    def _find_places(self) -> Places:
         """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
         readable = self.shapes if vllm_weights.are_experts(self._derived) else {}
         with bare(self.model):
-            return Places(
+            places = Places(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
-                readable, self.group, self._derived)
+                readable, self.group, rearranged=self._derived if readable else (),
+                reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream))  # yapf: disable
+        places.refuse_lost("vLLM")
+        return places
 
     @property
     def lora(self) -> Lora:
@@ -92,8 +99,8 @@ class VLLMEngine:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
         return self.places.fingerprints(names)
 
-    def generate(self, requests: list[Request], params: SamplingParams,
-                 on_finished: Finished | None = None) -> list[list[Completion]]:
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
 
         Raises:
@@ -109,19 +116,11 @@ class VLLMEngine:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
 
-        left = len(requests)
-
-        def report(i: int, completions: list[Completion]) -> bool:
-            nonlocal left
-            own = mine.start <= i < mine.stop
-            left -= own
-            return bool(own and on_finished is not None and on_finished(i - mine.start, completions)) or not left
-
-        agree = partial(all_of_group, group=self.group)
+        told, agree = Told(everyone, mine, on_finished, on_arrived), partial(all_of_group, group=self.group)
+        stop = stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size())
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, everyone, params,
-                           stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size()), report,
-                           agree, self.adapters.request if self.adapters else None).run()[mine]
+            return VLLMRun(self.native, told, params, stop, agree,
+                           self.adapters.request if self.adapters else None).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

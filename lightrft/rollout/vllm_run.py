@@ -3,7 +3,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightrft.rollout.engine import Completion, Request, SamplingParams
+from lightrft.rollout.engine import Completion, SamplingParams
+from lightrft.rollout.told import Told
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -27,38 +28,36 @@ class VLLMRun:
     anew).
 
     Args:
-        on_finished: called with a request and its responses as soon as all are done; whether this rank has enough.
+        told: has the requests, and gets the responses as they end.
         adapter: vLLM's ``LoRARequest`` of all samples, if any.
-        agree: whether all ranks that run the engine together have; only then does it stop.
+        agree: whether all ranks that run the engine together have enough; only then does it stop.
     """
 
-    def __init__(self, engine: "LLMEngine", requests: list[Request], params: SamplingParams, stop_ids: list[int],
-                 on_finished: Callable[[int, list[Completion]],
-                                       bool], agree: Callable[[bool], bool], adapter: Any = None) -> None:
-        self.engine, self.requests, self.params, self.stop_ids = engine, requests, params, stop_ids
-        self.on_finished, self.agree, self.adapter = on_finished, agree, adapter
-        self.done: list[dict[int, Completion]] = [{} for _ in requests]
+    def __init__(self, engine: "LLMEngine", told: Told, params: SamplingParams, stop_ids: list[int],
+                 agree: Callable[[bool], bool], adapter: Any = None) -> None:
+        self.engine, self.told, self.params, self.stop_ids = engine, told, params, stop_ids
+        self.requests, self.agree, self.adapter = told.requests, agree, adapter
         self.drawing: dict[str, _Drawing] = {}
 
     def run(self) -> list[list[Completion]]:
-        """All responses, in the order of the requests and their seeds."""
+        """This rank's responses, in the order of its requests and their seeds."""
         try:
             self._draw_all()
         finally:  # after an error too, or the next call would go on with what is left
             self._abort()
-        return [self._responses(i) for i in range(len(self.requests))]
+        return self.told.own()
 
     def _draw_all(self) -> None:
         for i, request in enumerate(self.requests):
             for j in range(len(request.seeds)):
                 self._add(_Drawing(i, j, Completion([], [], "")))
-        enough, complete = False, [i for i, request in enumerate(self.requests) if not request.seeds]
+        complete = self.told.empty
         while True:
-            enough |= any([self.on_finished(i, self._responses(i)) for i in complete])
+            enough = self.told.enough(complete)
             if complete and self.agree(enough) or not self.engine.has_unfinished_requests():
                 return
             outputs = [output for output in self.engine.step() if output.finished]
-            complete = [i for i in map(self._take, outputs) if i is not None]
+            complete = self.told.take([ended for ended in map(self._take, outputs) if ended is not None])
 
     def _add(self, drawing: _Drawing) -> None:
         request, j = self.requests[drawing.request], drawing.sample
@@ -84,15 +83,14 @@ class VLLMRun:
         native.temperature = temperature  # more than 2 (FIRE) is refused by the constructor alone
         return native
 
-    def _take(self, output: "RequestOutput") -> int | None:
-        """Take in a finished sample; its request, if it was the last one of it."""
+    def _take(self, output: "RequestOutput") -> tuple[int, int, Completion] | None:
+        """Take in what vLLM has finished: request, place and response of the sample, unless it goes on."""
         drawing = self.drawing.pop(output.request_id)
-        i, response = drawing.request, _response(drawing, output)
+        i, j, response = drawing.request, drawing.sample, _response(drawing, output)
         if self._goes_on(drawing, response):
-            self._add(_Drawing(i, drawing.sample, response))
+            self._add(_Drawing(i, j, response))
             return None
-        self.done[i][drawing.sample] = response
-        return i if len(self.done[i]) == len(self.requests[i].seeds) else None
+        return i, j, response
 
     def _goes_on(self, drawing: _Drawing, response: Completion) -> bool:
         """Whether this was only the first token, drawn at its own temperature."""
@@ -107,12 +105,9 @@ class VLLMRun:
         states = self.engine.output_processor.request_states
         for drawing in self.drawing.values():
             output = states[drawing.native_id].make_request_output([], None, FinishReason.ABORT, None)
-            self.done[drawing.request][drawing.sample] = _response(drawing, output)
+            self.told.keep([(drawing.request, drawing.sample, _response(drawing, output))])
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
-
-    def _responses(self, i: int) -> list[Completion]:
-        return [self.done[i][j] for j in range(len(self.requests[i].seeds))]
 
 
 def _response(drawing: _Drawing, output: "RequestOutput") -> Completion:

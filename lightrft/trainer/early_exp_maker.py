@@ -1,4 +1,6 @@
-"""The experience maker of ``--overlap_passes``: finished groups are scored and passed through the models at once."""
+"""The experience maker of ``--overlap_passes``: finished samples are scored and passed through the models at once."""
+from collections.abc import Iterable
+
 from lightrft.trainer.early_passes import EarlyPasses
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.types import Experience, Prompt, Sample
@@ -16,9 +18,12 @@ class EarlyExperienceMaker(FastExperienceMaker):
         with self.timer("early_passes"), self.early, self.timer("rollout"):
             return super().generate_samples(groups, step)
 
-    def _submit(self, i: int, samples: list[Sample]) -> None:
-        super()._submit(i, samples)
-        self.early.add(samples)
+    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
+        return True
+
+    def _begin(self, fresh: list[tuple[int, Sample]]) -> None:
+        super()._begin(fresh)
+        self.early.add([sample for _, sample in fresh])
 
     def _gather(self, local: Experience) -> Experience:
         self.early.fill(local)

@@ -4,7 +4,7 @@
 them. What comes out is the same.
 """
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -65,9 +65,10 @@ def reward_input(prompt: Prompt, response: str) -> RewardInput:
                        label=prompt.label, reference=prompt.reference, columns=prompt.columns)
 
 
-def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt, completions: list[Completion],
-               weight_version: int, stop: tuple[int, ...] = ()) -> list[Sample]:
-    """A finished group as samples, decoded. Special tokens are kept, only the end token goes; ``stop`` stays."""
+def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt, completions: Sequence[Completion],
+               weight_version: int, stop: tuple[int, ...] = (), places: Iterable[int] | None = None) -> list[Sample]:
+    """Finished responses to a prompt as samples, decoded. Special tokens are kept, only the end token goes; ``stop``
+    stays. ``places`` are theirs in the group (default: they are the whole group)."""
     kept = set(stop) - {tokenizer.eos_token_id}
     bodies = [
         done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
@@ -78,7 +79,7 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt
         Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
                loss_mask=[False] * n + [True] * len(done.token_ids), logprobs=[0.0] * n + done.logprobs,
                weight_versions=[-1] * n + [weight_version] * len(done.token_ids), finish_reason=done.finish_reason,
-               text=text) for index, (done, text) in enumerate(zip(completions, texts))
+               text=text) for index, done, text in zip(places or range(len(completions)), completions, texts)
     ]
 
 
@@ -183,10 +184,11 @@ class NaiveExperienceMaker:
         return self.rewards.collect(
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
 
-    def samples_of(self, group_id: int, prompt: Prompt, completions: list[Completion]) -> list[Sample]:
-        """A finished group of this rank as samples."""
+    def samples_of(self, group_id: int, prompt: Prompt, completions: Sequence[Completion],
+                   places: Iterable[int] | None = None) -> list[Sample]:
+        """Finished responses of this rank as samples."""
         return to_samples(self.tokenizer, group_id, prompt, completions, self.engine.weight_version,
-                          self.sampling.stop_token_ids)
+                          self.sampling.stop_token_ids, places)
 
     def _requests(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Request]:
         seed, n = self.config.train.seed, self.config.rollout.n_samples_per_prompt

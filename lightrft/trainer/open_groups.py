@@ -25,7 +25,7 @@ class OpenGroup:
     number: int  # of the draw of its prompt
     prompt: Prompt
     responses: list[Response]
-    rows: Rows = field(default_factory=list)  # one per response, once all are finished and scored
+    rows: Rows = field(default_factory=list)  # of the responses that are finished and scored
 
     @classmethod
     def new(cls, number: int, prompt: Prompt, size: int) -> "OpenGroup":
@@ -52,10 +52,11 @@ class OpenGroup:
         """Version of the oldest weights that drew a token; ``version`` where none is drawn yet."""
         return min((v for response in self.responses for v in response.weight_versions[:1]), default=version)
 
-    def add(self, completions: list[Completion], version: int) -> None:
-        """Go on with the unfinished responses, in their order."""
-        for j, more in zip(self.open, completions, strict=True):
-            self.responses[j].add(more, version)
+    def add(self, completions: list[Completion], version: int, places: list[int]) -> None:
+        """Go on with the responses at ``places``; those that are finished have had theirs."""
+        for j, more in zip(places, completions, strict=True):
+            if self.responses[j].finish_reason == "abort":
+                self.responses[j].add(more, version)
 
     def samples(self, group_id: int) -> list[Sample]:
         """The finished group as samples, not decoded."""

@@ -64,11 +64,14 @@ class OversamplingSource:
         return chosen
 
     def _rows(self, rows: Rows, chosen: list[OpenGroup]) -> Rows:
-        """Give every finished group its ``rows``; returns those of ``chosen``, numbered by place."""
+        """Give every group its new ``rows``; returns all those of ``chosen``, numbered by place."""
         groups = {group.number: group for group in (*chosen, *self.groups)}
         for row in rows:
             groups[row["group_id"]].rows.append(row)
-        return [row | {"group_id": place} for place, group in enumerate(chosen) for row in group.rows]
+        return [
+            row | {"group_id": place} for place, group in enumerate(chosen)
+            for row in sorted(group.rows, key=lambda row: row["index"])
+        ]
 
     def _metrics(self, chosen: list[OpenGroup], step: int) -> dict[str, float]:
         versions = [set(response.weight_versions) for group in chosen for response in group.responses]

@@ -125,3 +125,19 @@ def names_a_fault(rig, kind):
     said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
     assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
     assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
+
+
+def tells_responses_as_they_end(engine, asked, params):
+    """Each once, before its request, and the first ones of a request while its others are still generated."""
+    order = []
+    groups = engine.generate(asked, params, lambda i, done: order.append([(i, None, done)]),
+                             lambda ended: order.append(ended))
+    when = {(i, j): (turn, told) for turn, ended in enumerate(order) for i, j, told in ended}
+    assert len(when) == sum(map(len, order)) == len(asked) + sum(len(request.seeds) for request in asked), "told twice"
+    early = 0
+    for i, group in enumerate(groups):
+        turns = [when[i, j][0] for j in range(len(group))]
+        assert [when[i, j][1] for j in range(len(group))] == group == when[i, None][1]
+        assert max(turns, default=-1) < when[i, None][0], "the request was told before its last response"
+        early += len(set(turns)) > 1
+    assert early, "no response was told before the last one of its request had ended"

@@ -20,7 +20,7 @@ from lightrft.rollout.sglang_native import SGLangNative
 from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
 from lightrft.rollout.tests.faulty_sync import TARGET
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
-                                               refuses_requests, requests, tokens)
+                                               refuses_requests, requests, tells_responses_as_they_end, tokens)
 from lightrft.rollout.tests.sglang_rig import SIZES, Rig, state
 from lightrft.tests import tiny
 from lightrft.types import Prompt
@@ -136,7 +136,13 @@ def test_finished_requests_are_told_at_once(rig):
             (i, tokens([done]), len(rig.engine.native.manager.rid_to_state))))
     assert sorted(i for i, *_ in told) == [0, 1, 2, 3, 4, 5] and found[3] == []
     assert all(done == tokens([found[i]]) for i, done, _ in told)
-    assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
+    assert told[0][0] == 3 and told[1][2] > 0 == told[-1][2], "they are told at the end only"
+
+
+def test_responses_are_told_as_soon_as_they_end(rig):
+    rig.ready()
+    asked = [*requests(4), Request([5], [])]
+    tells_responses_as_they_end(rig.engine, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
 
 
 def test_enough_is_enough(rig):

@@ -11,6 +11,7 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import get_engine
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.rollout.tests.faulty_sync import TARGET, break_sync
 from lightrft.rollout.tests.ranks import changed
 from lightrft.rollout.tests.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
@@ -85,6 +86,7 @@ def facts(ranks, tp_size):
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
         check(responses, ranks.reference.generate(REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
+        tells_responses_as_they_end(engine, REQUESTS[mine], replace(sampled, stop_token_ids=tuple(range(4, 40))))
         drawn = engine.generate(REQUESTS[mine], sampled)
         assert ranks.gap(REQUESTS[mine], drawn) < EXACT
         asked = REQUESTS if ranks.strategy.rank == 0 else []

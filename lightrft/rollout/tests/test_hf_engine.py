@@ -8,6 +8,7 @@ import torch
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.rollout.kv_cache import KVPlan
+from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.tests import tiny
 from lightrft.utils.env import total_memory
 
@@ -180,6 +181,12 @@ def test_callback_comes_once_per_request_as_soon_as_it_is_done(kv_bytes):
     if kv_bytes == 1 << 24:
         slowest = [max(len(c.token_ids) for c in responses[i]) for i, _ in calls[1:]]
         assert slowest == sorted(slowest), "a request was handed over late"
+
+
+@pytest.mark.parametrize("kv_bytes", [1 << 24, 20000])
+def test_responses_are_told_as_soon_as_they_end(kv_bytes):
+    asked = [*requests(), Request([9], [])]
+    tells_responses_as_they_end(engine(kv_bytes=kv_bytes), asked, SamplingParams(NEW, stop_token_ids=STOPS))
 
 
 def test_budget_error_names_the_numbers():

@@ -15,7 +15,7 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine, vllm_start
 from lightrft.rollout.tests import vllm_ranks
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
-                                               refuses_requests, requests, tokens)
+                                               refuses_requests, requests, tells_responses_as_they_end, tokens)
 from lightrft.tests import runs, tiny
 from lightrft.tests.launch import finish
 
@@ -127,6 +127,12 @@ def test_finished_requests_are_told_at_once(rig):
     assert sorted(i for i, *_ in told) == [0, 1, 2, 3, 4, 5] and found[3] == []
     assert all(done == tokens([found[i]]) for i, done, _ in told)
     assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
+
+
+def test_responses_are_told_as_soon_as_they_end(rig):
+    rig.ready()
+    asked = [*requests(4), Request([5], [])]
+    tells_responses_as_they_end(rig.vllm, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
 
 
 def test_enough_is_enough(rig):

@@ -10,6 +10,7 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.engine import Completion
 from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.rollout.tests.ranks import changed
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.strategy import get_strategy
@@ -106,6 +107,7 @@ def main(folder: str, tp: int, early: bool) -> None:
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
         check(responses, reference.generate(REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
+        tells_responses_as_they_end(engine, REQUESTS[mine], replace(SAMPLED, stop_token_ids=tuple(range(4, 40))))
         sampled = engine.generate(REQUESTS[mine], SAMPLED)
         check(
             engine.generate(REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])

@@ -69,20 +69,20 @@ def test_rewards_and_passes_start_before_generation_ends(engine, home, tmp_path)
         made = trainer(home, tmp_path, engine_type="vllm", pretrain=str(tmp_path / "model"), engine_kv_mib=64)
     else:
         made = trainer(home, tmp_path)
-    steps, seen, begun, at = count_steps(made.engine), [], threading.Event(), {"submit": [], "pass": []}
-    generate, submit = made.engine.generate, made.maker.rewards.submit
+    steps, seen, begun, at = count_steps(made.engine), [], threading.Event(), {"begin": [], "pass": []}
+    generate, begin = made.engine.generate, made.maker.rewards.begin
     made.prepared["actor"].model.register_forward_pre_hook(
         lambda *_: (seen.append(threading.current_thread().name), begun.set())[1])
-    made.maker.rewards.submit = lambda inputs: at["submit"].append(steps[0]) or submit(inputs)
+    made.maker.rewards.begin = lambda them: at["begin"].extend([steps[0]] * len(them)) or begin(them)
 
-    def patient(requests, sampling, finished):
+    def patient(requests, sampling, finished, arrived):
         return generate(requests, sampling, lambda i, done:
-                        (finished(i, done), begun.wait(30), at["pass"].append(steps[0]))[0])
+                        (finished(i, done), begun.wait(30), at["pass"].append(steps[0]))[0], arrived)
 
     made.engine.generate = patient
     rollout(made)
     made.engine.shutdown()
-    assert begun.is_set() and max(at["submit"][0], at["pass"][0]) < steps[0] and len(at["submit"]) == 4, (at, steps)
+    assert begun.is_set() and at["begin"][0] < at["pass"][0] < steps[0] and len(at["begin"]) == 16, (at, steps)
     assert set(seen) == {"early passes"} and len(seen) == 8, "16 samples, 2 in a pass, each seen once"
     assert made.timer.seconds("old_logprobs") == 0 < made.timer.seconds("early_passes")
     assert "early passes" not in [thread.name for thread in threading.enumerate()]
@@ -113,8 +113,8 @@ def test_an_error_in_either_thread_ends_the_run_with_its_own_message(where, home
         made.prepared["critic"].model.register_forward_pre_hook(fail)
     else:
         generate = made.engine.generate
-        made.engine.generate = lambda requests, sampling, finished: generate(requests, sampling, lambda *a:
-                                                                             (finished(*a), fail())[0])
+        made.engine.generate = lambda requests, sampling, finished, arrived: generate(
+            requests, sampling, lambda *a: (finished(*a), fail())[0], arrived)
     with pytest.raises(RuntimeError, match=f"{'a pass' if where == 'pass' else 'the engine'} went wrong"):
         rollout(made)
     assert made.timer.phase().startswith(("rollout", "early_passes"))

@@ -53,11 +53,11 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
 
 def test_fast_scores_before_all_groups_are_finished(home, tmp_path):
     made, events = trainer(home, tmp_path), []
-    submit, generate = made.maker.rewards.submit, made.engine.generate
-    made.maker.rewards.submit = lambda inputs: events.append("submit") or submit(inputs)
+    begin, generate = made.maker.rewards.begin, made.engine.generate
+    made.maker.rewards.begin = lambda responses: events.append(len(responses)) or begin(responses)
     made.engine.generate = lambda *a: (generate(*a), events.append("generated"))[0]
     rollout(made)
-    assert events == ["submit"] * 4 + ["generated"]
+    assert events == [2] * 4 + ["generated"], "what is decided here waits for its group"
 
 
 def test_rewards_see_the_response_only(home, tmp_path):
