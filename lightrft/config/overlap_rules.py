@@ -1,6 +1,7 @@
 """``--overlap_passes`` beside options that it cannot work with, or that leave it nothing to do."""
 from collections.abc import Collection, Iterator
 
+from lightrft.config.passes import wanted_passes
 from lightrft.config.schema import Config
 
 
@@ -22,12 +23,5 @@ def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) 
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine of a single process generates meanwhile; add --engine_type vllm or drop it")
-    if not _passes(c, critics):
+    if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, c.algorithm.advantage_estimator in critics):
         yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"
-
-
-def _passes(c: Config, critics: Collection[str]) -> bool:
-    a, r, train = c.algorithm, c.rollout, c.train
-    again = train.max_epochs > 1 or r.rollout_batch_size * r.n_samples_per_prompt > train.train_batch_size
-    old = a.rollout_correction != "bypass" and (again or a.high_entropy_token_ratio > 0)
-    return old or a.init_kl_coef > 0 or a.advantage_estimator in critics

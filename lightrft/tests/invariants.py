@@ -102,7 +102,8 @@ def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
     for name, forced in (("skipped", False), ("forced", True)):
         trainer = build(home, folder, init_kl_coef=0.1, use_kl_loss=True)
         if forced:
-            trainer.maker.logprobs.wants_old = lambda num_samples: True
+            passes = trainer.maker.logprobs
+            passes.wanted = lambda num_samples: [each for each in passes.known if each.name != "values"]
         rollout = make_rollout(trainer)
         metrics, grads = gradients(trainer, rollout)
         found[name] = {"ran": rollout.exp.old_logprobs is not None, "metrics": metrics, "grads": grads,

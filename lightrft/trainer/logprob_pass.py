@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrft.config.passes import bypasses, wanted_passes
 from lightrft.config.schema import Config
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_mini_batch, take
@@ -22,11 +23,6 @@ class Pass:
     name: str  # of its span
     fields: tuple[str, ...]
     forward: Forward
-
-
-def bypasses(config: Config) -> bool:
-    """Whether the log-probs of the engine stand for those of the old policy."""
-    return config.algorithm.rollout_correction == "bypass"
 
 
 def on_update_packs(config: Config) -> bool:
@@ -69,26 +65,18 @@ class LogprobPass:
                  reference: Prepared | None, residence: Residence) -> None:
         self.config, self.strategy, self.residence = config, strategy, residence
         self.actor, self.critic, self.reference = actor, critic, reference
-        algorithm = config.algorithm
-        self.wants_ref = algorithm.init_kl_coef > 0
-        self.kl_in_reward = self.wants_ref and not algorithm.use_kl_loss
-        self.wants_entropies = algorithm.high_entropy_token_ratio > 0
-
-    def wants_old(self, num_samples: int) -> bool:
-        """Whether the update cannot take its own first forward pass as the old policy."""
-        train = self.config.train
-        again = train.max_epochs > 1 or num_samples > train.train_batch_size
-        return not bypasses(self.config) and (again or self.kl_in_reward or self.wants_entropies)
+        self.wants_entropies = config.algorithm.high_entropy_token_ratio > 0
+        old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
+        self.known = [
+            Pass("old_logprobs", old, self._old),
+            Pass("ref", ("ref_logprobs", ), self._ref),
+            Pass("values", ("values", ), lambda exp: self.critic.model(exp)[None])
+        ]
 
     def wanted(self, num_samples: int) -> list[Pass]:
         """The passes over a rollout of that many samples."""
-        old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
-        passes = [Pass("old_logprobs", old, self._old)] if self.wants_old(num_samples) else []
-        if self.wants_ref:
-            passes.append(Pass("ref", ("ref_logprobs", ), self._ref))
-        if self.critic is not None:
-            passes.append(Pass("values", ("values", ), lambda exp: self.critic.model(exp)[None]))
-        return passes
+        names = wanted_passes(self.config, num_samples, self.critic is not None)
+        return [each for each in self.known if each.name in names]
 
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute what is wanted and not there yet for the whole batch (a collective); every rank ends with all of

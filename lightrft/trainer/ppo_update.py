@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightrft.config.passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators
@@ -17,7 +18,6 @@ from lightrft.ops.segment import segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.experience_maker import Rollout, sample_seed
 from lightrft.trainer.live_samples import LiveSamples
-from lightrft.trainer.logprob_pass import bypasses
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.replay_buffer import take
 from lightrft.trainer.same_policy import SamePolicy

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.base import POLICY_LOSSES
+from lightrft.config.passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.logprob_pass import bypasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
 from lightrft.types import Experience
 from lightrft.utils.env import rng_state, set_rng_state

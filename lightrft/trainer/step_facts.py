@@ -1,6 +1,7 @@
 """What must hold at the first step of every run, or the numbers that follow mean nothing."""
+from lightrft.config.passes import bypasses
 from lightrft.config.schema import Config
-from lightrft.trainer.logprob_pass import bypasses, on_update_packs
+from lightrft.trainer.logprob_pass import on_update_packs
 from lightrft.trainer.same_policy import SamePolicy
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger

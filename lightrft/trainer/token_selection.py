@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.base import POLICY_LOSSES
+from lightrft.config.passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.logprob_pass import bypasses, run_passes
+from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.replay_buffer import MiniBatch
 from lightrft.types import Experience
 
