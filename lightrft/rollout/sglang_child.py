@@ -36,6 +36,7 @@ def run_scheduler(shapes: Shapes, parent: int, last_words: Connection, *args: An
     if os.getppid() != parent:  # it died before
         return
     scheduler.get_exception_traceback = _told(last_words)
+    scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
     WeightChecker._compute_checksum = _checksums(shapes)
@@ -51,6 +52,11 @@ def _told(last_words: Connection) -> Callable[[], str]:
         return traceback.format_exc()
 
     return formatted
+
+
+def _with_window(info: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """``info`` of a scheduler that is ready, with how far back its model's attention reaches at most, or None."""
+    return lambda one: info(one) | {"window": one.tp_worker.model_runner.sliding_window_size}
 
 
 def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,

@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
 _LOOK_S = 1.0  # between looks whether the schedulers are alive
+_SILENT = "it told no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
 
 
 class SGLangNative:
@@ -33,6 +34,7 @@ class SGLangNative:
     def __init__(self, arguments: dict[str, Any], shapes: Shapes, device: torch.device) -> None:
         self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _deafen), None
         self.leftovers, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
+        self._words = ""
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
@@ -54,9 +56,9 @@ class SGLangNative:
         return self.engine.tokenizer_manager
 
     @property
-    def room(self) -> int:
-        """Tokens that the key-value cache holds."""
-        return int(self.engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+    def info(self) -> dict[str, Any]:
+        """What the first scheduler said of itself when it was ready."""
+        return dict(self.engine._scheduler_init_result.scheduler_infos[0])
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What the coroutine ``work()`` returns; nothing of SGLang in this process goes on between two calls.
@@ -73,16 +75,16 @@ class SGLangNative:
                 if not process.is_alive():
                     task.cancel()
                     raise RuntimeError(f"SGLang's scheduler (process {process.pid}) has ended with exit code "
-                                       f"{process.exitcode}: {self._said() or _KILLED}")
+                                       f"{process.exitcode}: {self._said() or _SILENT}")
             await asyncio.wait([task], timeout=_LOOK_S)
         return task.result()
 
     def _said(self) -> str:
         """The error by which a scheduler ended, the first where several did; empty where one was killed."""
-        try:
-            return str(self.last_words.recv()) if self.last_words.poll() else ""
-        except EOFError:
-            return ""
+        if not self._words and self.last_words.poll():
+            with suppress(EOFError):
+                self._words = str(self.last_words.recv())
+        return self._words
 
     def shutdown(self) -> None:
         """End the schedulers; what they held on the device is free afterwards."""

@@ -1,5 +1,6 @@
 """Starting SGLang in this process: its environment, its arguments, its children."""
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import sglang_child, sglang_files
 from lightrft.rollout.named_weights import Shapes
+from lightrft.rollout.sglang_limits import check_cap
 from lightrft.rollout.vllm_start import process_state_kept
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
@@ -69,7 +71,11 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         if not cfg.engine_kv_mib:
             cache = host_cache(cfg, total_memory(device) / world.local_world_size)
             arguments["max_total_tokens"] = int(cache) // room
-    return arguments | native_arguments(cfg.engine_args)
+    if hasattr(config, "hidden_activation") and not hasattr(config, "hidden_act"):  # SGLang reads both of Gemma 2's
+        arguments["json_model_override_args"] = json.dumps({"hidden_act": config.hidden_activation})
+    arguments |= native_arguments(cfg.engine_args)
+    check_cap(config, arguments.get("attention_backend"))
+    return arguments
 
 
 def start_engine(arguments: dict[str, Any], shapes: Shapes, last_words: Connection, leftovers: ExitStack) -> "Engine":
