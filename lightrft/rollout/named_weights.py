@@ -1,19 +1,55 @@
 """The weights that an update brings to an engine: full tensors under their Hugging Face names."""
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from lightrft.models.packed_model import PackedModel
+from lightrft.strategy.optimizer import full_shape
 
 Shapes = dict[str, torch.Size]
+Names = dict[str, list[tuple[str, int, torch.Size]]]  # in checkpoints: name, first element, shape of each of its parts
+
+
+class Sent(NamedTuple):
+    """What an update brings: name and shape of every weight, and its names in checkpoints where they are others."""
+    shapes: Shapes
+    names: Names
 
 
 def exported_shapes(actor: PackedModel, merge: bool = True) -> Shapes:
     """Name and shape of every weight that ``full_params`` of ``actor`` brings, LoRA merged or apart."""
-    stream = ((name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    stream = ((name, torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta"))
               for name, parameter in actor.named_parameters())
     return {name: tensor.shape for name, tensor in actor.export_params(stream, merge)}
+
+
+def checkpoint_names(model: PreTrainedModel, shapes: Shapes) -> Names:
+    """What checkpoints of the family of ``model`` have instead of weights of these names and shapes, where it is
+    something else: transformers joins the experts of a MoE as it reads them. What cannot be cut up is left out."""
+    found: Names = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+        numbers = torch.arange(0, shape.numel(), shape[-1])  # of the first element of each row, which stands for it
+        parts = revert_weight_conversion(model, {name: numbers.view(*shape[:-1], 1).expand(*shape[:-1], 2)})
+        whole = all((part[..., 0].flatten().diff() == shape[-1]).all() for part in parts.values())
+        if whole and list(parts) != [name]:
+            found[name] = [(new, int(part.flatten()[0]), torch.Size((*part.shape[:-1], shape[-1])))
+                           for new, part in parts.items()]  # yapf: disable
+    return found
+
+
+def under_checkpoint_names(named_tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:
+    """The stream as checkpoints have it; its tensors are views."""
+    for name, tensor in named_tensors:
+        if name not in names:
+            yield name, tensor
+        for new, first, shape in names.get(name, ()):
+            yield new, tensor.flatten()[first:first + shape.numel()].view(shape)
 
 
 def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:

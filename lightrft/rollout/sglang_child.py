@@ -2,7 +2,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.named_weights import Shapes
+from lightrft.rollout.named_weights import Sent, under_checkpoint_names
 from lightrft.rollout.sampling import sample, uniforms_at
 from lightrft.rollout.places import Places
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+_PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # compute with weights as they come
 
-def run_scheduler(shapes: Shapes, parent: int, last_words: Connection, *args: Any) -> None:
-    """A scheduler process from its start to its end, for a trainer with weights of these ``shapes`` in the process
-    ``parent``. An error that ends it is told there.
+
+def run_scheduler(weights: Sent, parent: int, last_words: Connection, *args: Any) -> None:
+    """A scheduler process from its start to its end, for a trainer in the process ``parent`` that sends ``weights``. An
+    error that ends it is told there.
 
     SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
     top-k, top-p and min-p; its checksums are those of fused tensors.
@@ -39,7 +41,7 @@ def run_scheduler(shapes: Shapes, parent: int, last_words: Connection, *args: An
     scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
-    WeightChecker._compute_checksum = _checksums(shapes)
+    WeightChecker._compute_checksum = _checksums(weights)
     WeightUpdater.update_weights_from_tensor = _waited(WeightUpdater.update_weights_from_tensor)
     scheduler.run_scheduler_process(*args)
 
@@ -88,16 +90,19 @@ def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "Samplin
     return seeded
 
 
-def _checksums(shapes: Shapes) -> Callable[..., dict[str, Any]]:
-    """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read."""
+def _checksums(weights: Sent) -> Callable[..., dict[str, Any]]:
+    """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read; under
+    no name, what is wrong with the others."""
     found: list[Places] = []
 
     def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
         if not found:
-            found.append(_places(checker._get_model(), shapes))
+            found.append(_places(checker._get_model(), weights))
         dtypes, values = found[0].dtypes, found[0].fingerprints(list(found[0].dtypes)).tolist()
         told = {name: f"{str(dtype)[6:]} {value}" for (name, dtype), value in zip(dtypes.items(), values)}
         place = checker._parallelism_info(role=role).model_dump()
+        if fault := found[0].fault("SGLang"):
+            told[""] = fault
         return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place}
 
     return checksums
@@ -114,14 +119,22 @@ def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _places(model: nn.Module, shapes: Shapes) -> Places:
+def _places(model: nn.Module, weights: Sent) -> Places:
+    from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.runtime_context import get_parallel
     group = get_parallel().tp_group.cpu_group
-    derived = [layer for layer in model.modules() if not _is_plain(layer)]
-    return Places(model.load_weights, shapes, group if dist.get_world_size(group) > 1 else None, derived)
+    device = next(model.parameters()).device
 
+    def load(stream: Iterator[tuple[str, Tensor]]) -> None:
+        model.load_weights(under_checkpoint_names(stream, weights.names))
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether the layer computes with its weights as they were loaded: they are not quantized, nor those of experts."""
-    method = type(getattr(layer, "quant_method", None)).__name__
-    return method in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+    def reload(stream: Iterator[tuple[str, Tensor]]) -> None:
+        DefaultModelLoader.restore_weights_before_loading(model, device)
+        load(stream)
+        DefaultModelLoader.postprocess_weights(model, device)
+
+    methods = {layer: type(getattr(layer, "quant_method", None)).__name__ for layer in model.modules()}
+    experts = [layer for layer, method in methods.items() if method == "UnquantizedFusedMoEMethod"]
+    derived = [layer for layer, method in methods.items() if layer not in experts and method not in _PLAIN]
+    return Places(load, weights.shapes, group if dist.get_world_size(group) > 1 else None, derived, experts, reload,
+                  model)

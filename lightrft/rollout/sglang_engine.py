@@ -17,7 +17,7 @@ from lightrft.rollout.sglang_limits import check_window
 from lightrft.rollout.sglang_native import SGLangNative
 from lightrft.rollout.sglang_run import SGLangRun
 from lightrft.rollout.sglang_start import engine_arguments
-from lightrft.rollout.named_weights import Shapes, checked, exported_shapes
+from lightrft.rollout.named_weights import Sent, checked, checkpoint_names, exported_shapes, under_checkpoint_names
 from lightrft.rollout.told import Told
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
@@ -31,7 +31,7 @@ class SGLangEngine:
 
     Args:
         native: SGLang; None on the ranks that another one generates for.
-        shapes: name and shape of every weight that an update brings.
+        weights: what an update brings; SGLang takes it under the names that it has in checkpoints.
         eos_token_ids: tokens that end every response.
         vocabulary: tokens of the model.
         longest: most tokens of a prompt and its response.
@@ -40,9 +40,9 @@ class SGLangEngine:
         group: CPU process group of the ranks that share the engine, which lives on its first; None: this rank alone.
     """
 
-    def __init__(self, native: SGLangNative | None, shapes: Shapes, eos_token_ids: Iterable[int], vocabulary: int,
+    def __init__(self, native: SGLangNative | None, weights: Sent, eos_token_ids: Iterable[int], vocabulary: int,
                  longest: int, bucket_bytes: int, sleeps: bool = False, group: dist.ProcessGroup | None = None) -> None:
-        self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
+        self.native, (self.shapes, self.names), self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.vocabulary, self.longest, self.bucket_bytes = vocabulary, longest, bucket_bytes
         self.sleeps, self.group = sleeps, group
         self.weight_version = 0
@@ -59,6 +59,8 @@ class SGLangEngine:
         if not success:
             raise RuntimeError(f"SGLang does not show its weights: {message}")
         first, *others = (rank["checksums"] for rank in ranks)
+        if "" in first:
+            raise UserError(first[""])
         wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # a copy: told by a
         told = {name: text.split() for name, text in first.items()}  # number that no copy has
         return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
@@ -125,7 +127,10 @@ class SGLangEngine:
         self._ready = False
         stream = checked(named_tensors, self.shapes)
         if self.native is not None:
-            sglang_weights.load(self.native, stream, self._dtypes, self.bucket_bytes)
+            theirs = {
+                part: dtype for name, dtype in self._dtypes.items() for part, *_ in self.names.get(name, [(name, )])
+            }
+            sglang_weights.load(self.native, under_checkpoint_names(stream, self.names), theirs, self.bucket_bytes)
         for _ in stream:  # gathering them takes all ranks
             pass
         self._ready, self.weight_version = True, version
@@ -168,6 +173,7 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
                         bf16: bool) -> SGLangEngine:
     """SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
+    weights = Sent(shapes, checkpoint_names(actor.hf_model, shapes))
     if world.local_world_size % cfg.engine_tp_size:
         raise UserError(f"--engine_tp_size {cfg.engine_tp_size}: SGLang's ranks have to share a machine, and this one "
                         f"has {world.local_world_size}")
@@ -175,15 +181,15 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len
     if world.rank % cfg.engine_tp_size == 0:
-        native = _native(arguments, shapes, device, config, longest)
-    return SGLangEngine(native, shapes, eos_ids(actor.hf_model, tokenizer),
+        native = _native(arguments, weights, device, config, longest)
+    return SGLangEngine(native, weights, eos_ids(actor.hf_model, tokenizer),
                         config.get_text_config().vocab_size, longest, cfg.sync_bucket_mib << 20,
                         arguments["enable_memory_saver"], group)
 
 
-def _native(arguments: dict[str, Any], shapes: Shapes, device: torch.device, config: Any, longest: int) -> SGLangNative:
+def _native(arguments: dict[str, Any], weights: Sent, device: torch.device, config: Any, longest: int) -> SGLangNative:
     """SGLang, which has room for ``longest`` tokens and attends as the model of ``config`` does."""
-    native = SGLangNative(arguments, shapes, device)
+    native = SGLangNative(arguments, weights, device)
     try:
         check_window(config, longest, native.info["window"])
         if (room := native.info["max_total_num_tokens"]) <= longest:

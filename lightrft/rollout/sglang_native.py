@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrft.rollout.named_weights import Shapes
+from lightrft.rollout.named_weights import Sent
 from lightrft.rollout.sglang_start import start_engine, surroundings
 from lightrft.utils.errors import UserError
 
@@ -31,7 +31,7 @@ class SGLangNative:
         UserError: SGLang is missing, does not know an argument, or cannot run the model with them.
     """
 
-    def __init__(self, arguments: dict[str, Any], shapes: Shapes, device: torch.device) -> None:
+    def __init__(self, arguments: dict[str, Any], weights: Sent, device: torch.device) -> None:
         self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _deafen), None
         self.leftovers, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
         self._words = ""
@@ -39,7 +39,7 @@ class SGLangNative:
         before = set(multiprocessing.active_children())
         try:
             with surroundings(device, arguments.get("tp_size", 1)) as port, theirs:
-                self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, shapes, theirs,
+                self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, weights, theirs,
                                                  self.leftovers).result()
         except UserError:
             raise

@@ -19,7 +19,7 @@ from lightrft.config.memory import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import sglang_child, sglang_files
-from lightrft.rollout.named_weights import Shapes
+from lightrft.rollout.named_weights import Sent
 from lightrft.rollout.sglang_limits import check_cap
 from lightrft.rollout.vllm_start import process_state_kept
 from lightrft.utils.env import World, total_memory
@@ -78,8 +78,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     return arguments
 
 
-def start_engine(arguments: dict[str, Any], shapes: Shapes, last_words: Connection, leftovers: ExitStack) -> "Engine":
-    """SGLang's engine, for a trainer with weights of these ``shapes``.
+def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connection, leftovers: ExitStack) -> "Engine":
+    """SGLang's engine, for a trainer that sends ``weights``.
 
     Args:
         last_words: of a scheduler that fails.
@@ -98,7 +98,7 @@ def start_engine(arguments: dict[str, Any], shapes: Shapes, last_words: Connecti
 
     class OwnEngine(Engine):
         """Without the process that would turn tokens into text, and without the end of all children."""
-        run_scheduler_process_func = staticmethod(partial(sglang_child.run_scheduler, shapes, os.getpid(), last_words))
+        run_scheduler_process_func = staticmethod(partial(sglang_child.run_scheduler, weights, os.getpid(), last_words))
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:

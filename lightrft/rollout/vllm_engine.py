@@ -76,7 +76,8 @@ class VLLMEngine:
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
                 readable, self.group, rearranged=self._derived if readable else (),
                 reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream))  # yapf: disable
-        places.refuse_lost("vLLM")
+        if fault := places.fault("vLLM"):
+            raise UserError(fault)
         return places
 
     @property

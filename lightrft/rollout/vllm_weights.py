@@ -62,31 +62,32 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
     Raises:
         ValueError: vLLM has a weight that did not come.
     """
-    from vllm.config import set_current_vllm_config
     # random at the start, buffers too; tied ones count once
     held = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
             if tensor.is_floating_point()}  # yapf: disable
     expected = {name for name in held.values() if "scale" not in name}  # vLLM finds scales itself
-    with set_current_vllm_config(engine.vllm_config):
-        filled = load_plain(engine, model, named_tensors) if plain else _load_layerwise(engine, model, named_tensors)
+    filled = (load_plain if plain else load_layerwise)(engine, model, named_tensors)
     if expected - filled:
         raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
 
 
-def _load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+@torch.no_grad()
+def load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays. Returns
-    the names that were filled."""
+    the names that were filled. Experts of which nothing comes do not work until all have come."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     for layer in model.modules():
         if are_experts([layer]) and not any(parameter.is_cuda for parameter in layer.parameters()):
             layer.quant_method.moe_kernel = None  # on a CPU its making is what packs the experts, and is done but once
-    initialize_layerwise_reload(model)
-    try:
-        filled = model.load_weights(named_tensors)
-    finally:  # after a stream that broke off too: the next one starts anew
-        finalize_layerwise_reload(model, engine.model_config)
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
-            layer.quant_method.process_weights_after_loading(layer)
+    with set_current_vllm_config(engine.vllm_config):
+        initialize_layerwise_reload(model)
+        try:
+            filled = model.load_weights(named_tensors)
+        finally:  # after a stream that broke off too: the next one starts anew
+            finalize_layerwise_reload(model, engine.model_config)
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
+                layer.quant_method.process_weights_after_loading(layer)
     return filled

@@ -125,7 +125,7 @@ def test_a_fault_is_named(name, rig):
     """In an adapter as it is sent, or in a base weight that nobody sent again."""
     rig.sync()
     rig.learn()
-    place = next(iter(rig.engine.places.held[name].values()))
+    place = next(iter(rig.engine.places.held[name].values())).view
     kept = place.clone()
 
     def harmed(*args):

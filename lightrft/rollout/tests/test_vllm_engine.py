@@ -218,7 +218,7 @@ def test_what_it_holds_can_be_read(rig, request):
     assert rig.vllm.weight_dtypes() == {name: torch.float32 for name in weights}
     held = rig.vllm.fingerprints(list(weights))
     assert torch.equal(held, fingerprints([Piece(tensor) for tensor in weights.values()]))
-    next(iter(rig.vllm.places.held["model.layers.1.mlp.up_proj.weight"].values()))[3, 5] += 1e-6
+    next(iter(rig.vllm.places.held["model.layers.1.mlp.up_proj.weight"].values())).view[3, 5] += 1e-6
     where = (rig.vllm.fingerprints(list(weights)) != held).nonzero()[:, 0].tolist()
     assert [list(weights)[i] for i in where] == ["model.layers.1.mlp.up_proj.weight"]
 
