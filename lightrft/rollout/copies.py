@@ -20,10 +20,11 @@ class Copy(NamedTuple):
 
     @property
     def start(self) -> tuple[int, ...] | None:
-        """Index in the weight of the part's first element; None where the part is not a block of it, as it lies."""
+        """Index in the weight of the part's first element; None where the part is not a block of it, as it lies and as
+        it came (SGLang's loader adds 1 to norms of Gemma)."""
         ahead = self.weight.ndim - self.part.ndim
         of_weight = self.part.untyped_storage()._cdata == self.weight.untyped_storage()._cdata
-        if not of_weight or ahead < 0 or self.part.stride() != self.weight.stride()[ahead:]:
+        if not of_weight or self.weight._version or ahead < 0 or self.part.stride() != self.weight.stride()[ahead:]:
             return None
         if self.part.shape != self.view.shape:
             return None
@@ -36,7 +37,7 @@ class Copy(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Does no copy: notes for each where it would have gone and what would have been copied."""
+    """Does no copy of weights: notes for each where it would have gone and what would have been copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every operation."""
-        if func is torch.ops.aten.copy_.default:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:  # or the model copies what it has
             self.found.append((args[0], args[1]))
             return args[0]
         return func(*args, **(kwargs or {}))
