@@ -19,7 +19,7 @@ from hf_engine import END, LONGEST, SIZES, counting_model
 import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import Completion, Request, SamplingParams
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.early_passes import EarlyPasses
@@ -47,14 +47,14 @@ class Ways:
         self.strategy.setup()
 
     def generate(self, take: Callable[[list[Sample]], Any]) -> None:
-        """One rollout; ``take`` gets every finished group."""
-        self.engine.generate(self.requests, SamplingParams(LONGEST), lambda i, done: take(self._group(i, done)))
+        """One rollout; ``take`` gets every response as it ends."""
+        self.engine.generate(self.requests, SamplingParams(LONGEST),
+                             on_arrived=lambda ended: take([self._sample(*each) for each in ended]))
 
-    def _group(self, i: int, done: list[Any]) -> list[Sample]:
+    def _sample(self, i: int, j: int, one: Completion) -> Sample:
         ids = self.requests[i].token_ids
-        return [Sample(Prompt("", ids, ""), i, j, ids + one.token_ids, [False] * len(ids) + [True] * len(one.token_ids),
-                       [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
-                for j, one in enumerate(done)]  # yapf: disable
+        return Sample(Prompt("", ids, ""), i, j, ids + one.token_ids, [False] * len(ids) + [True] * len(one.token_ids),
+                      [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
 
     def early(self, forward: Callable[..., torch.Tensor]) -> EarlyPasses:
         """The trainer's own."""

@@ -10,8 +10,7 @@ left, take nearly as long as the first. Every run trains the same responses; abo
 import argparse
 import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from hf_engine import END, LONGEST, SIZES, counting_model
 
@@ -22,9 +21,10 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.experience_maker import Rollout, Rows
+from lightrft.trainer.open_groups import OpenGroup
 from lightrft.trainer.oversampling import OversamplingSource
 from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer
 
 RESPONSES, PROMPT = 512, 128
@@ -39,12 +39,11 @@ class Generating(PartialExperienceMaker):
         self.strategy.setup()
         self.sampling = SamplingParams(LONGEST)
 
-    def samples_of(self, group_id: int, prompt: Prompt, completions: Any) -> list[Sample]:
-        """Nobody looks at them."""
-        return []
+    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
+        return False
 
-    def _submit(self, i: int, samples: list[Sample]) -> None:
-        pass
+    def _finish(self, i: int, group: OpenGroup) -> None:
+        """Nobody looks at its samples."""
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
         """The batch as it is."""

@@ -1,7 +1,8 @@
 """Scores responses: rules in this process, what is slow or foreign in workers and on servers."""
 import logging
+import time
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
 from lightrft.config.schema import RewardConfig
@@ -14,6 +15,8 @@ from lightrft.rewards.remote import RemoteReward
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+TELL_S = 60.0  # of waiting for rewards, until it is told what for
 
 Weighted = list[tuple[Part, float]]
 
@@ -51,6 +54,8 @@ class RewardManager:
         self._named: dict[str, Part] = {}
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
+        self._under_way: "dict[Future[list[Outcome]], str]" = {}  # name of the part
+        self._waited_s = 0.0
         try:
             self._fixed = self._configured()
         except ValueError:
@@ -67,6 +72,7 @@ class RewardManager:
     def begin(self, responses: list[tuple[Handle, int, RewardInput]]) -> None:
         """Add finished responses, each under its number, and start what judges them by themselves."""
         alone: dict[str, tuple[Part, list[tuple[Handle, int]]]] = {}
+        self._waited_s = 0.0
         for handle, row, item in responses:
             recipe, outcomes = self.parts_of(item), {}
             handle.rows[row] = item, recipe, outcomes
@@ -119,7 +125,7 @@ class RewardManager:
     def wait(self, handle: Handle) -> list[Score]:
         """``collect`` without counting."""
         for job in handle.jobs:
-            outcomes = [outcome for future in job.futures for outcome in future.result()]
+            outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
                 handle.rows[row][2][job.part] = outcome
         handle.jobs = []
@@ -155,8 +161,30 @@ class RewardManager:
     def _start(self, part: Part, places: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
         for handle, _ in places:
             handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s))
-        return part.submit([handle.rows[row][0] for handle, row in places],
-                           [handle.patience[part.name] for handle, _ in places])
+        futures = part.submit([handle.rows[row][0] for handle, row in places],
+                              [handle.patience[part.name] for handle, _ in places])
+        for future in futures:
+            self._under_way[future] = part.name
+            future.add_done_callback(self._under_way.pop)
+        return futures
+
+    def _answer(self, future: "Future[list[Outcome]]") -> list[Outcome]:
+        while not future.done():
+            start = time.monotonic()
+            wait([future], max(TELL_S - self._waited_s, 0.0))
+            self._waited_s += time.monotonic() - start
+            left = Counter(list(self._under_way.values()))  # a copy: other threads take away from it
+            if self._waited_s >= TELL_S and left:
+                self._waited_s = 0.0
+                self._tell(left)
+        return future.result()
+
+    def _tell(self, left: Counter[str]) -> None:
+        logger.warning(
+            "waited %.0f s for rewards, which are slower than generation; answers to go: %s. Remedy: more "
+            "--reward_workers (%d) or reward servers (%d), or a shorter --reward_timeout_s (%g)",
+            TELL_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
+            len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)
 
     def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
         parts: dict[str, float | None] = {}

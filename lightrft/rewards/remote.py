@@ -71,7 +71,7 @@ class RemoteReward:
     def __init__(self, urls: list[str], limit_s: float) -> None:
         self.balancer = Balancer(urls)
         self.limit_s, self.most = limit_s, MAX_CHUNK
-        self._backlog: Backlog[Row] = Backlog(LANES * len(urls))
+        self._backlog: Backlog[Row] = Backlog(LANES * len(self.balancer.in_flight))
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
@@ -113,9 +113,9 @@ class RemoteReward:
         tried: list[str] = []
         failure = RequestFailed("shutdown", "")
         while len(tried) < tries and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
-            limit_s = min(patience.deadline_s() for _, patience, _ in rows)
+            limit_s = rows[0][1].deadline_s() if len(rows) == 1 else self.limit_s
             if limit_s == 0:
-                return [NOT_TRIED] * len(rows)
+                return [NOT_TRIED]
             url = self.balancer.take(tried)
             tried.append(url)
             try:
@@ -127,18 +127,18 @@ class RemoteReward:
         return [Outcome(None, failure.cause, str(failure))] * len(rows)
 
     def _ask(self, session: requests.Session, url: str, rows: list[Row], limit_s: float) -> list[Outcome]:
-        batch, groups, ok = [item for item, *_ in rows], {id(patience): patience for _, patience, _ in rows}, False
+        ok = False
         try:
-            outcomes = outcomes_of(post(session, url, batch, limit_s), len(batch))
+            outcomes = outcomes_of(post(session, url, [item for item, *_ in rows], limit_s), len(rows))
             ok = True
             return outcomes
         except RequestFailed as error:
-            for patience in groups.values():
-                patience.streak += error.cause == "timeout"
+            if error.cause == "timeout" and len(rows) == 1:  # else it may be that they are too many
+                rows[0][1].streak += 1
             raise
         finally:
             self.balancer.give_back(url, ok)
-            for patience in groups.values() if ok else ():
+            for _, patience, _ in rows if ok else ():
                 patience.streak = 0
 
 

@@ -6,13 +6,23 @@ import time
 
 import pytest
 
+from lightrft.rewards import manager as manager_module
 from lightrft.rewards.base import REWARDS, RewardInput
+from lightrft.rewards.manager import Handle
 from lightrft.rewards.probe import RewardProbeError
 from lightrft.rewards.recipes import RECIPES
 from lightrft.rewards.spread import check_spread
 from lightrft.utils.errors import UserError
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
+
+SLEEPER = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth):
+    time.sleep({seconds})
+    return len(solution_str)
+"""
 
 
 def rows(count, label="", source="lightrft/quickstart"):
@@ -110,6 +120,39 @@ def test_a_hanging_expression_costs_itself_only(make_manager):
     assert [s.total for s in scores] == [1.0, None, 0.0, 1.0], scores
     assert scores[1].error in ("timeout", "exception"), scores[1]
     assert sum(manager.counters.values()) == 1, "counted once"
+
+
+def test_a_long_wait_is_told_with_what_is_left(make_manager, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "slow.py"
+    file.write_text(SLEEPER.format(seconds=0.4))
+    manager = make_manager(file, "exact")
+    monkeypatch.setattr(manager_module, "TELL_S", 0.1)
+    score(manager, [RewardInput("", "a", reference="a")])
+    told = [record.message for record in caplog.records if "slower than generation" in record.message]
+    assert told and all("answers to go: 1 of compute_score." in text and "--reward_workers (1)" in text
+                        for text in told)
+    caplog.clear()
+    score(manager, [])
+    assert not caplog.records, "nothing was waited for"
+
+
+def test_responses_begin_one_by_one_and_a_group_is_scored_in_its_order(make_manager, tmp_path):
+    """What judges a response alone is asked at once, what compares the group when it is finished."""
+    file, lists = tmp_path / "one.py", tmp_path / "lists.py"
+    file.write_text(SLEEPER.format(seconds=0))
+    lists.write_text("def rank(prompts, completions, **columns):\n    return [sorted(completions).index(text) "
+                     "for text in completions]\n")
+    manager = make_manager("exact=100", f"{file}=10", lists)
+    items = [RewardInput("p", rf"\boxed{{{answer}}}", reference="2") for answer in "321"]
+    together, handle = score(manager, items), Handle()
+    for row in (2, 0, 1):
+        manager.begin([(handle, row, items[row])])
+        assert [job.part for job in handle.jobs][-1] == "compute_score"
+    assert manager.begins_early(items[0]) and manager.compares(items[0]) and len(handle.jobs) == 3
+    manager.finish(handle)
+    assert handle.jobs[-1].part == "rank" and handle.jobs[-1].rows == [0, 1, 2]
+    assert manager.collect(handle) == together and [s.total for s in together] == [92.0, 191.0, 90.0], together
+    assert not make_manager("exact").begins_early(items[0])
 
 
 def test_probe_accepts_every_built_in_recipe(make_manager):

@@ -5,8 +5,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.rewards.pool import Patience
+from lightrft.rewards.manager import Handle
+from lightrft.rewards.pool import Patience, calls
 from lightrft.rewards.worker import _bundles
 
 PARENT = """
@@ -85,6 +89,47 @@ def test_a_response_that_kills_the_worker_is_left_out_alone(make_manager, tmp_pa
         assert [(s.total, s.error) for s in scores] == [(1.0, None), (None, "worker_died"), (1.0, None)], scores
 
 
+def test_a_group_that_always_hangs_costs_no_other_one_its_time(make_manager, tmp_path):
+    file = tmp_path / "hang.py"
+    file.write_text("import time\ndef compute_score(data_source, solution_str, ground_truth):\n"
+                    "    time.sleep(60 if solution_str == 'hang' else 0)\n    return 1.0\n")
+    manager = make_manager(file, reward_timeout_s=0.5)
+    handles = [Handle(), Handle()]
+    for row in range(5):  # in turns, so that they travel together
+        manager.begin([(handles[0], row, RewardInput("", "hang")), (handles[1], row, RewardInput("", "fine"))])
+    assert {s.error for s in manager.collect(handles[0])} == {"timeout"}
+    assert [s.total for s in manager.collect(handles[1])] == [1.0] * 5
+    assert [handle.patience["compute_score"].streak >= 5 for handle in handles] == [True, False]
+
+
+def test_calls_take_whole_groups_of_up_to_64():
+    assert calls([], 1) == [] and calls(list("aabbcc"), 2) == [2, 2, 2] == calls(list("aabbcc"), 1)
+    assert calls(list("aabbcc"), 3) == [4, 2] and calls(list("aabbcc"), 6) == [6]
+    assert calls(["a"] * 60 + ["b"] * 8, 64) == [60, 8] and calls(["a"] * 130, 64) == [64, 64, 2]
+
+
+def test_who_is_free_takes_a_share_of_what_waits():
+    backlog = Backlog(2)
+    backlog.put(range(7), "a")
+    backlog.put("xy", "b")
+    taken = [backlog.take(3) for _ in range(6)]
+    assert taken == [[0, 1, 2], ["x"], [3, 4], ["y"], [5], [6]], "the kinds come in turns"
+    backlog.put([8], "a")
+    backlog.close()
+    assert backlog.take(3) == [8] and backlog.take(3) == []
+    with pytest.raises(RuntimeError, match="shut down"):
+        backlog.put([9], "a")
+
+
+def test_nothing_is_asked_of_workers_that_have_ended(make_manager, tmp_path):
+    file = tmp_path / "fine.py"
+    file.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1.0\n")
+    for manager in (make_manager(file), make_manager(remote_rm_url=["http://127.0.0.1:9/rm"])):
+        manager.shutdown()
+        with pytest.raises(RuntimeError, match="have been shut down"):
+            manager.submit([RewardInput("", "a")])
+
+
 def test_patience_shrinks_and_ends():
     patience = Patience(10.0)
     limits = []
@@ -100,7 +145,7 @@ def test_workers_do_not_import_the_training_script_and_share_the_work(make_manag
         "import os, sys, time\ndef compute_score(data_source, solution_str, ground_truth):\n    time.sleep(0.05)\n"
         "    return {'score': os.getpid(), 'torch': int('torch' in sys.modules)}\n")
     manager = make_manager(file, reward_workers=2)
-    scores = manager.collect(manager.submit([RewardInput("", "")] * 16))
+    scores = manager.collect(manager.submit([RewardInput("", "")] * 40))
     assert {s.total for s in scores} == set(manager.pool.pids) and len(manager.pool.pids) == 2, "both workers scored"
     assert {s.parts["compute_score/torch"] for s in scores} == {0.0}, "a worker has no torch"
 

@@ -122,6 +122,37 @@ def test_no_server_at_all(make_manager):
         manager.probe([RewardInput("q", "", reference="5")])
 
 
+def slow_for(body, seconds):
+    time.sleep(seconds * len(body["query"]))
+    return lengths(body)
+
+
+@pytest.mark.parametrize("spoil, error", [
+    (lambda body: (500, b"") if "p:xx" in body["query"] else lengths(body), "http_status"),
+    (lambda body: (200, b"<html>") if "p:xx" in body["query"] else lengths(body), "wrong_json"),
+    (lambda body: (200, b'{"rewards": [1, 2]}') if "p:xx" in body["query"] else lengths(body), "wrong_length"),
+    (lambda body: lengths(body, 3.0 if "p:xx" in body["query"] else 0.0), "timeout"),
+])
+def test_a_response_that_spoils_its_request_is_left_out_alone(serve, make_manager, spoil, error):
+    url, _ = serve(spoil)
+    scores = score(make_manager(remote_rm_url=[url], reward_timeout_s=1.0))
+    assert [s.total for s in scores] == [None if i == 2 else float(i) for i in range(24)]
+    assert scores[2].error == error
+
+
+def test_a_server_that_needs_time_for_each_response_gets_fewer(serve, make_manager):
+    url, bodies = serve(lambda body: slow_for(body, 0.1))
+    manager = make_manager(remote_rm_url=[url], reward_timeout_s=1.0)
+    assert [s.total for s in score(manager)] == [float(i) for i in range(24)], "too many at once is our mistake"
+    assert manager.remote.most < 12 == max(len(body["query"]) for body in bodies)
+
+
+def test_a_server_that_never_answers_is_given_up(serve, make_manager):
+    url, bodies = serve(lambda body: lengths(body, 2.0))
+    scores = score(make_manager(remote_rm_url=[url], reward_timeout_s=0.1))
+    assert {s.error for s in scores} == {"timeout"} and len(bodies) < 24, "it was asked for every response"
+
+
 def test_only_the_nan_of_a_batch_is_unscored(serve, make_manager):
     url, _ = serve(lambda body: (
         200, json.dumps({"rewards": [1.0 if q != "p:xx" else float("nan") for q in body["query"]]}).encode()))
