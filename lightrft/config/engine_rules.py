@@ -67,10 +67,11 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _native_engine(c, engine)
-    if engine != "sglang" and c.strategy.resolved(world_size) == "single":
+    if engine != "sglang" and not c.strategy.divides_weights(world_size):
         for name, value in changed(c, ["sync_bucket_mib"]):
-            yield (f"--{name} {value}: has no effect with --engine_type {engine} on a single process, where nothing is "
-                   "gathered; add --strategy fsdp or drop it")
+            yield (
+                f"--{name} {value}: has no effect with --engine_type {engine} where every rank holds all weights, so "
+                "that nothing is gathered; add --strategy fsdp or drop it")
     if c.rollout.lora_sync == "adapter":
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
@@ -91,8 +92,8 @@ def _offload(c: Config, world_size: int) -> Iterator[str]:
     flag = "--offload_during_rollout True: "
     if not torch.cuda.is_available():
         yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
-    elif c.rollout.engine_type == "hf" and c.strategy.resolved(world_size) == "single":
-        yield flag + "the hf engine of a single process generates with the trainer's own weights; drop it"
+    elif c.rollout.engine_type == "hf" and not c.strategy.divides_weights(world_size):
+        yield flag + "the hf engine generates with the trainer's own weights where a rank holds all of them; drop it"
     if c.strategy.fsdp_cpu_offload:
         yield flag + "has no effect with --fsdp_cpu_offload, where nothing is on the device; drop one"
 

@@ -85,8 +85,8 @@ def batch_summary(config: Config, world_size: int) -> str:
 
 
 def is_sharded(config: Config, world_size: int) -> bool:
-    """Whether the strategy resolves to FSDP."""
-    return config.strategy.resolved(world_size) == "fsdp"
+    """Whether a rank holds only its part of the weights."""
+    return config.strategy.divides_weights(world_size)
 
 
 def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:

@@ -2,8 +2,9 @@
 from dataclasses import dataclass
 
 from lightrft.config.estimate import GIB, MIB, ModelSize, is_sharded
-from lightrft.config.schema import Config, RolloutConfig
+from lightrft.config.schema import Config, RolloutConfig, StrategyConfig
 
+REDUCED_AT_ONCE = 50_000_000  # elements of gradients that DeepSpeed reduces together
 PHASES = ("generation", "log-probs", "update", "weight sync")
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 MOST_HOST_CACHE = 4 * GIB  # of another engine, in the memory of the host
@@ -50,22 +51,41 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
     s, m, sharded = config.strategy, config.model, is_sharded(config, world_size)
     models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
-    weights = 4 * size.total / ((s.fsdp_shard_size or world_size) if sharded else 1) * on_device * models
-    adam, between = 2 * weights * trained, 0 if s.adam_offload else 1
+    weights, gradients, moments = (4 * size.total * share * on_device * models for share in shares(s, world_size))
+    adam, between = 2 * moments * trained, 0 if s.adam_offload else 1
     computing, chunk = _compute_copy(size, sharded, m.bf16) * models, m.logprob_chunk_mib * MIB
+    fsdp = s.resolved(world_size) == "fsdp"
     reference = 4 * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {
         "weights, float32": (weights * stays, weights, weights, weights),
-        "gradients, float32": (0, 0, weights * trained, 0),
-        "gradients, unsharded until the last micro-batch": (0, 0, 4 * size.total * trained * models * sharded, 0),
+        "gradients, float32": (0, 0, gradients * trained, 0),
+        "gradients, unsharded until the last micro-batch": (0, 0, 4 * size.total * trained * models * fsdp, 0),
+        "gradients on their way to other ranks": (0, 0, _reduced(s, world_size, size.total * trained), 0),
         "Adam state, float32": (adam * between * stays, adam * (between or not stays), adam, adam * between),
         "weights gathered or cast for computing": (0, computing, computing, 0),
         "reference, float32": (reference * stays, reference, reference, reference),
         "logits of one chunk": (0, chunk, chunk, 0),
         "bucket of full weights": (0, 0, 0, bucket),
     }  # yapf: disable
+
+
+def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
+    """What a rank holds of weights, gradients and each moment of Adam on its device."""
+    chosen = s.resolved(world_size)
+    if chosen == "deepspeed":
+        weights, gradients, moments = (1 / world_size if s.zero_stage >= stage else 1 for stage in (3, 2, 1))
+        return weights, gradients, 0 if s.adam_offload and s.zero_stage else moments
+    share = 1 / (s.fsdp_shard_size or world_size) if chosen == "fsdp" else 1
+    return share, share, share
+
+
+def _reduced(s: StrategyConfig, world_size: int, trained: int) -> float:
+    """Bytes of DeepSpeed's buffers of gradients."""
+    buffers = 2 if s.overlap_comm and s.zero_stage < 3 else 1
+    zero = s.resolved(world_size) == "deepspeed" and s.zero_stage > 0
+    return 4 * buffers * min(trained, REDUCED_AT_ONCE) * zero
 
 
 def _compute_copy(size: ModelSize, sharded: bool, bf16: bool) -> float:

@@ -19,9 +19,9 @@ def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) 
     if r.engine_tp_size > 1:
         yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other while they "
                "generate, and would for the passes, in no common order; drop one of them")
-    shared = r.engine_type == "hf" and c.strategy.resolved(world_size) == "single"
+    shared = r.engine_type == "hf" and not c.strategy.divides_weights(world_size)
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
-               "the hf engine of a single process generates meanwhile; add --engine_type vllm or drop it")
+               "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
     if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, c.algorithm.advantage_estimator in critics):
         yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"

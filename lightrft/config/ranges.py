@@ -16,6 +16,8 @@ RANGES: dict[str, str] = {
     "logprob_chunk_mib": COUNT,
     "fsdp_shard_size": OFF_AT_ZERO,
     "initial_model_shard_size": OFF_AT_ZERO,
+    "zero_stage": "[0, 3]",
+    "zpg": COUNT,
     "dist_timeout_s": COUNT,
     # rollout
     "rollout_batch_size": COUNT,

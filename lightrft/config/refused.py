@@ -11,7 +11,6 @@ ALIASES: dict[str, tuple[str, Any]] = {
 
 _ALWAYS_PACKED = "batches are always packed, without padding; drop the flag"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed; drop the flag"
-_DEEPSPEED = "DeepSpeed is not part of this release; use --strategy fsdp"
 _MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
 _MULTIMODAL = "only language models are trained in this release; drop the flag"
@@ -35,10 +34,7 @@ REFUSED: dict[str, str] = {
     "chunk_size": "use --logprob_chunk_mib",
     # distribution
     "sp_size": "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory",
-    "zero_stage": _DEEPSPEED,
-    "zpg": f"{_DEEPSPEED} with --fsdp_shard_size",
-    "overlap_comm": f"{_DEEPSPEED}, which overlaps by itself",
-    "grad_accum_dtype": f"{_DEEPSPEED}; gradients are accumulated in float32",
+    "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
     "use_mp_opt": _MASTER,
     "meta_init": "models are always built without a spare copy; drop the flag",
     "actor_init_on_gpu": "models are placed by the strategy; drop the flag",

@@ -48,17 +48,32 @@ class ModelConfig(PolicyModelConfig):
 class StrategyConfig:
     """How the models are spread over the ranks."""
     strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
-                           ("auto", "single", "fsdp"))
+                           ("auto", "single", "fsdp", "deepspeed"))
     fsdp_shard_size: int = option(
         0, "ranks that share one copy of the weights (HSDP when smaller than the world); 0: all ranks")
     fsdp_cpu_offload: bool = option(
         False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)")
-    adam_offload: bool = option(False, "move the optimizer state to host memory between updates")
+    zero_stage: int = option(
+        2, "deepspeed: what the ranks divide among them: 1 the optimizer state, 2 also the gradients, 3 also the "
+        "weights; 0 nothing")
+    zpg: int = option(
+        1, "deepspeed with --zero_stage 3: neighbouring ranks that together hold a second copy of the weights, for the "
+        "backward pass (hpZ); 1: none")
+    overlap_comm: bool = option(
+        False, "deepspeed: reduce gradients and fetch weights while others are computed, in buffers of their own")
+    adam_offload: bool = option(
+        False, "move the optimizer state to host memory between updates (deepspeed: it stays there, and so does the "
+        "update)")
     dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run")
 
     def resolved(self, world_size: int) -> str:
         """``strategy`` for a run of ``world_size`` ranks, "auto" decided."""
         return self.strategy if self.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
+
+    def divides_weights(self, world_size: int) -> bool:
+        """Whether a rank holds only its part of the weights."""
+        chosen = self.resolved(world_size)
+        return chosen == "fsdp" or chosen == "deepspeed" and self.zero_stage == 3
 
     @classmethod
     def from_args(cls, args: Any) -> "StrategyConfig":

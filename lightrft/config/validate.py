@@ -13,10 +13,10 @@ from lightrft.config.options import ConfigError
 from lightrft.config.oversample_rules import oversample_problems
 from lightrft.config.overlap_rules import overlap_problems
 from lightrft.config.ranges import check_ranges
-from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
-                                    StrategyConfig)
+from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig)
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.stages import length_problems
+from lightrft.config.strategy_rules import strategy_problems
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
@@ -65,7 +65,7 @@ def validate_sft(config: SFTConfig, world_size: int) -> None:
 def _shared(config: Config | SFTConfig, world_size: int) -> list[str]:
     """The problems of the groups that every trainer has."""
     return [
-        *check_ranges(config), *unmet_needs(config), *_policy(config.model), *_strategy(config.strategy, world_size),
+        *check_ranges(config), *unmet_needs(config), *_policy(config.model), *_strategy(config, world_size),
         *_optimizer(config.train), *_checkpoint(config.checkpoint, config.data.eval_data), *_packages(config.log)
     ]
 
@@ -290,14 +290,10 @@ def _packages(log: SinkConfig) -> Iterator[str]:
         yield from _package("use_tensorboard", "tensorboard", "tensorboard")
 
 
-def _strategy(s: StrategyConfig, world_size: int) -> Iterator[str]:
-    if s.strategy == "single" and world_size > 1:
-        yield f"--strategy single: there are {world_size} ranks; nearest valid value: fsdp (or start one process)"
-    if s.fsdp_cpu_offload and s.resolved(world_size) == "single":
-        yield "--fsdp_cpu_offload True: has no effect on a single process; add --strategy fsdp or drop it"
-    if s.fsdp_cpu_offload and s.adam_offload:
-        yield "--adam_offload True: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
-    yield from _divides("fsdp_shard_size", s.fsdp_shard_size, world_size)
+def _strategy(c: Config | SFTConfig, world_size: int) -> Iterator[str]:
+    yield from strategy_problems(c, world_size)
+    yield from _divides("fsdp_shard_size", c.strategy.fsdp_shard_size, world_size)
+    yield from _divides("zpg", c.strategy.zpg, world_size)
 
 
 def _divides(name: str, size: int, world_size: int) -> Iterator[str]:

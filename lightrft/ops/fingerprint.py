@@ -5,8 +5,9 @@ there, and all products are added up modulo 2^64 (multilinear hashing; Carter an
 hash functions"). Integer sums are exact in any order: the fingerprints of the parts of a tensor, wherever they lie, add
 up to that of the whole. One changed element always changes the number; several cancel with a chance of about 2^-32.
 """
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,35 @@ class Piece(NamedTuple):
     dtype: torch.dtype | None = None
     shape: Sequence[int] = ()
     start: Sequence[int] = ()
+
+
+def slice_pieces(elements: Tensor, dtype: torch.dtype | None, shape: Sequence[int], start: int) -> list[Piece]:
+    """Consecutive ``elements`` [n] of a flattened tensor of ``shape``, from ``start`` on, as pieces of that tensor."""
+    pieces, done = [], 0
+    for first, box in _boxes(shape, start, start + len(elements)):
+        size = prod(box)
+        pieces.append(Piece(elements[done:done + size].view(box), dtype, shape, first))
+        done += size
+    return pieces
+
+
+def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The fewest boxes that elements ``start`` to ``end`` of a flattened tensor fill, in order: first index, shape."""
+    if len(shape) == 1 and start < end:
+        yield (start, ), (end - start, )
+    if len(shape) == 1 or start >= end:
+        return
+    row = prod(shape[1:])
+    whole = range(-(-start // row), end // row)
+    if start % row:  # the end of a row, or a part from its middle
+        index = start // row
+        for first, box in _boxes(shape[1:], start % row, min(row, end - index * row)):
+            yield (index, *first), (1, *box)
+    if whole:
+        yield (whole.start, *(0 for _ in shape[1:])), (len(whole), *shape[1:])
+    if end % row and end // row >= whole.start:  # the start of a row
+        for first, box in _boxes(shape[1:], 0, end % row):
+            yield (end // row, *first), (1, *box)
 
 
 def fingerprints(pieces: Sequence[Piece]) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.ops.fingerprint import Piece, fingerprints, slice_pieces
 from lightrft.rollout.canary import Canary
-from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.engine import RolloutEngine, TakesAdapters
 from lightrft.strategy.strategy_base import Part, Prepared, StrategyBase
 from lightrft.types import Prompt
 from lightrft.utils.errors import ExpectedError
@@ -35,14 +35,15 @@ class Fingerprints:
     """Compares every weight that the engine can read with the trainer's.
 
     An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared.
-    With LoRA the engine gets weights that the trainer never holds (merged ones); their fingerprints are taken from the
+    With LoRA most engines get weights that the trainer never holds (merged ones); their fingerprints are taken from the
     stream on its way to the engine (:meth:`watch`), on rank 0.
     """
 
     def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, timer: Timer) -> None:
         self.strategy, self.prepared, self.engine, self.timer = strategy, prepared, engine, timer
         self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
-        self.merges = prepared.model.merges and not self.shared
+        apart = isinstance(engine, TakesAdapters) and engine.lora != "merged"
+        self.merges = prepared.model.merges and not self.shared and not apart
         self.trainer: dict[str, int] = {}  # of the last sync
         self._seen: dict[str, Tensor] = {}  # of the last time that each weight was sent
         self._ended = self._announced = False
@@ -55,15 +56,10 @@ class Fingerprints:
     def _watched(self, stream: Named) -> Named:
         for name, tensor in stream:
             with self.timer("sync_proof"):
-                rows = tensor if self.strategy.is_main else tensor[:0]
-                self._seen[name] = fingerprints([self._piece(name, Part(rows, tensor.shape, 0))])[0]
+                own = tensor if self.strategy.is_main else tensor[:0]
+                self._seen[name] = fingerprints([Piece(own, self.dtypes.get(name), tensor.shape)])[0]
             yield name, tensor
         self._ended = True
-
-    def _piece(self, name: str, part: Part) -> Piece:
-        """``part`` in the type in which the engine holds it."""
-        start = (part.first_row, ) + (0, ) * (len(part.shape) - 1)
-        return Piece(part.tensor, self.dtypes.get(name), part.shape, start)
 
     def _readable(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that can be compared; says once how many cannot."""
@@ -81,7 +77,17 @@ class Fingerprints:
             return names, torch.stack([self._seen[name] for name in names]) if names else None
         parts = dict(self.strategy.parts(self.prepared.model))
         names = self._readable(parts)
-        return names, fingerprints([self._piece(name, parts[name]) for name in names]) if names else None
+        return names, self._of_parts([parts[name] for name in names], names) if names else None
+
+    def _of_parts(self, parts: list[Part], names: list[str]) -> Tensor:
+        """int64 [parts], each in the type in which the engine holds it."""
+        pieces = [(index, piece) for index, (part, name) in enumerate(zip(parts, names))
+                  for piece in slice_pieces(part.tensor, self.dtypes[name], part.shape, part.start)]  # yapf: disable
+        sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0].tensor.device)
+        if not pieces:
+            return sums
+        owners = torch.tensor([index for index, _ in pieces], device=sums.device)
+        return sums.index_add_(0, owners, fingerprints([piece for _, piece in pieces]))
 
     def fault(self) -> str | None:
         """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""

@@ -1,4 +1,5 @@
 """What every strategy that updates local tensors does alike: the optimizer step, the state and the export."""
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -31,6 +32,18 @@ def default_dtype(dtype: torch.dtype) -> ExitStack:
     stack.enter_context(torch.device("cpu"))
     torch.set_default_dtype(dtype)
     return stack
+
+
+def autocast(model: nn.Module, device_type: str) -> None:
+    """Let the forward pass of ``model`` compute in bfloat16 where that is safe; its weights stay as they are."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = wrapped
 
 
 def untied_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -68,12 +81,12 @@ class CommonStrategy(StrategyBase):
             raise ValueError(
                 "the loss does not depend on the model; an empty micro-batch must pass through it all the same "
                 "(for example as the sum of its masked log-probs)")
-        self._before_backward(prepared.model, last)
-        loss.backward()
+        self._backward(loss, prepared.model, last)
         optimizer.backwards += 1
 
-    def _before_backward(self, model: nn.Module, last: bool) -> None:
-        """Hook for strategies that synchronise gradients."""
+    def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
+        """The pass itself; strategies that synchronise gradients extend it."""
+        loss.backward()
 
     def _replicas(self, model: nn.Module) -> int:
         """How many ranks hold the same part of ``model``."""
@@ -87,7 +100,7 @@ class CommonStrategy(StrategyBase):
         """See :class:`StrategyBase`."""
         optimizer = trained(prepared)
         optimizer.bind()
-        return {name: shard.grad for name, shard in optimizer.shards.items() if shard.grad is not None}
+        return optimizer.named_grads()
 
     def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
         """See :class:`StrategyBase`."""
@@ -99,23 +112,28 @@ class CommonStrategy(StrategyBase):
         optimizer = trained(prepared)
         reload_optimizer(optimizer)
         optimizer.bind()
-        norm = self._grad_norm(prepared, optimizer)
+        grads = list(optimizer.named_grads().values())
+        norm = self._grad_norm(prepared, grads)
         if math.isfinite(norm):
-            clip(optimizer.grads(), norm, max_norm)
-            optimizer.step()
+            clip(grads, norm, max_norm)
+            self._update(prepared)
             prepared.scheduler.step()
         self.discard_gradients(prepared)
         return norm
 
-    def _grad_norm(self, prepared: Prepared, optimizer: LocalAdamW) -> float:
+    def _update(self, prepared: Prepared) -> None:
+        """The step of the optimizer itself."""
+        trained(prepared).step()
+
+    def _grad_norm(self, prepared: Prepared, grads: list[Tensor]) -> float:
         """The norm of the whole gradient: one all-reduce, which also checks that no rank ran more micro-batches."""
-        square = squared_norm(optimizer.grads(), self.device) / self._replicas(prepared.model)
-        count = torch.full_like(square, optimizer.backwards)
+        square = squared_norm(grads, self.device) / self._replicas(prepared.model)
+        backwards = trained(prepared).backwards
+        count = torch.full_like(square, backwards)
         square, total, spread = self.all_reduce(torch.stack([square, count, count * count])).tolist()
         if spread * self.world_size != total * total:
-            raise RuntimeError(
-                f"this rank ran {optimizer.backwards} micro-batches, other ranks a different number; pad with "
-                "empty ones up to strategy.sync_count(n)")
+            raise RuntimeError(f"this rank ran {backwards} micro-batches, other ranks a different number; pad with "
+                               "empty ones up to strategy.sync_count(n)")
         return math.sqrt(square) if math.isfinite(square) else square
 
     # -- weights and state --------------------------------------------------------------------------------------------
@@ -129,10 +147,14 @@ class CommonStrategy(StrategyBase):
         stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
         return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
 
+    def part(self, param: nn.Parameter) -> Part:
+        """The elements of ``param`` that this rank answers for."""
+        return part(param)
+
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
         """See :class:`StrategyBase`."""
-        found = ((name, part(param)) for name, param in model.named_parameters())
-        return model.export_params(found) if isinstance(model, ExportsParams) else found
+        found = ((name, self.part(param)) for name, param in model.named_parameters())
+        return model.export_params(found, False) if isinstance(model, ExportsParams) else found
 
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
         """See :class:`StrategyBase`."""

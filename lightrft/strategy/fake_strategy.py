@@ -1,12 +1,11 @@
 """One process, no process group: the semantics every other strategy is tested against."""
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.common import CommonStrategy
+from lightrft.strategy.common import CommonStrategy, autocast
 from lightrft.strategy.optimizer import create_optimizer, create_scheduler
 from lightrft.strategy.strategy_base import OptimSpec, Prepared
 
@@ -29,20 +28,11 @@ class FakeStrategy(CommonStrategy):
         """See :class:`StrategyBase`; ``shard_size`` has no meaning on one rank."""
         model.to(self.device)
         if self.bf16:
-            model.forward = self._autocast(model.forward)
+            autocast(model, self.device.type)
         if optim is None:
             return Prepared(model.requires_grad_(False))
         optimizer = create_optimizer(model.named_parameters(), optim)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
-
-    def _autocast(self, forward: Any) -> Any:
-
-        @functools.wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                return forward(*args, **kwargs)
-
-        return wrapped
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """A copy; sums of bool are int64."""

@@ -19,14 +19,25 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def full_shape(param: Tensor) -> torch.Size:
+    """The shape of a whole parameter, of which DeepSpeed leaves an empty tensor where it divides it."""
+    return vars(param).get("ds_shape", param.shape)
+
+
+def is_whole(param: Tensor) -> bool:
+    """Whether all of a parameter lies on this rank."""
+    return not isinstance(param, DTensor) and "ds_shape" not in vars(param)
+
+
 def part(tensor: Tensor) -> Part:
-    """The rows of ``tensor`` that this rank answers for; none where a rank of another replica does."""
+    """The elements of ``tensor`` that this rank answers for; none where a rank of another replica does."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor.detach(), tensor.shape, 0)
+        return Part(tensor.detach().view(-1), tensor.shape, 0)
     mesh = tensor.device_mesh
     first = mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     replica = mesh.ndim == 2 and mesh.get_local_rank(0) > 0
-    return Part(local(tensor)[:0] if replica else local(tensor), tensor.shape, min(first, tensor.shape[0]))
+    own = local(tensor)[:0] if replica else local(tensor)
+    return Part(own.reshape(-1), tensor.shape, min(first, tensor.shape[0]) * tensor.shape[1:].numel())
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:
@@ -71,21 +82,26 @@ class LocalAdamW(torch.optim.AdamW):
             owner.grad = None
         self.backwards = 0
 
-    def grads(self) -> list[Tensor]:
+    def named_grads(self) -> dict[str, Tensor]:
         """This rank's part of every gradient there is."""
-        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        return {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """(parameter name, "exp_avg" | "exp_avg_sq" | "step", tensor); what was never stepped starts as zeros, which
         AdamW cannot tell from no state at all."""
         for name, shard in self.shards.items():
-            state = self.state[shard]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32,
-                                            device=shard.device if self.defaults["fused"] else "cpu")
-                state.update({key: torch.zeros_like(shard) for key in MOMENTS})
+            state = self.started(shard)
             for key in ("step", *MOMENTS):
                 yield name, key, state[key]
+
+    def started(self, shard: Tensor) -> dict[str, Tensor]:
+        """The state of ``shard``, which is there before the first step as well."""
+        state = self.state[shard]
+        if not state:
+            device = shard.device if self.defaults["fused"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state.update({key: torch.zeros_like(shard) for key in MOMENTS})
+        return state
 
     def named_state(self) -> dict[str, Tensor]:
         """The state as ``{"<name>/<key>": tensor}``, sharded like the parameters; writing into it changes the state."""

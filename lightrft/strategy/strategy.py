@@ -1,7 +1,9 @@
 """Choice of the strategy; each backend is imported only when it is chosen."""
 import os
+from importlib.util import find_spec
 
 from lightrft.config.schema import StrategyConfig
+from lightrft.config.strategy_rules import NO_DEEPSPEED
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.utils.errors import UserError
 
@@ -27,4 +29,9 @@ def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
     if name == "fsdp":
         from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
         return FSDPV2Strategy(cfg, bf16)
-    raise UserError(f"unknown strategy {name!r}; known: auto, single, fsdp")
+    if name == "deepspeed":
+        if find_spec("deepspeed") is None:
+            raise UserError(NO_DEEPSPEED)
+        from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
+        return DeepspeedStrategy(cfg, bf16)
+    raise UserError(f"unknown strategy {name!r}; known: auto, single, fsdp, deepspeed")

@@ -35,10 +35,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a parameter of size ``shape`` that one rank answers for, from ``first_row`` on."""
+    """Consecutive elements ``tensor`` of a flattened parameter, which one rank answers for.
+
+    ``shape``: of the whole parameter; ``start``: how many of its elements come before them.
+    """
     tensor: Tensor
     shape: torch.Size
-    first_row: int
+    start: int
+
+    def __mul__(self, factor: float) -> "Part":
+        return Part(self.tensor * factor, self.shape, self.start)
 
 
 class StrategyBase(ABC):
@@ -133,8 +139,8 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
-        """What lies on this rank of every parameter, under the names and in the order of :meth:`full_params` (without
-        LoRA). No collective: nothing moves. Each row is one rank's; where others hold it too, their part is empty."""
+        """What lies on this rank of every parameter, under the names and in the order of :meth:`full_params` (LoRA
+        apart). No collective: nothing moves. Each element is one rank's, whoever else holds it."""
 
     def free_full(self, model: nn.Module) -> None:
         """Give back the full weights that a forward pass without a backward pass leaves behind; nothing by default."""

@@ -244,6 +244,8 @@ SHOWN: dict[str, str] = {
     "strategy": _S + "test_strategy.py::test_choice",
     "fsdp_shard_size": _S + "test_conformance.py::test_two_ranks",
     "fsdp_cpu_offload": _S + "test_conformance.py::test_two_ranks",
+    **dict.fromkeys(["zero_stage", "zpg", "overlap_comm"],
+                    "lightrft/strategy/deepspeed/tests/test_deepspeed_strategy.py::test_what_the_options_do"),
     "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",
     "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
     **dict.fromkeys(READ_BY, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),

@@ -9,6 +9,7 @@ from lightrft.config.changes import changes, lost_length
 from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
 from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.optimizer import full_shape
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import rng_state, set_rng_state
@@ -33,7 +34,7 @@ class BaseTrainer(ABC):
         self.checkpoints = None if cfg.disable_ckpt else CheckpointManager(
             strategy, folder, cfg.max_ckpt_num, cfg.max_ckpt_mem, cfg.best_metric, cfg.async_save)
         self.step = 0  # steps done
-        log.parameters = sum(parameter.numel() for parameter in prepared["actor"].model.parameters())
+        log.parameters = sum(full_shape(param).numel() for param in prepared["actor"].model.parameters())
         self._saved = 0  # the step of the newest checkpoint of this run
         self._metrics: dict[str, float] = {}  # of the last step
 

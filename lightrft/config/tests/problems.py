@@ -4,6 +4,7 @@ from typing import Any
 GOOD: dict[str, Any] = {"pretrain": "org/model", "prompt_data": ["org/data"]}
 EVAL: dict[str, Any] = {"eval_data": ["org/data"]}
 KL: dict[str, Any] = {"init_kl_coef": 0.01}
+ZERO: dict[str, Any] = {"strategy": "deepspeed"}
 
 # values -> what the only problem says
 CASES: list[tuple[dict[str, Any], list[str]]] = [
@@ -152,5 +153,14 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"strategy": "single"}, ["--strategy single", "2 ranks", "fsdp"]),
     ({"fsdp_cpu_offload": True, "adam_offload": True}, ["--adam_offload", "--fsdp_cpu_offload"]),
     ({"fsdp_shard_size": 3}, ["--fsdp_shard_size 3", "nearest valid value: 2"]),
+    ({"zero_stage": 3}, ["--zero_stage 3", "add --strategy deepspeed"]),
+    (ZERO | {"zero_stage": 4}, ["--zero_stage 4", "nearest valid value: 3"]),
+    (ZERO | {"fsdp_shard_size": 1}, ["--fsdp_shard_size 1", "with --strategy deepspeed"]),
+    (ZERO | {"fsdp_cpu_offload": True}, ["--fsdp_cpu_offload True", "add --strategy fsdp"]),
+    (ZERO | {"zpg": 2}, ["--zpg 2", "nearest valid value: --zero_stage 3"]),
+    (ZERO | {"zpg": 3, "zero_stage": 3}, ["--zpg 3", "nearest valid value: 2"]),
+    (ZERO | {"overlap_comm": True, "zero_stage": 0}, ["--overlap_comm", "nearest valid value: --zero_stage 1"]),
+    (ZERO | {"sync_bucket_mib": 8}, ["--sync_bucket_mib 8", "every rank holds all weights"]),
+    (ZERO | KL | {"initial_model_shard_size": 2}, ["--initial_model_shard_size 2", "with --strategy deepspeed"]),
     (KL | {"initial_model_shard_size": 3}, ["--initial_model_shard_size 3", "nearest valid value: 2"]),
 ]

@@ -93,8 +93,8 @@ def test_remedies_name_only_real_flags(name: str) -> None:
 
 
 def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    err = fails(capsys, ["--rolout_batch-size", "4", "--zero_stage", "3", "--no_shufle"])
-    parts = ("did you mean --rollout_batch_size", "--strategy fsdp", "did you mean --no_shuffle")
+    err = fails(capsys, ["--rolout_batch-size", "4", "--use_mp_opt", "true", "--no_shufle"])
+    parts = ("did you mean --rollout_batch_size", "use --bf16", "did you mean --no_shuffle")
     assert all(part in err for part in parts), err
 
 
@@ -171,7 +171,7 @@ def test_help_lists_every_option_by_group(capsys: pytest.CaptureFixture[str]) ->
     assert exit_info.value.code == 0 and "What it does." in shown, "help"
     assert all(f"--{name}" in shown for name in options(Config)) and all(f"\n{group}:" in shown
                                                                          for group in groups(Config))
-    assert "default: 4321" in " ".join(shown.split()) and "--zero_stage" not in shown, "defaults are the script's"
+    assert "default: 4321" in " ".join(shown.split()) and "--use_mp_opt" not in shown, "defaults are the script's"
 
 
 def test_plugins_are_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

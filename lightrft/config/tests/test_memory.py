@@ -38,6 +38,18 @@ def test_sharded_over_two_ranks():
     assert not {"weights", "Adam state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
 
 
+@pytest.mark.parametrize("stage,weights,gradients,moments", [(0, 4000, 4000, 8000), (1, 4000, 4000, 2000),
+                                                             (2, 4000, 1000, 2000), (3, 1000, 1000, 2000)])
+def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
+    zero = {"strategy": "deepspeed", "zero_stage": stage, "init_kl_coef": 0.1}
+    found = held(4, **zero)
+    assert found["weights"] == found["reference"] == (weights, ) * 4 and found["Adam state"] == (moments, ) * 4
+    assert found["gradients"] == (0, 0, gradients, 0)
+    assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0) if stage else None)
+    assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
+    assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, moments, 0))
+
+
 def test_what_is_offloaded_is_back_when_it_is_needed():
     """An optimizer state that rests in host memory is on the device in every update."""
     assert held(adam_offload=True)["Adam state"] == (0, 0, 4000, 0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.config import strategy_rules
 from lightrft.config.no_effect import CORRECTION_OPTIONS, LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
@@ -63,6 +64,7 @@ def problems(world_size: int = 2, **values: Any) -> list[str]:
     {"reward": ["math", "format=0.1", "length=-1e-3"], "remote_rm_url": ["http://localhost:1", "https://x.y/z"]},
     {"lora_rank": 8, "lora_dropout": 0.1, "init_kl_coef": 0.1},
     {"strategy": "fsdp", "fsdp_cpu_offload": True, "fsdp_shard_size": 1},
+    {"strategy": "deepspeed", "zero_stage": 3, "zpg": 2, "overlap_comm": True, "adam_offload": True},
     {"input_template": "Q: {}", "max_steps": 5, "save_trajectories": True, "num_trajectories_to_save": 3},
     EVAL | {"best_metric": "eval/all/pass@1", "save_steps": 5},
     {"use_tensorboard": True},
@@ -89,6 +91,12 @@ def test_large_batches_are_checked_quickly() -> None:
 def test_offload_needs_fsdp() -> None:
     assert problems(1, fsdp_cpu_offload=True) and not problems(1, fsdp_cpu_offload=True, strategy="fsdp")
     assert not problems(1, strategy="single")
+
+
+def test_deepspeed_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy_rules, "find_spec", lambda name: None)
+    assert problems(strategy="deepspeed") == [strategy_rules.NO_DEEPSPEED]
+    assert strategy_rules.NO_DEEPSPEED.endswith(f"pip install {strategy_rules.DEEPSPEED}")
 
 
 def test_paths_that_exist(tmp_path: Path) -> None:

@@ -1,25 +1,22 @@
 """Fully sharded data parallelism (torch FSDP2): every rank holds a part of each weight, gradient and optimizer
 moment."""
-import os
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.common import CommonStrategy
-from lightrft.strategy.fsdp import collectives, process_group
+from lightrft.strategy.distributed import DistributedStrategy
+from lightrft.strategy.fsdp import collectives
 from lightrft.strategy.fsdp.wrap import Placement, WrapPolicy, shard
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.optimizer import create_optimizer, create_scheduler
 from lightrft.strategy.strategy_base import OptimSpec, Part, Prepared
-from lightrft.utils.env import set_threads
 
 
-class FSDPV2Strategy(CommonStrategy):
+class FSDPV2Strategy(DistributedStrategy):
     """``fully_shard`` over all ranks, or over groups of them that replicate each other (HSDP).
 
     All ranks must run the same number of forward passes of a sharded model, and the same number of backward passes per
@@ -30,26 +27,7 @@ class FSDPV2Strategy(CommonStrategy):
     def __init__(self, cfg: StrategyConfig, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
         super().__init__(cfg, bf16)
         self.wrap = wrap or WrapPolicy()
-        self._owns_group, self._gather_object = False, collectives.ObjectGather()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
-
-    # -- life ---------------------------------------------------------------------------------------------------------
-    def setup(self) -> None:
-        """Join the group of torchrun, or one of a single rank; one CUDA device per rank where there is CUDA."""
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(self.device)
-        else:
-            set_threads(process_group.local_world_size())
-        self._owns_group = process_group.join(self.cfg.dist_timeout_s)
-        self.rank, self.world_size, self.distributed = dist.get_rank(), dist.get_world_size(), True
-
-    def teardown(self) -> None:
-        """Leave the group, if :meth:`setup` joined it."""
-        if self._owns_group and dist.is_initialized():
-            process_group.leave()
-        self._owns_group = self.distributed = False
 
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
         """Shard ``model`` over ``shard_size`` ranks (0: --fsdp_shard_size; without ``optim`` all ranks)."""
@@ -64,8 +42,9 @@ class FSDPV2Strategy(CommonStrategy):
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
-    def _before_backward(self, model: nn.Module, last: bool) -> None:
+    def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         self._placements[model].set_sync(last)
+        super()._backward(loss, model, last)
 
     def _replicas(self, model: nn.Module) -> int:
         return self._placements[model].replicas
@@ -84,21 +63,6 @@ class FSDPV2Strategy(CommonStrategy):
         """See :class:`StrategyBase`."""
         self.free_full(prepared.model)
         return super().optimizer_step(prepared, max_norm)
-
-    # -- collectives --------------------------------------------------------------------------------------------------
-    def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """See :class:`StrategyBase`; sums of bool are int64."""
-        return collectives.all_reduce(value, op)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """See :class:`StrategyBase`."""
-        return self._gather_object(value)
-
-    def barrier(self) -> None:
-        """See :class:`StrategyBase`."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     # -- weights and state --------------------------------------------------------------------------------------------
     def free_full(self, model: nn.Module) -> None:

@@ -36,24 +36,38 @@ def test_one_rank(name: str, folder: Path) -> None:
     conformance.run(name, *conformance.variants(1)[name], folder)
 
 
-def test_two_ranks(folder: Path) -> None:
+def torchrun(folder: Path, ranks: int, *options: str) -> None:
+    """Run the checks on as many processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone", "-m",
         "lightrft.strategy.tests.conformance",
-        str(folder)
+        str(folder), *options
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    read_by_one_process(folder)
 
 
-def read_by_one_process(folder: Path) -> None:
+def test_two_ranks(folder: Path) -> None:
+    torchrun(folder, 2)
+    read_by_one_process(folder, list(conformance.variants(2)))
+
+
+def test_zero_on_two_ranks(folder: Path) -> None:
+    torchrun(folder, 2, "zero")
+    read_by_one_process(folder, list(conformance.zero_variants()))
+
+
+def test_zero_on_one_rank(folder: Path) -> None:
+    torchrun(folder, 1, "zero")
+
+
+def read_by_one_process(folder: Path, names: list[str]) -> None:
     """What two ranks saved is bitwise what one process loads."""
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
     case = Case(strategy, folder)
-    for name in conformance.variants(2):
+    for name in names:
         prepared = case.prepare(seed=5)
         manager = CheckpointManager(strategy, folder / f"{name}_on_2" / "ours", asynchronous=False)
         _, rank_states = manager.load(manager.latest(), {"actor": prepared})

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from transformers import Qwen2ForCausalLM
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy import config as strategy_config
+from lightrft.strategy import config as strategy_config, strategy
+from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
@@ -26,7 +27,8 @@ from lightrft.utils.env import set_threads
 
 @pytest.mark.parametrize("name, world_size, expected", [("auto", None, FakeStrategy), ("auto", "1", FakeStrategy),
                                                         ("auto", "2", FSDPV2Strategy), ("fsdp", None, FSDPV2Strategy),
-                                                        ("single", None, FakeStrategy)])
+                                                        ("single", None, FakeStrategy),
+                                                        ("deepspeed", "2", DeepspeedStrategy)])
 def test_choice(name, world_size, expected, monkeypatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size:
@@ -44,6 +46,12 @@ def test_choice_errors(monkeypatch) -> None:
         get_strategy(StrategyConfig(strategy="zero"))
     with pytest.raises(ValueError, match="lacks RANK.*torchrun"):
         get_strategy(StrategyConfig(strategy="fsdp")).setup()
+
+
+def test_deepspeed_must_be_there(monkeypatch) -> None:
+    monkeypatch.setattr(strategy, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="deepspeed is not installed; run: pip install deepspeed=="):
+        get_strategy(StrategyConfig(strategy="deepspeed"))
 
 
 def test_shard_size_must_divide() -> None:

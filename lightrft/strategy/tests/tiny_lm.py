@@ -57,7 +57,7 @@ def share(step: int, rank: int, world_size: int, device: torch.device, count: in
 def placed(part: Part) -> Tensor:
     """The whole parameter, with zeros where other ranks hold it."""
     whole = torch.zeros(part.shape)
-    whole[part.first_row:part.first_row + len(part.tensor)] = part.tensor
+    whole.view(-1)[part.start:part.start + len(part.tensor)] = part.tensor
     return whole
 
 

@@ -1,0 +1,195 @@
+"""Which elements of every trained parameter lie in the partitions that DeepSpeed optimizes on this rank.
+
+DeepSpeed flattens parameters and cuts what comes of it, so a rank's part of a parameter is a slice of its elements, in
+row-major order, and may be empty.
+"""
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightrft.strategy.optimizer import MOMENTS, LocalAdamW
+
+NO_MICRO_BATCH = -1  # stages 1 and 2 count micro-batches from here
+
+
+class Slice(NamedTuple):
+    """``count`` elements of a flattened parameter from ``start`` on, which lie in partition ``index`` from ``offset``
+    on."""
+    index: int
+    offset: int
+    start: int
+    count: int
+
+    def of(self, partition: Tensor) -> Tensor:
+        """The elements, sharing storage with the partition."""
+        return partition.narrow(0, self.offset, self.count)
+
+
+class Partitions(ABC):
+    """What DeepSpeed's optimizer of one model holds.
+
+    Args:
+        zero: the optimizer that DeepSpeed made.
+        names: of the trained parameters.
+        rank: this process.
+    """
+    masters: list[Tensor]  # float32 weights, flat, as the optimizer updates them
+
+    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+        self.zero, self.names, self.rank, self.offloaded = zero, names, rank, offloaded
+        self.slices = dict(self._slices())
+
+    @abstractmethod
+    def _slices(self) -> Iterator[tuple[str, Slice]]:
+        """Name and slice of every trained parameter."""
+
+    @abstractmethod
+    def _reduced(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """This rank's part of the gradients, summed over ranks; perhaps padded."""
+
+    def grads(self) -> dict[str, Tensor]:
+        """This rank's part of every gradient, sharing storage with what DeepSpeed's step reads."""
+        if self.offloaded:
+            return {name: one.of(self.masters[one.index].grad) for name, one in self.slices.items() if one.count}
+        found = ((self.names[param], grad.view(-1)) for param, grad in self._reduced())
+        return {name: grad[:self.slices[name].count] for name, grad in found}
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take the masters from the weights that the model computes with, where they are apart."""
+
+    @abstractmethod
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Give the trained weights, and masters that share their storage, the storage that ``place`` returns."""
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.zero.zero_grad()
+        if self.offloaded:
+            self.zero.reset_cpu_buffers()
+            for master in self.masters:
+                master.grad.zero_()
+
+
+class Stage1Or2(Partitions):
+    """Each group of parameters is one flat tensor, cut into as many pieces as there are ranks."""
+
+    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+        self.masters = zero.single_partition_of_fp32_groups
+        super().__init__(zero, names, rank, offloaded)
+        self._share()
+
+    def _share(self) -> None:
+        """The model's weights are float32 already: where the masters lie on the same device one copy will do."""
+        if not self.offloaded:
+            for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
+                master.data = pieces[self.rank]
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """See :class:`Partitions`."""
+        for index, flat in enumerate(self.zero.bit16_groups_flat):
+            flat.data = place(flat.data)
+            self.zero.parallel_partitioned_bit16_groups[index] = self.zero.get_data_parallel_partitions(flat, index)
+            self.zero._update_model_bit16_weights(index)
+        self._share()
+
+    def _slices(self) -> Iterator[tuple[str, Slice]]:
+        for index, group in enumerate(self.zero.bit16_groups):
+            size = int(self.zero.partition_size[index])
+            offset = -self.rank * size  # of the parameter's first element in this rank's piece
+            for param in group:
+                first, end = max(0, offset), min(size, offset + param.numel())
+                yield self.names[param], Slice(index, min(first, size), max(0, -offset), max(0, end - first))
+                offset += param.numel()
+
+    def _reduced(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for index, params in enumerate(self.zero.params_in_partition):
+            yield from zip(params, self.zero.averaged_gradients.get(index) or ())
+
+    def clear(self) -> None:
+        """See :class:`Partitions`."""
+        super().clear()
+        self.zero.micro_step_id = NO_MICRO_BATCH
+        for held in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
+            held.update(dict.fromkeys(held))
+
+    def refresh(self) -> None:
+        """See :class:`Partitions`."""
+        for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
+            master.detach().copy_(pieces[self.rank])
+
+
+class Stage3(Partitions):
+    """Each parameter is cut into as many pieces as there are ranks, all of one size; the last may be padded."""
+
+    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+        self.masters = zero.fp32_partitioned_groups_flat
+        super().__init__(zero, names, rank, offloaded)
+
+    def _slices(self) -> Iterator[tuple[str, Slice]]:
+        for index, group in enumerate(self.zero.fp16_groups):
+            offset = 0
+            for param in group:
+                start, count = span(param, self.rank)
+                yield self.names[param], Slice(index, offset, start, count)
+                offset += param.ds_tensor.numel()
+
+    def _reduced(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for index, params in enumerate(self.zero.fp16_groups):
+            yield from zip(params, self.zero.averaged_gradients.get(index) or ())
+
+    def clear(self) -> None:
+        """See :class:`Partitions`. Gradients of parameters that a step does not reach would be used again."""
+        super().clear()
+        self.zero.averaged_gradients = {}
+        self.zero.grad_partitions_flat_buffer.zero_()
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """See :class:`Partitions`."""
+        buffer = self.zero.lp_param_buffer
+        buffer.data = place(buffer.data)
+        pieces = [param.ds_tensor for params in self.zero.fp16_groups for param in params]
+        for piece, data in zip(pieces, buffer.split([piece.numel() for piece in pieces])):
+            piece.data = data
+        flats = self.zero.fp16_partitioned_groups_flat
+        for index, data in enumerate(buffer.split([flat.numel() for flat in flats])):
+            flats[index] = data
+            if not self.offloaded:
+                self.masters[index].data = data
+
+    def refresh(self) -> None:
+        """See :class:`Partitions`."""
+        self.zero.invalidate_secondary_tensor()
+        for param, name in self.names.items():
+            one = self.slices[name]
+            one.of(self.masters[one.index].detach()).copy_(param.ds_tensor[:one.count])
+
+
+def span(param: nn.Parameter, rank: int) -> tuple[int, int]:
+    """The first element that ``rank`` holds of a parameter of stage 3, and how many."""
+    start = min(rank * param.ds_tensor.numel(), param.ds_numel)
+    return start, min(param.ds_tensor.numel(), param.ds_numel - start)
+
+
+class ZeroAdamW(LocalAdamW):
+    """AdamW on DeepSpeed's partitions, with its gradients and state under parameter names."""
+    partitions: Partitions
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.partitions.clear()
+        self.backwards = 0
+
+    def named_grads(self) -> dict[str, Tensor]:
+        """This rank's part of every gradient: slices of flattened parameters."""
+        return self.partitions.grads()
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """See :class:`LocalAdamW`; this rank's slices of both moments."""
+        for name in self.owners:
+            one = self.partitions.slices[name]
+            state = self.started(self.partitions.masters[one.index])
+            yield name, "step", state["step"]
+            yield from ((name, key, one.of(state[key])) for key in MOMENTS)

@@ -1,0 +1,13 @@
+"""How much DeepSpeed moves at once."""
+from dataclasses import dataclass
+
+from lightrft.config.memory import REDUCED_AT_ONCE
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements. Gradients are reduced, and weights fetched ahead, ``reduce`` at a time; with stage 3 each
+    rank keeps parameters of at most ``persist`` whole, because gathering them would take longer than it saves
+    memory."""
+    reduce: int = REDUCED_AT_ONCE
+    persist: int = 100_000

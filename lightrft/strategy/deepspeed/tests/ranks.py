@@ -1,0 +1,118 @@
+"""Run by test_deepspeed_strategy under torchrun: what DeepSpeed's options do, and what it must not do, on two ranks."""
+import json
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
+from lightrft.strategy.deepspeed.sizes import Sizes
+from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.tests.case import Case, assert_same
+from lightrft.strategy.tests.tiny_lm import TinyLM
+
+HERE = "."  # no check here writes
+
+
+class Halves(nn.Module):
+    """Two layers, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, layer: str) -> Tensor:
+        return self.get_submodule(layer)(torch.ones(3)).square().sum()
+
+
+def case_of(bf16: bool = False, **options) -> Case:
+    """A strategy whose buffers and persistent parameters are as small as the models here."""
+    cfg = StrategyConfig(strategy="deepspeed", **options)
+    strategy = DeepspeedStrategy(cfg, bf16, Sizes(reduce=3000, persist=0))
+    strategy.setup()
+    return Case(strategy, HERE)
+
+
+def divided(stage: int) -> list[int]:
+    """Elements of weights, gradients and moments on this rank after the backward passes of a step."""
+    case = case_of(zero_stage=stage)
+    prepared = case.prepare()
+    case.train(prepared, range(1))
+    case.backward(prepared, 1)
+    case.strategy.free_full(prepared.model)
+    weights = sum(vars(param).get("ds_tensor", param).numel() for param in prepared.model.parameters())
+    moments = sum(state["exp_avg"].numel() for state in prepared.optimizer.state.values())
+    return [weights, sum(grad.numel() for grad in case.strategy.gradients(prepared).values()), moments]
+
+
+def second_copies(zpg: int) -> int:
+    """Parameters of which the ranks hold a second copy for the backward pass; what is learnt is the same."""
+    plain, case = case_of(zero_stage=3), case_of(zero_stage=3, zpg=zpg)
+    expected, prepared = plain.prepare(), case.prepare()
+    assert case.train(prepared, range(2)) == plain.train(expected, range(2))
+    case.backward(prepared, 2)
+    return sum(param.ds_secondary_tensor is not None for param in prepared.model.parameters())
+
+
+def collecting_buffers(overlap: bool) -> int:
+    """Buffers in which gradients are collected, while those before are reduced."""
+    case = case_of(zero_stage=2, overlap_comm=overlap)
+    prepared, counts = case.prepare(), []
+    zero = case.strategy.engines[prepared.model].optimizer
+    for param in prepared.model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: counts.extend(len(bucket.buffer) for bucket in zero.ipg_buckets.values()))
+    case.train(prepared, range(1))
+    return max(counts)
+
+
+def unused_gradients_are_not_used_again() -> None:
+    for stage in range(4):
+        case = case_of(zero_stage=stage)
+        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, betas=(0.0, 0.0)))
+        for layer in ("first", "second"):
+            before = case.weights(prepared)
+            case.strategy.backward(prepared.model(layer), prepared)
+            case.strategy.optimizer_step(prepared)
+            other = "second" if layer == "first" else "first"
+            after = case.weights(prepared)
+            assert not torch.equal(after[f"{layer}.weight"], before[f"{layer}.weight"]), (stage, layer)
+            assert torch.equal(after[f"{other}.weight"], before[f"{other}.weight"]), (stage, layer)
+
+
+def moved_weights_are_the_same() -> None:
+    """What leaves the device and returns has other storage; masters must follow it."""
+    for options in (dict(zero_stage=2), dict(zero_stage=3), dict(zero_stage=3, adam_offload=True)):
+        case = case_of(**options)
+        prepared, twin = case.prepare(), case.prepare()
+        for one in (prepared, twin):
+            case.train(one, range(2))
+        case.strategy.free_full(prepared.model)
+        prepared.optimizer.partitions.move(torch.clone)
+        assert case.train(prepared, range(2, 4)) == case.train(twin, range(2, 4))
+        assert_same(case.state(prepared), case.state(twin))
+
+
+def bf16_does_not_round_the_weights() -> None:
+    for stage in range(4):
+        case = case_of(bf16=True, zero_stage=stage)
+        fresh = dict(TinyLM().export_params((n, p.detach()) for n, p in TinyLM().named_parameters()))
+        assert_same(case.weights(case.prepare()), fresh)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    holder = case_of()
+    found = {
+        "divided": [divided(stage) for stage in range(4)], "second": [second_copies(zpg) for zpg in (1, 2)], "buffers":
+        [collecting_buffers(overlap) for overlap in (False, True)]
+    }
+    unused_gradients_are_not_used_again()
+    moved_weights_are_the_same()
+    bf16_does_not_round_the_weights()
+    holder.strategy.teardown()
+    if holder.strategy.rank == 0:
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump(found, file)

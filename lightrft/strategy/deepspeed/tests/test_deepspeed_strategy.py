@@ -1,0 +1,27 @@
+"""What is DeepSpeed's own; that it does what every strategy does is shown by the conformance tests."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightrft.strategy.tests.tiny_lm import TinyLM
+
+
+def test_what_the_options_do(tmp_path: Path) -> None:
+    """Each stage divides one thing more by two; the second copy and the second buffer are there when asked for. Nothing
+    is written, compiled or said."""
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(home)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
+               "lightrft.strategy.deepspeed.tests.ranks", str(tmp_path / "found")]  # yapf: disable
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=home)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found = json.loads((tmp_path / "found").read_text(encoding="utf-8"))
+    whole = sum(param.numel() for param in TinyLM().parameters())
+    shares = [[round(count / whole, 1) for count in counts] for counts in found["divided"]]
+    assert shares == [[1, 1, 1], [1, 0.5, 0.5], [1, 0.5, 0.5], [0.5, 0.5, 0.5]]
+    assert found["second"] == [0, 26] and found["buffers"] == [1, 2]
+    assert not list(home.iterdir()), "files were left"
+    assert "DeepSpeed" not in done.stdout + done.stderr and "Warning" not in done.stderr, done.stdout + done.stderr

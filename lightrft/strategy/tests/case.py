@@ -1,0 +1,81 @@
+"""One strategy under test, and what its checks read."""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
+from lightrft.strategy.deepspeed.partitions import ZeroAdamW
+from lightrft.strategy.optimizer import full_shape
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
+
+
+@dataclass
+class Case:
+    """A strategy that is set up, and a folder all ranks see."""
+    strategy: StrategyBase
+    folder: Path
+
+    def prepare(self, **options) -> Prepared:
+        with self.strategy.init_model_context():
+            model = TinyLM(**options)
+        return self.strategy.prepare(model, SPEC)
+
+    def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
+        strategy = self.strategy
+        batches = share(step, strategy.rank, strategy.world_size, strategy.device, count)
+        for number, batch in enumerate(batches):
+            loss = loss_of(prepared.model, batch, scale)
+            strategy.backward(loss, prepared, last=number == len(batches) - 1)
+
+    def train(self, prepared: Prepared, steps: range, max_norm: float = 1.0) -> list[float]:
+        norms = []
+        for step in steps:
+            self.backward(prepared, step)
+            norms.append(self.strategy.optimizer_step(prepared, max_norm))
+        return norms
+
+    def weights(self, prepared: Prepared) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.strategy.full_params(prepared.model)}
+
+    def state(self, prepared: Prepared) -> dict[str, Tensor]:
+        return {name: full(value).clone() for name, value in self.strategy.state_dict(prepared).items()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert list(first) == list(second), f"names differ: {set(first) ^ set(second)}"
+    for name, value in first.items():
+        difference = (value.cpu().double() - second[name].cpu().double()).abs()
+        assert difference.numel() == 0 or difference.max() <= atol, f"{name} differs by {difference.max()}"
+
+
+def whole_gradients(strategy: StrategyBase, prepared: Prepared) -> dict[str, Tensor]:
+    """Every gradient, put together from the ranks' parts; a collective."""
+    if not isinstance(prepared.optimizer, ZeroAdamW):
+        return {name: full(param.grad) for name, param in prepared.model.named_parameters()}
+    parts, places, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}
+    for name, shape in shapes(prepared).items():
+        whole = torch.zeros(shape, device=strategy.device)
+        if name in parts:
+            whole.view(-1)[places[name].start:places[name].start + len(parts[name])] = parts[name]
+        found[name] = strategy.all_reduce(whole)
+    return found
+
+
+def shapes(prepared: Prepared) -> dict[str, torch.Size]:
+    """The full shape of every parameter."""
+    return {name: full_shape(param) for name, param in prepared.model.named_parameters()}
+
+
+def communicates_at_the_end(strategy: StrategyBase, prepared: Prepared) -> bool:
+    """Whether passes before the last of a step communicate nothing, so that ranks may differ in their number."""
+    if isinstance(strategy, DeepspeedStrategy):
+        return strategy.cfg.zero_stage < 2
+    return strategy._placements[prepared.model].keep_full
