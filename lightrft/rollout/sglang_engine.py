@@ -47,7 +47,11 @@ class SGLangEngine:
         self.sleeps, self.group = sleeps, group
         self.weight_version = 0
         self._ready = self._asleep = self._cache_asleep = False
-        self._dtypes = object_of_first({name: dtype for name, (dtype, _) in self._held().items()}, group)
+        try:
+            self._dtypes = object_of_first({name: dtype for name, (dtype, _) in self._held().items()}, group)
+        except UserError:
+            self.shutdown()
+            raise
 
     def _held(self) -> dict[str, tuple[torch.dtype, int]]:
         """Type and fingerprint of every weight that can be read; nothing on a rank without SGLang."""

@@ -141,3 +141,40 @@ def tells_responses_as_they_end(engine, asked, params):
         assert max(turns, default=-1) < when[i, None][0], "the request was told before its last response"
         early += len(set(turns)) > 1
     assert early, "no response was told before the last one of its request had ended"
+
+
+EXPERT_FAULTS = {
+    "scaled": lambda now, before: now * (1 + 1e-3), "stale": lambda now, before: before,
+    "transposed": lambda now, before: now.t().contiguous().view(now.shape)
+}  # yapf: disable
+
+
+def names_faults_of_experts(rig):
+    """Of the last expert of a MoE, or of all of them, in each of its tensors."""
+    right, router = rig.engine.update_weights, "model.layers.1.mlp.gate.weight"
+    rig.proof.wants_canary = False
+
+    def broken(name, change):
+        rig.version += 1
+        sync_weights(rig.strategy, rig.prepared, rig.engine, rig.version, proof=rig.proof)
+        rig.proof.check(rig.version)
+        before = {one: tensor.clone() for one, tensor in rig.strategy.full_params(rig.actor)}[name]
+        rig.learn()
+        rig.engine.update_weights = lambda stream, version: right(
+            ((one, change(tensor.clone(), before) if one == name else tensor) for one, tensor in stream), version)
+        with pytest.raises(SyncProofError) as caught:
+            rig.sync()
+        rig.engine.update_weights = right
+        said = str(caught.value)
+        assert f": {name} (layer {name[13]}) differs" in said and ". 1 of " in said, said
+
+    for name in (f"model.layers.{i}.mlp.experts.{part}" for i in (0, 1) for part in ("gate_up_proj", "down_proj")):
+        for change in EXPERT_FAULTS.values():
+
+            def last(now, before, change=change):
+                now[-1] = change(now[-1], before[-1])
+                return now
+
+            broken(name, last)
+        broken(name, lambda now, before: now.roll(1, 0))  # experts change places
+    broken(router, lambda now, before: now * (1 + 1e-3))

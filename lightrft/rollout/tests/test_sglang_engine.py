@@ -13,6 +13,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import sglang_native
 from lightrft.rollout.sglang_start import engine_arguments
 from lightrft.rollout.sglang_weights import buckets
+from lightrft.rollout.tests import sglang_experts
 from lightrft.tests import runs, tiny
 from lightrft.utils.env import World
 
@@ -37,7 +38,9 @@ def in_its_environment(*words, limit_s=560, **environ):
     if not (PYTHON.parents[1] / ".installed").exists():
         told = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
         pytest.fail(told) if "CI" in os.environ else pytest.skip(told)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore",
+                                "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PYTHON.parents[1] / "pycache")
+                                }  # yapf: disable, SGLang's modules take 5 s to compile, in every process
     done = subprocess.run([str(word) for word in words], env=environment | environ, text=True, timeout=limit_s,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)  # yapf: disable
     return done.returncode, done.stdout
@@ -46,13 +49,16 @@ def in_its_environment(*words, limit_s=560, **environ):
 @needs_sglang
 def test_one_process():
     code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short",
-                                    "lightrft/rollout/tests/sglang_facts.py")
+                                    "lightrft/rollout/tests/sglang_facts.py",
+                                    "lightrft/rollout/tests/sglang_experts.py")
     assert code == 0 and int(re.search(r"(\d+) passed", said)[1]) > 30 and "skipped" not in said, said[-8000:]
 
 
 @needs_sglang
-def test_two_ranks(tmp_path):
-    folder = tiny.save_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)
+def test_two_ranks(tmp_path, monkeypatch):
+    """With experts, each of which is cut up between the ranks of an engine."""
+    monkeypatch.setitem(tiny.FAMILIES, "moe", ("qwen3_moe", sglang_experts.MOE | {"tie_word_embeddings": False}))
+    folder = tiny.save_model(tmp_path / "model", "moe", **SIZES)
     code, said = in_its_environment(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m",
                                     f"{TESTS}.sglang_ranks", folder)
     assert code == 0, said[-8000:]
@@ -64,7 +70,7 @@ def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
     out, mark = tmp_path / "out", tmp_path / "mark"
     words = (
         "--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start "
-        f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_mischief").split()
+        f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_kill").split()
     code, said = in_its_environment("bash", "examples/quickstart/run_quickstart.sh", *words, PYTHON=str(PYTHON),
                                     OUT=str(out), MISCHIEF_MARK=str(mark))
     assert code != 0 and mark.exists(), said[-8000:]

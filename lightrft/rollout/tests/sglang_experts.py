@@ -1,0 +1,45 @@
+"""Experts of a MoE in SGLang, the real one on a CPU, which keeps as one tensor what checkpoints have in pieces.
+
+For an environment with SGLang, as :mod:`lightrft.rollout.tests.sglang_facts`.
+"""
+import multiprocessing
+
+import pytest
+
+from lightrft.rollout import SamplingParams
+from lightrft.rollout.sync_proof import get_sync_proof
+from lightrft.rollout.tests.engine_rig import EXACT, NEW, names_faults_of_experts, requests
+from lightrft.rollout.tests.sglang_rig import SIZES, Rig
+from lightrft.tests import tiny
+from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
+from lightrft.utils.timer import Timer
+
+MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
+
+
+def started(folder, monkeypatch, tied):
+    monkeypatch.setitem(tiny.FAMILIES, "moe", ("qwen3_moe", MOE | {"tie_word_embeddings": tied}))
+    return Rig(tiny.save_model(folder, "moe", **SIZES))
+
+
+def test_experts_arrive_and_a_wrong_one_is_named(tmp_path, monkeypatch):
+    rig = started(tmp_path, monkeypatch, tied=False)
+    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    for _ in range(2):
+        assert rig.sync() < 1e-5
+        mean, largest = rig.gap(requests(1), SamplingParams(NEW))
+        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        rig.learn()
+    assert set(rig.engine.weight_dtypes()) == set(rig.engine.shapes) == set(rig.proof.fingerprints.trainer)
+    names_faults_of_experts(rig)
+    rig.engine.shutdown()
+
+
+def test_a_weight_that_the_trainer_does_not_send(tmp_path, monkeypatch):
+    """SGLang gives a Qwen3-MoE a head of its own, although it is tied."""
+    before = multiprocessing.active_children()
+    with pytest.raises(UserError, match="SGLang has lm_head.weight, which the trainer sends nothing for: it would"):
+        started(tmp_path, monkeypatch, tied=True)
+    assert multiprocessing.active_children() == before
