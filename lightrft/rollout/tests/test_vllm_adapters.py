@@ -139,6 +139,27 @@ def test_a_fault_is_named(name, rig):
     rig.sync()
 
 
+def test_an_adapter_that_vllm_passes_over_is_named(rig, monkeypatch):
+    rig.sync()
+    rig.learn()
+    fill, name = rig.engine.adapters._fill, "model.layers.1.mlp.down_proj.lora_B.weight"
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.adapters, "_fill", lambda one, tensor: None if one == name else fill(one, tensor))
+        with pytest.raises(SyncProofError, match=f"{name} .* still has the values of the sync before. 1 of 54 weights"):
+            rig.sync()
+    rig.sync()
+
+
+def test_adapters_that_were_sent_as_they_were_before(rig):
+    """Nothing is wrong between what was sent and what vLLM has: the trainer's own are what is compared."""
+    rig.sync()
+    old = {name: tensor.clone() for name, tensor in rig.strategy.full_params(rig.actor, 1 << 20, "alone")}
+    rig.learn()
+    with pytest.raises(SyncProofError, match=f"{next(iter(old))} .* of the sync before. 28 of 54 weights differ"):
+        rig.sync(lambda *_: iter(old.items()))
+    rig.sync()
+
+
 def test_what_vllm_has_no_room_for(tmp_path, rig):
     with pytest.raises(UserError, match="vLLM has no room for an adapter at model.layers.9.x: use --lora_sync merged"):
         list(rig.engine.adapters.take([("model.layers.9.x.lora_A.weight", torch.zeros(1))]))

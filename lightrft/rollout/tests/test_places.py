@@ -1,0 +1,168 @@
+"""Where loaders that are like those of engines put the elements of a weight; in this process, without an engine."""
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import MixtralForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout.copies import watched
+from lightrft.rollout.layouts import Layouts
+from lightrft.rollout.named_weights import checkpoint_names, under_checkpoint_names
+from lightrft.rollout.places import Places
+
+E, I, H = 5, 3, 4
+FUSED = {"up": torch.Size([E, 2 * I, H]), "down": torch.Size([E, H, I])}
+APART = {f"{i}.{name}": torch.Size(shape) for i in range(E)
+         for name, shape in (("gate", (I, H)), ("third", (I, H)), ("down", (H, I)))}  # yapf: disable
+
+
+class Model(nn.Module):
+    """Two layers of experts, as an engine holds them once they are loaded. ``pack``: what its kernel makes of one."""
+
+    def __init__(self, pack, dtype):
+        super().__init__()
+        self.pack, self.loads = pack, 0
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.layers:
+            for name, shape in (("w13", (E, 2 * I + 2, H)), ("w2", (E, H, I + 1))):  # padded
+                layer.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False))
+
+    def load(self, stream):
+        """The elements as they come."""
+        for name, weight in stream:
+            layer, _, name = name.partition(".")
+            w13, w2 = self.layers[int(layer)].w13, self.layers[int(layer)].w2
+            expert, _, part = name.rpartition(".")
+            for i in [int(expert)] if expert else range(E):
+                one = weight if expert else weight[i]
+                if part == "down":
+                    w2[i, :, :I].copy_(one)
+                    continue
+                if part in ("up", "gate"):
+                    w13[i, :I].copy_(one[:I])
+                if part in ("up", "third"):
+                    w13[i, I + 1:2 * I + 1].copy_(one[-I:])
+
+    def reload(self, stream):
+        """As a sync does."""
+        self.loads += 1
+        for layer in self.layers:
+            layer.w13.zero_(), layer.w2.zero_()
+        self.load(stream)
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                parameter.copy_(torch.stack([self.pack(one) for one in parameter]))
+
+
+def shuffled(plane):
+    """As a kernel may want it."""
+    order = torch.randperm(plane.numel(), generator=torch.Generator().manual_seed(len(plane)))
+    return plane.flatten()[order].view(plane.shape)
+
+
+PACKS = {"as sent": lambda plane: plane, "turned": lambda plane: plane.flip(0).t().reshape(plane.shape),
+         "shuffled": shuffled}  # yapf: disable
+
+
+def weights(shapes, dtype):
+    generator = torch.Generator().manual_seed(3)
+    return {f"{layer}.{name}": torch.randn(shape, generator=generator).to(dtype)
+            for layer in range(2) for name, shape in shapes.items()}  # yapf: disable
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", [FUSED, APART], ids=["fused", "apart"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_elements_are_found_wherever_a_kernel_wants_them(pack, shapes, dtype):
+    """Each weight reads as it was sent, and a change of any element of the engine's that is no padding shows."""
+    model, sent = Model(PACKS[pack], dtype), weights(shapes, dtype)
+    places = Places(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers, model.reload)
+    assert model.loads <= 1 and not places.fault("X") and set(places.dtypes.values()) == {dtype}
+    model.reload(iter(sent.items()))
+    expected = fingerprints([Piece(one) for one in sent.values()])
+    assert torch.equal(places.fingerprints(list(sent)), expected)
+    if shapes is FUSED:
+        assert all(len(parts) == 1 + ("up" in name) for name, parts in places.held.items()), "experts are not joined"
+    if pack == "as sent":
+        assert all(place.order is None for parts in places.held.values() for place in parts.values())
+    seen = 0
+    for parameter in model.layers[1].parameters():
+        for element in parameter.view(-1):
+            kept = element.clone()
+            element.add_(1)
+            wrong = (places.fingerprints(list(sent)) != expected).nonzero()[:, 0].tolist()
+            assert len(wrong) <= 1 and all(list(sent)[i].startswith("1.") for i in wrong)
+            seen += len(wrong)
+            element.copy_(kept)
+    assert seen == E * 3 * I * H
+
+
+def test_numbers_of_many_digits():
+    """More elements than a bfloat16 can count."""
+    layer, swap = nn.Module(), torch.arange(5000).flip(0)
+    layer.w = nn.Parameter(torch.zeros(1, 5000, 20, dtype=torch.bfloat16), requires_grad=False)
+    places = Places(lambda stream: [layer.w[0].copy_(one[0]) for _, one in stream], {"w": layer.w.shape}, None, (),
+                    [layer], lambda stream: [layer.w[0].copy_(one[0][swap]) for _, one in stream])  # yapf: disable
+    order = places.held["w"][((0, 0, 0), (1, 5000, 20))].order
+    assert torch.equal(order, torch.arange(100_000).view(5000, 20)[swap].flatten())
+
+
+def test_elements_that_are_changed_are_not_found():
+    model = Model(lambda plane: plane * 2, torch.float32)
+    sent = weights(FUSED, torch.float32)
+    places = Places(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers, model.reload)
+    assert places.dtypes == {} and not places.fault("X")
+
+
+def test_layers_that_are_loaded_alike_are_measured_once():
+    model = Model(shuffled, torch.float32)
+    layouts, found = Layouts(model.reload), []
+    copies = watched(model.load, {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()})
+    for i, layer in enumerate(model.layers):
+        found.append(layouts.orders(layer, {name: group for name, group in copies.items() if name[0] == str(i)}))
+    assert model.loads == 1 and found[0] is found[1]
+
+
+@pytest.mark.parametrize("skipped, said", [
+    (["1.down"], "X has no place for 60 of the 60 elements of 1.down: it would generate with random values"),
+    (["0.up", "1.up"], "X has no place for 120 of the 120 elements of 0.up, nor for all of 1 others: "),
+    (["0.3.third"], "X has no place for 12 of the 12 elements of 0.3.third: "),
+])  # yapf: disable
+def test_what_an_engine_passes_over_is_refused(skipped, said):
+    model, shapes = Model(None, torch.float32), APART if "third" in skipped[0] else FUSED
+    shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    places = Places(lambda stream: model.load(one for one in stream if one[0] not in skipped), shapes)
+    assert places.fault("X").startswith(said)
+
+
+def test_an_expert_that_an_engine_passes_over_is_refused():
+    held = torch.zeros(E - 1, H, I)
+    places = Places(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
+                    {"down": FUSED["down"]})  # yapf: disable
+    assert places.fault("X").startswith("X has no place for 12 of the 60 elements of down: ") and not places.dtypes
+
+
+def test_a_parameter_that_nothing_fills_is_refused():
+    model = Model(None, torch.float32)
+    model.head = nn.Parameter(torch.zeros(2))
+    shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()}
+    assert Places(model.load, shapes, model=model).fault("X").startswith("X has head, which the trainer sends nothing")
+
+
+@pytest.mark.parametrize("family", [Qwen3MoeForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM])
+def test_names_in_checkpoints(family, tmp_path):
+    """Experts come apart, as views; what is sent under these names is what transformers saves."""
+    config = family.config_class(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1,
+                                 head_dim=4, num_experts=3, num_local_experts=3, moe_intermediate_size=6,
+                                 intermediate_size=6, vocab_size=11)  # yapf: disable
+    model = family(config)
+    model.save_pretrained(tmp_path)
+    own = dict(model.named_parameters())
+    names = checkpoint_names(model, {name: one.shape for name, one in own.items()})
+    sent = dict(under_checkpoint_names(own.items(), names))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(sent) == set(saved) and all(torch.equal(sent[name], one) for name, one in saved.items())
+    addresses = {one.untyped_storage().data_ptr() for one in own.values()}
+    assert all(one.untyped_storage().data_ptr() in addresses for one in sent.values())
+    assert bool(names) == (family is not Qwen2ForCausalLM)
