@@ -1,22 +1,52 @@
-"""A plugin under which rank 1 loses its SGLang scheduler, killed in the middle of the rollout after the 20th update."""
+"""A plugin under which SGLang fails in the middle of a response: ``MISCHIEF`` as in :mod:`lightrft.tests.mischief`.
+
+Of "raise" and "kill" the calls are passes of the model, and a rank is a scheduler's: of the first rank of an engine and
+those after it. Of "long" and "die" they are calls of ``generate``. It leaves a file ``mischief``.
+"""
 import os
 import signal
-import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightrft.rollout import sglang_child
 from lightrft.rollout.sglang_engine import SGLangEngine
+from lightrft.tests.mischief import due
 
-UPDATES = 20
-_generate = SGLangEngine.generate
+_IN_MODEL = os.environ.get("MISCHIEF", "").startswith(("raise", "kill"))
+_generate, _run_scheduler = SGLangEngine.generate, sglang_child.run_scheduler
+
+
+def _strikes(folder: Path = Path()) -> str:
+    if kind := due():
+        (folder / "mischief").touch()
+    if kind in ("kill", "die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return kind
 
 
 def _harmed(engine: SGLangEngine, requests: Any, *args: Any) -> Any:
-    if os.environ.get("RANK") == "1" and engine.weight_version == UPDATES and not MARK.exists():
-        MARK.touch()
-        threading.Timer(0.2, os.kill, (engine.native.processes[0].pid, signal.SIGKILL)).start()
+    if not _IN_MODEL and _strikes() == "long":
+        requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
     return _generate(engine, requests, *args)
 
 
-MARK = Path(os.environ["MISCHIEF_MARK"])
+def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: Any, *args: Any) -> None:
+    """A scheduler whose model fails."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    os.environ["RANK"] = str(rank + args[3])
+    forward = ModelRunner.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if _strikes(folder):
+            raise RuntimeError("SGLang's model is a pumpkin")
+        return forward(*args, **kwargs)
+
+    ModelRunner.forward = failing
+    _run_scheduler(shapes, parent, last_words, *args)
+
+
 SGLangEngine.generate = _harmed
+if _IN_MODEL:
+    sglang_child.run_scheduler = partial(run_harmed, Path.cwd(), int(os.environ.get("RANK", "0")))

@@ -1,4 +1,5 @@
 """The SGLang engine. What needs SGLang runs in the environment that ``make test`` makes for it, .venv-sglang."""
+import json
 import os
 import re
 import subprocess
@@ -11,11 +12,13 @@ import torch
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import sglang_native
+from lightrft.rollout.sglang_limits import check_window
 from lightrft.rollout.sglang_start import engine_arguments
 from lightrft.rollout.sglang_weights import buckets
 from lightrft.rollout.tests import sglang_experts
 from lightrft.tests import runs, tiny
 from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 TESTS, SHIM = "lightrft.rollout.tests", ROOT / "lightrft" / "tests" / "sglang_cpu_shim"
@@ -38,11 +41,10 @@ def in_its_environment(*words, limit_s=560, **environ):
     if not (PYTHON.parents[1] / ".installed").exists():
         told = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
         pytest.fail(told) if "CI" in os.environ else pytest.skip(told)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore",
-                                "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PYTHON.parents[1] / "pycache")
-                                }  # yapf: disable, SGLang's modules take 5 s to compile, in every process
-    done = subprocess.run([str(word) for word in words], env=environment | environ, text=True, timeout=limit_s,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)  # yapf: disable
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore"}
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PYTHON.parents[1] / "pycache")}  # saves 5 s
+    done = subprocess.run([str(word) for word in words], env=environment | compiled | environ, text=True, cwd=ROOT,
+                          timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # yapf: disable
     return done.returncode, done.stdout
 
 
@@ -65,12 +67,18 @@ def test_two_ranks(tmp_path, monkeypatch):
 
 
 @needs_sglang
+def test_faults_on_two_ranks():
+    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short",
+                                    "lightrft/rollout/tests/sglang_faults.py")
+    assert code == 0 and "5 passed" in said, said[-8000:]
+
+
+@needs_sglang
 def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
     """20 steps on two ranks; then rank 1 loses its scheduler in the middle of a rollout."""
     out, mark = tmp_path / "out", tmp_path / "mark"
-    words = (
-        "--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start "
-        f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_kill").split()
+    words = ("--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start "
+             f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_kill").split()
     code, said = in_its_environment("bash", "examples/quickstart/run_quickstart.sh", *words, PYTHON=str(PYTHON),
                                     OUT=str(out), MISCHIEF_MARK=str(mark))
     assert code != 0 and mark.exists(), said[-8000:]
@@ -112,6 +120,22 @@ def test_options_reach_sglang():
     assert arguments(engine_kv_mib=3, engine_tp_size=2)["max_total_tokens"] == 2 * ((3 << 20) // token)
     on_cpu = arguments(CPU)
     assert 0 < on_cpu["max_total_tokens"] <= (4 << 30) // token and not on_cpu["enable_memory_saver"]
+
+
+def test_attention_that_sglang_would_compute_otherwise_is_refused():
+
+    def on(device, family, *args):
+        return engine_arguments(RolloutConfig(engine_args=list(args)), tiny.config(family), device, False, World())
+
+    with pytest.raises(UserError, match="torch_native, .* does not cap attention logits, .*attn_logit_softcapping 50"):
+        on(CPU, "gemma2")
+    assert json.loads(on(CUDA, "gemma2")["json_model_override_args"]) == {"hidden_act": "gelu_pytorch_tanh"}
+    assert on(CPU, "gemma2", "attention_backend=intel_amx")
+    for family, longest, known in (("mistral", 8, None), ("gemma3", 9, 7), ("qwen2", 999, None)):
+        check_window(tiny.config(family), longest, known)
+    with pytest.raises(UserError,
+                       match=r"reaches back 8 tokens \(sliding_window\), .* not do for mistral, .* have 9; "):
+        check_window(tiny.config("mistral"), 9, None)
 
 
 def test_weights_travel_in_buckets():
