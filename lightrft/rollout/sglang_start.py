@@ -71,7 +71,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         if not cfg.engine_kv_mib:
             cache = host_cache(cfg, total_memory(device) / world.local_world_size)
             arguments["max_total_tokens"] = int(cache) // room
-    if hasattr(config, "hidden_activation") and not hasattr(config, "hidden_act"):  # SGLang reads both of Gemma 2's
+    if "hidden_activation" in (given := vars(config)) and "hidden_act" not in given:  # SGLang reads both of Gemma 2's
         arguments["json_model_override_args"] = json.dumps({"hidden_act": config.hidden_activation})
     arguments |= native_arguments(cfg.engine_args)
     check_cap(config, arguments.get("attention_backend"))
