@@ -132,8 +132,8 @@ class RolloutConfig:
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
     overlap_passes: bool = option(
-        False, "run the no-grad passes (old and reference log-probs, values) on finished groups in a thread while the "
-        "engine generates the others; worth it where a core or the GPU has time left")
+        False, "run the no-grad passes (old and reference log-probs, values) on finished responses in a thread, while "
+        "the engine generates the others; worth it where a core or the GPU has time left")
     sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
     lora_sync: str = option(
         "merged", "what LoRA sends to the engine: every weight with the adapters merged into it, or the base weights "
