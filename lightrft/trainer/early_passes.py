@@ -19,10 +19,10 @@ from lightrft.types import Experience, Sample
 class EarlyPasses:
     """A thread that runs ``passes`` on the samples it is given; to be entered around generation, once.
 
-    Samples are packed in the order in which they are finished, which hangs on requests and weights alone, so it makes
-    no difference when a pass runs. Sharded forward passes are collectives: a round is one pass on every rank; a rank
-    that has a pack waits for those that have none yet, and joins in with empty ones when its own are through. The
-    collectives are those of this thread alone, for generating ranks have none in common.
+    Samples are packed in the order in which they are finished, which with the HF engine and vLLM hangs on requests and
+    weights alone, so it makes no difference when a pass runs. Sharded forward passes are collectives: a round is one
+    pass on every rank; a rank that has a pack waits for those that have none yet, and joins in with empty ones when its
+    own are through. The collectives are those of this thread alone, for generating ranks have none in common.
 
     Args:
         n_per_prompt: samples of a group; with its number they tell samples apart.

@@ -69,11 +69,8 @@ class Evaluator:
             Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.mm_inputs) for _, p in mine
         ]
         completions = self.engine.generate(requests, self.sampling)
-        return [
-            sample for (group_id, prompt), done in zip(mine, completions)
-            for sample in to_samples(self.tokenizer, group_id, prompt, done, self.engine.weight_version,
-                                     self.sampling.stop_token_ids)
-        ]
+        ended = ((*prompt, j, done) for prompt, responses in zip(mine, completions) for j, done in enumerate(responses))
+        return to_samples(self.tokenizer, ended, self.engine.weight_version, self.sampling.stop_token_ids)
 
     def _metrics(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         sources = sorted({row["source"] for row in rows})
@@ -89,8 +86,7 @@ class Evaluator:
         for row in scored:
             groups[row["group_id"]].append(is_correct(row["reward"], row["parts"]))
         values = {
-            f"pass@{k}": [pass_at_k(len(g), sum(g), k) for g in groups.values() if len(g) >= k]
-            for k in cfg.eval_pass_k
+            f"pass@{k}": [pass_at_k(len(g), sum(g), k) for g in groups.values() if len(g) >= k] for k in cfg.eval_pass_k
         }
         values[f"avg@{cfg.eval_n_samples}"] = [row["reward"] for row in scored]
         values["len"] = [row["length"] for row in rows]

@@ -4,7 +4,7 @@
 them. What comes out is the same.
 """
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightrft.trainer.greedy_baseline import GreedyBaseline
 
 Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
+Ended = tuple[int, Prompt, int, Completion]  # number of the group, its prompt, place in the group, response
 
 
 @dataclass
@@ -65,21 +66,22 @@ def reward_input(prompt: Prompt, response: str) -> RewardInput:
                        label=prompt.label, reference=prompt.reference, columns=prompt.columns)
 
 
-def to_samples(tokenizer: PreTrainedTokenizerBase, group_id: int, prompt: Prompt, completions: Sequence[Completion],
-               weight_version: int, stop: tuple[int, ...] = (), places: Iterable[int] | None = None) -> list[Sample]:
-    """Finished responses to a prompt as samples, decoded. Special tokens are kept, only the end token goes; ``stop``
-    stays. ``places`` are theirs in the group (default: they are the whole group)."""
-    kept = set(stop) - {tokenizer.eos_token_id}
+def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weight_version: int,
+               stop: tuple[int, ...] = ()) -> list[Sample]:
+    """Finished responses as samples, decoded. Special tokens are kept, only the end token goes; ``stop`` stays."""
+    ended, kept = list(ended), set(stop) - {tokenizer.eos_token_id}
     bodies = [
         done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
-        for done in completions
+        for *_, done in ended
     ]
-    texts, n = tokenizer.batch_decode(bodies, skip_special_tokens=False), len(prompt.token_ids)
+    texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
     return [
         Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
-               loss_mask=[False] * n + [True] * len(done.token_ids), logprobs=[0.0] * n + done.logprobs,
-               weight_versions=[-1] * n + [weight_version] * len(done.token_ids), finish_reason=done.finish_reason,
-               text=text) for index, done, text in zip(places or range(len(completions)), completions, texts)
+               loss_mask=[False] * len(prompt.token_ids) + [True] * len(done.token_ids),
+               logprobs=[0.0] * len(prompt.token_ids) + done.logprobs,
+               weight_versions=[-1] * len(prompt.token_ids) + [weight_version] * len(done.token_ids),
+               finish_reason=done.finish_reason, text=text)
+        for (group_id, prompt, index, done), text in zip(ended, texts)
     ]
 
 
@@ -174,21 +176,17 @@ class NaiveExperienceMaker:
     def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
         """Responses of this rank's prompts, group by group."""
         completions = self.engine.generate(self._requests(groups, step), self.sampling)
-        return [
-            sample for (group_id, prompt), done in zip(groups, completions)
-            for sample in self.samples_of(group_id, prompt, done)
-        ]
+        return self.samples_of(
+            (*group, j, done) for group, responses in zip(groups, completions) for j, done in enumerate(responses))
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The rewards of this rank's samples."""
         return self.rewards.collect(
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
 
-    def samples_of(self, group_id: int, prompt: Prompt, completions: Sequence[Completion],
-                   places: Iterable[int] | None = None) -> list[Sample]:
+    def samples_of(self, ended: Iterable[Ended]) -> list[Sample]:
         """Finished responses of this rank as samples."""
-        return to_samples(self.tokenizer, group_id, prompt, completions, self.engine.weight_version,
-                          self.sampling.stop_token_ids, places)
+        return to_samples(self.tokenizer, ended, self.engine.weight_version, self.sampling.stop_token_ids)
 
     def _requests(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Request]:
         seed, n = self.config.train.seed, self.config.rollout.n_samples_per_prompt

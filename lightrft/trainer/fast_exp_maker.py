@@ -1,6 +1,5 @@
 """The experience maker that trainers use: rewards are computed while other responses are still being generated."""
 from collections.abc import Iterable
-from itertools import groupby
 
 from lightrft.rewards.base import Score
 from lightrft.rewards.manager import Handle
@@ -18,11 +17,8 @@ class FastExperienceMaker(NaiveExperienceMaker):
         self._expect(len(groups))
 
         def arrived(ended: list[tuple[int, int, Completion]]) -> None:
-            fresh = []
-            for i, them in groupby(ended, lambda each: each[0]):
-                _, places, completions = zip(*them)
-                fresh += [(i, sample) for sample in self.samples_of(*groups[i], completions, places)]
-            self._begin(fresh)
+            samples = self.samples_of((*groups[i], j, completion) for i, j, completion in ended)
+            self._begin([(i, sample) for (i, *_), sample in zip(ended, samples)])
 
         def finished(i: int, completions: list[Completion]) -> None:
             if not self._samples[i]:

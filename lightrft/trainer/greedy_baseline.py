@@ -28,10 +28,8 @@ class GreedyBaseline:
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         prompts = {sample.group_id: sample.prompt for sample in samples}
         requests = [Request(prompt.token_ids, [0], prompt.mm_inputs) for prompt in prompts.values()]
-        greedy = [
-            to_samples(self.tokenizer, group_id, prompt, done, self.engine.weight_version, params.stop_token_ids)[0]
-            for (group_id, prompt), done in zip(prompts.items(), self.engine.generate(requests, params))
-        ]
+        ended = ((*prompt, 0, done[0]) for prompt, done in zip(prompts.items(), self.engine.generate(requests, params)))
+        greedy = to_samples(self.tokenizer, ended, self.engine.weight_version, params.stop_token_ids)
         handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
         return lambda: {
             sample.group_id: {"greedy_reward": score.total, "greedy_length": sample.response_len}

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.rollout.engine import Completion
-from lightrft.trainer.experience_maker import Rows
+from lightrft.trainer.experience_maker import Ended, Rows
 from lightrft.types import Prompt, Sample
 
 
@@ -57,6 +57,10 @@ class OpenGroup:
         for j, more in zip(places, completions, strict=True):
             if self.responses[j].finish_reason == "abort":
                 self.responses[j].add(more, version)
+
+    def ended(self, place: int) -> Ended:
+        """A finished response, to be decoded."""
+        return self.number, self.prompt, place, self.responses[place]
 
     def samples(self, group_id: int) -> list[Sample]:
         """The finished group as samples, not decoded."""

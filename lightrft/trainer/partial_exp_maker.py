@@ -46,7 +46,8 @@ class PartialExperienceMaker(FastExperienceMaker):
         def arrived(ended: list[tuple[int, int, Completion]]) -> None:
             for i, k, completion in ended:
                 mine[i].responses[opened[i][k]].add(completion, version)
-            self._begin([(i, sample) for i, k, _ in ended for sample in self._decoded(mine[i], [opened[i][k]])])
+            samples = self.samples_of(mine[i].ended(opened[i][k]) for i, k, _ in ended)
+            self._begin([(i, sample) for (i, *_), sample in zip(ended, samples)])
 
         def finished(i: int, completions: list[Completion]) -> bool:
             mine[i].add(completions, version, opened[i])
@@ -73,11 +74,8 @@ class PartialExperienceMaker(FastExperienceMaker):
         """Score what is left of a group whose responses are all finished."""
         begun = {row["index"] for row in group.rows} | self._samples[i].keys()
         rest = [j for j in range(len(group.responses)) if j not in begun]
-        self._begin([(i, sample) for sample in self._decoded(group, rest)])
+        self._begin([(i, sample) for sample in self.samples_of(map(group.ended, rest))])
         self.rewards.finish(self._handles[i])
-
-    def _decoded(self, group: OpenGroup, places: list[int]) -> list[Sample]:
-        return self.samples_of(group.number, group.prompt, [group.responses[j] for j in places], places)
 
     def _continued(self, groups: list[OpenGroup]) -> list[Request]:
         """What is left to generate; a response draws by the seed that it began with."""

@@ -59,7 +59,7 @@ def test_a_response_may_end_with_its_first_token():
         assert done.logprobs == pytest.approx(naive_logprobs("qwen2", prompt, done.token_ids, FIRST).tolist(), abs=1e-4)
     prompt, done = short[0]
     done.token_ids = [end]
-    sample, = to_samples(tiny.tokenizer(), 0, Prompt("u", prompt, ""), [done], 0)
+    sample, = to_samples(tiny.tokenizer(), [(0, Prompt("u", prompt, ""), 0, done)], 0)
     assert sample.text == "" and sample.loss_mask == [False] * len(prompt) + [True]
 
 

@@ -143,7 +143,7 @@ def test_samples_and_packing():
     prompt = Prompt("u", tokenizer.encode("ab"), "ab")
     eos, body = tokenizer.eos_token_id, tokenizer.encode("xyz")
     done = [Completion([*body, eos], [-0.1, -0.2, -0.3, -0.4], "stop"), Completion(body[:2], [-1.0, -2.0], "length")]
-    samples = to_samples(tokenizer, 5, prompt, done, 7)
+    samples = to_samples(tokenizer, [(5, prompt, j, each) for j, each in enumerate(done)], 7)
     assert [s.text for s in samples] == ["xyz", "xy"], "the end token is no text, and a cut response keeps its own"
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
     exp = pack_samples(samples, 2)
@@ -157,10 +157,10 @@ def test_samples_and_packing():
 def test_end_tokens_of_the_generation_config_are_no_text_and_stop_strings_are():
     tokenizer = tiny.tokenizer()
     end, body = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.encode("xyz")
-    prompt, done = Prompt("u", tokenizer.encode("ab"), "ab"), [Completion([*body, end], [0.0] * 4, "stop")]
-    assert to_samples(tokenizer, 0, prompt, done, 0)[0].text == "xyz"
-    assert to_samples(tokenizer, 0, prompt, done, 0, stop=(end, ))[0].text == "xyz<|im_start|>"
-    assert to_samples(tokenizer, 0, prompt, [Completion(body, [0.0] * 3, "length")], 0)[0].text == "xyz"
+    prompt, done = Prompt("u", tokenizer.encode("ab"), "ab"), Completion([*body, end], [0.0] * 4, "stop")
+    assert to_samples(tokenizer, [(0, prompt, 0, done)], 0)[0].text == "xyz"
+    assert to_samples(tokenizer, [(0, prompt, 0, done)], 0, stop=(end, ))[0].text == "xyz<|im_start|>"
+    assert to_samples(tokenizer, [(0, prompt, 0, Completion(body, [0.0] * 3, "length"))], 0)[0].text == "xyz"
 
 
 def test_a_stop_string_must_be_one_token():

@@ -41,7 +41,7 @@ def greedy_texts(made):
     made.engine.wake()
     for prompt in [made.loader.dataset[i] for i in range(4)]:
         done = made.engine.generate([Request(prompt.token_ids, [7])], params)[0]
-        yield made.maker.samples_of(0, prompt, done)[0]
+        yield made.maker.samples_of([(0, prompt, 0, done[0])])[0]
 
 
 def test_the_baseline_is_the_reward_of_the_greedy_response(home, tmp_path):
