@@ -28,10 +28,11 @@ def equal(left, right):
 
 
 def changed(model):
-    """Weights as after a training step, the same on every rank."""
+    """Weights as after a training step, the same on every rank; of those that DeepSpeed divides their pieces."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(parameter * 0.05)
+            held = vars(parameter).get("ds_tensor", parameter)
+            held.add_(held * 0.05)
 
 
 def proof_of(strategy, prepared, engine):
@@ -69,14 +70,15 @@ def lora(folder, strategy):
     for version in (1, 2):
         sync_weights(strategy, prepared, engine, version, 512, proof)
         assert proof.check(version)["rollout/canary_gap"] < 1e-5
+        strategy.free_full(prepared.model)
         changed(prepared.model)
 
 
-def main(folder: str) -> None:
+def main(folder: str, config: StrategyConfig) -> None:
     cfg, rollout = ModelConfig(pretrain=folder), RolloutConfig(engine_kv_mib=1)
     alone = load_actor(cfg)
     reference = HFEngine(alone.hf_model, {load_tokenizer(folder).eos_token_id}, 1 << 20)
-    strategy = get_strategy(StrategyConfig())
+    strategy = get_strategy(config)
     strategy.setup()
     prepared = strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
     random_state = torch.get_rng_state()
@@ -93,6 +95,7 @@ def main(folder: str) -> None:
         assert equal(flat(engine.generate(REQUESTS[mine], PARAMS)), flat(expected[mine])), f"version {version} differs"
         engine.sleep()
         engine.wake()
+        strategy.free_full(prepared.model)
         changed(prepared.model)
         changed(alone)
         assert not equal(flat(reference.generate(REQUESTS, PARAMS)), flat(expected)), "the change changes nothing"
@@ -103,4 +106,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], StrategyConfig(strategy=sys.argv[2], zero_stage=3))

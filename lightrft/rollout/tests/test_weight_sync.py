@@ -1,4 +1,4 @@
-"""get_engine and sync_weights: in place on one process, own copies under FSDP2 on two ranks."""
+"""get_engine and sync_weights: in place on one process, own copies under FSDP2 and ZeRO-3 on two ranks."""
 import os
 import subprocess
 import sys
@@ -85,10 +85,11 @@ def test_unknown_engine(folder):
         engine_of(folder, strategy, prepared, engine_type="x")
 
 
-def test_two_ranks_generate_what_one_process_does(folder):
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_two_ranks_generate_what_one_process_does(folder, strategy):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", ranks.__name__,
-        folder
+        folder, strategy
     ]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=180)

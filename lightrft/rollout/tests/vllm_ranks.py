@@ -1,4 +1,5 @@
-"""What ``torchrun`` runs in tests of vLLM: FSDP2 shards on two ranks feed one engine of both, or one each."""
+"""What ``torchrun`` runs in tests of vLLM: what FSDP2, or ZeRO-3, divides between two ranks feeds one engine of both, or
+one each."""
 import sys
 from dataclasses import replace
 
@@ -83,6 +84,21 @@ def harm_one_copy(engine, names: list[str], expected: torch.Tensor, rank: int) -
         weight.data[0] /= 1.001
 
 
+def from_zero(cfg: ModelConfig, engine, reference: HFEngine, mine: slice) -> None:
+    """DeepSpeed with stage 3 feeds the same engine: what it generates is what the whole model generates."""
+    strategy = get_strategy(StrategyConfig(strategy="deepspeed", zero_stage=3))
+    strategy.setup()
+    prepared, fresh = strategy.prepare(load_actor(cfg), OptimSpec(1e-3)), load_actor(cfg)
+    reference.model.load_state_dict(fresh.hf_model.state_dict())
+    for version in (3, 4):
+        sync_weights(strategy, prepared, engine, version, 1)
+        check(engine.generate(REQUESTS[mine], GREEDY), reference.generate(REQUESTS[mine], GREEDY))
+        strategy.free_full(prepared.model)
+        changed(prepared.model)
+        changed(reference.model)
+    strategy.teardown()
+
+
 def main(folder: str, tp: int, early: bool) -> None:
     """Greedy responses are those of the whole model; sampled ones do not depend on who asked for them."""
     cfg, tokenizer = ModelConfig(pretrain=folder), load_tokenizer(folder)
@@ -115,6 +131,8 @@ def main(folder: str, tp: int, early: bool) -> None:
             stop_early(engine, REQUESTS[mine] if wanted[strategy.rank] else [], alone.hf_model, wanted[strategy.rank])
         changed(prepared.model)
         changed(alone)
+    if early:
+        from_zero(cfg, engine, reference, mine)
     engine.shutdown()
     strategy.barrier()  # the trainer's process group is still there
     assert torch.distributed.is_initialized()
