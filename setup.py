@@ -15,7 +15,7 @@ CORE = [
 EXTRAS = {
     "vllm": ["vllm>=0.32"],
     "sglang": ["sglang>=0.5.23"],
-    "deepspeed": ["deepspeed>=0.19"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "liger": ["liger-kernel>=0.8"],
     "vl": ["pillow>=10", "torchvision", "qwen-vl-utils>=0.0.14"],
     "wandb": ["wandb>=0.19"],
