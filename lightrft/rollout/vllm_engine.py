@@ -75,7 +75,8 @@ class VLLMEngine:
             places = Places(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
                 readable, self.group, rearranged=self._derived if readable else (),
-                reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream))  # yapf: disable
+                reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
+                model=self.model if readable else None)  # yapf: disable
         if fault := places.fault("vLLM"):
             raise UserError(fault)
         return places

@@ -152,6 +152,7 @@ EXPERT_FAULTS = {
 def names_faults_of_experts(rig):
     """Of the last expert of a MoE, or of all of them, in each of its tensors."""
     right, router = rig.engine.update_weights, "model.layers.1.mlp.gate.weight"
+    rig.sync()
     rig.proof.wants_canary = False
 
     def broken(name, change):
@@ -178,3 +179,4 @@ def names_faults_of_experts(rig):
             broken(name, last)
         broken(name, lambda now, before: now.roll(1, 0))  # experts change places
     broken(router, lambda now, before: now * (1 + 1e-3))
+    rig.proof.wants_canary = True
