@@ -1,0 +1,48 @@
+"""What test_strategies runs under torchrun: the same training with every way to spread models over two ranks."""
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests import runs
+
+KINDS: dict[str, dict[str, Any]] = {
+    "models": {"advantage_estimator": "gae", "init_kl_coef": 0.1},  # policy, critic and reference
+    "adapters": {"lora_rank": 2, "init_kl_coef": 0.1},
+}  # yapf: disable
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "zero2": {"strategy": "deepspeed", "zero_stage": 2},
+    "zero3": {"strategy": "deepspeed", "zero_stage": 3},
+}
+SAVING = {"disable_ckpt": False, "save_steps": 1}
+
+
+def main(home: Path, folder: Path) -> None:
+    """Leave the metrics of every run in FOLDER/lines.json, and those of one that goes on with another strategy."""
+    holder = get_strategy(StrategyConfig(strategy="fsdp"))
+    holder.setup()  # all runs share this group
+    found = {}
+    for kind, options in KINDS.items():
+        for name, strategy in STRATEGIES.items():
+            done = runs.run(home, folder / kind / name, max_steps=3, **options, **strategy)
+            holder.barrier()
+            found[f"{kind} {name}"] = done.lines
+    models, save = KINDS["models"], folder / "resumed"
+    runs.run(home, save, max_steps=2, **models, **STRATEGIES["fsdp"], **SAVING)
+    done = runs.run(home, save, max_steps=3, load_checkpoint=True, **models, **STRATEGIES["zero3"], **SAVING)
+    holder.barrier()
+    found["resumed"] = done.lines
+    if holder.is_main:
+        (folder / "lines.json").write_text(json.dumps(found), encoding="utf-8")
+    holder.barrier()
+    holder.teardown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,45 @@
+"""Every strategy trains the same: policy, critic and reference, adapters, and a run that changes the strategy."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightrft.tests import runs, strategies
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strategies")
+    home = runs.write_home(tmp_path_factory.mktemp("home"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
+               strategies.__name__, str(home), str(folder)]  # yapf: disable
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads((folder / "lines.json").read_text(encoding="utf-8"))
+
+
+def numbers(line):
+    """The metrics that do not depend on time or place."""
+    aside = ("time/", "perf/", "rollout/tokens_per_s", "rollout/mismatch", "rollout/canary")
+    return {key: value for key, value in line.items() if not key.startswith(aside)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", list(strategies.KINDS))
+def test_zero_learns_what_fsdp_learns(kind, name, lines):
+    ours, theirs = lines[f"{kind} {name}"], lines[f"{kind} fsdp"]
+    assert len(ours) == len(theirs) == 3
+    for one, other in zip(ours, theirs):
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-5, abs=1e-5)
+        assert one["rollout/mismatch/abs_logp_mean"] < 1e-5, "the engine did not get the new weights"
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_with_another_strategy(lines):
+    straight, resumed = lines["models fsdp"], lines["resumed"]
+    assert [line["step"] for line in resumed] == [1, 2, 3]
+    assert numbers(resumed[-1]) == pytest.approx(numbers(straight[-1]), rel=1e-5, abs=1e-5)
