@@ -1,5 +1,5 @@
 """What an engine's loader does with full weights: which part of each it copies where, found without copying."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -73,4 +73,11 @@ def watched(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
             load(stream())
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"the engine cannot load {next(reversed(found), 'weights')}: {error}") from error
-    return {name: [Copy(view, part, weight) for view, part in copies] for name, (weight, copies) in found.items()}
+    return {
+        name: [Copy(view, part, weight) for view, part in _once(copies)] for name, (weight, copies) in found.items()
+    }
+
+
+def _once(copies: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Without repetitions: some loaders fill what tied weights share under either name."""
+    return {(view.data_ptr(), view.shape, part.storage_offset()): (view, part) for view, part in copies}.values()

@@ -29,15 +29,16 @@ def exported_shapes(actor: PackedModel, merge: bool = True) -> Shapes:
 
 def checkpoint_names(model: PreTrainedModel, shapes: Shapes) -> Names:
     """What checkpoints of the family of ``model`` have instead of weights of these names and shapes, where it is
-    something else: transformers joins the experts of a MoE as it reads them. What cannot be cut up is left out."""
+    something else: transformers joins the experts of a MoE as it reads them, and names those of models that see anew.
+    What cannot be cut up is left out."""
     found: Names = {}
     for name, shape in shapes.items():
-        if len(shape) < 2:
+        if not shape:
             continue
         numbers = torch.arange(0, shape.numel(), shape[-1])  # of the first element of each row, which stands for it
         parts = revert_weight_conversion(model, {name: numbers.view(*shape[:-1], 1).expand(*shape[:-1], 2)})
         whole = all((part[..., 0].flatten().diff() == shape[-1]).all() for part in parts.values())
-        if whole and list(parts) != [name]:
+        if whole and list(parts) != [name] and (len(shape) > 1 or len(parts) == 1):
             found[name] = [(new, int(part.flatten()[0]), torch.Size((*part.shape[:-1], shape[-1])))
                            for new, part in parts.items()]  # yapf: disable
     return found

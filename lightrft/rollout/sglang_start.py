@@ -147,6 +147,7 @@ def surroundings(device: torch.device, tp_size: int) -> Iterator[int]:
         for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
             del os.environ[name]
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
+        os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # what a tower made of pictures would outlive its weights
         if device.type == "cpu":
             os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
             if tp_size > 1:

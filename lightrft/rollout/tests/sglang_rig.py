@@ -14,6 +14,8 @@ from lightrft.rollout.tests import engine_rig
 from lightrft.rollout.tests.engine_rig import LIMIT, NEW
 
 SIZES = engine_rig.SIZES | {"max_position_embeddings": 64}
+CFG = RolloutConfig(engine_type="sglang", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=8,
+                    sync_bucket_mib=1, sync_canary_every=1)  # yapf: disable
 
 
 class Rig(engine_rig.EngineRig):
@@ -21,8 +23,7 @@ class Rig(engine_rig.EngineRig):
 
     def __init__(self, folder):
         super().__init__(folder, load_actor(ModelConfig(pretrain=str(folder))))
-        self.cfg = RolloutConfig(engine_type="sglang", prompt_max_len=LIMIT - NEW, generate_max_len=NEW,
-                                 engine_kv_mib=8, sync_bucket_mib=1, sync_canary_every=1)  # yapf: disable
+        self.cfg = CFG
         self.engine = get_engine(self.cfg, self.actor, self.strategy, self.tokenizer)
 
 

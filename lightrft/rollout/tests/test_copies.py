@@ -14,6 +14,7 @@ def test_a_loader_is_watched():
                 weight += 1.0
                 norm.copy_(weight)
                 derived.copy_(norm).add_(1.0)
+                norm.copy_(weight)
             else:
                 fused[1:3].copy_(weight[2:])
                 fused[3:].copy_(weight[:2] * 2)
