@@ -1,4 +1,5 @@
-"""With LoRA, an export holds the merged weights and, in ``adapter/``, what PEFT loads onto the base model."""
+"""With LoRA, an export holds the merged weights and, in ``adapter/``, what PEFT loads onto the base model; what an
+engine that takes adapters is sent is what the proof of the weight sync reads."""
 from pathlib import Path
 
 import torch
@@ -24,6 +25,9 @@ def test_merged_and_adapter_agree(tmp_path: Path) -> None:
         for key, param in prepared.optimizer.owners.items():
             if "lora_B" in key:
                 torch.nn.init.constant_(param, 0.05)
+        apart = {one: tensor.clone() for one, tensor in strategy.full_params(prepared.model, 1 << 20, "apart")}
+        parts = {one: part.tensor.view(part.shape) for one, part in strategy.parts(prepared.model)}
+        assert list(parts) == list(apart) and all(torch.equal(parts[one], apart[one]) for one in apart)
         strategy.save_model(prepared, tmp_path / name)
         strategy.teardown()
         merged = Qwen2ForCausalLM.from_pretrained(tmp_path / name)
