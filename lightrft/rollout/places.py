@@ -61,14 +61,11 @@ def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], 
     for layer in rearranged:
         tensors = {_address(parameter): parameter for parameter in layer.parameters()}
         inside = {name: group for name, group in copies.items() if group and _address(group[0].view) in tensors}
-        if any(copy.start is None for group in inside.values() for copy in group):
-            continue
-        orders = layouts.orders(layer, inside)
-        places |= {name: [None] * len(group) for name, group in inside.items()}
-        if orders is not None:
-            following = iter(orders)
-            places |= {name: [_place(copy, next(following), tensors[_address(copy.view)]) for copy in group]
-                       for name, group in inside.items()}  # yapf: disable
+        blocks = all(copy.start is not None for group in inside.values() for copy in group)
+        orders = layouts.orders(layer, inside) if inside and blocks else None
+        following = iter(orders or ())
+        places |= {name: [_place(copy, next(following), tensors[_address(copy.view)]) if orders else None
+                          for copy in group] for name, group in inside.items()}  # yapf: disable
     return places
 
 

@@ -115,6 +115,14 @@ def test_elements_that_are_changed_are_not_found():
     assert places.dtypes == {} and not places.fault("X")
 
 
+def test_a_layer_of_which_a_part_came_changed_cannot_be_read():
+    """Its kernel may have moved the rest."""
+    model, shapes = Model(shuffled, torch.float32), {f"0.{name}": shape for name, shape in FUSED.items()}
+    places = Places(lambda stream: model.load((name, one * 2 if "down" in name else one) for name, one in stream),
+                    shapes, None, (), model.layers, model.reload)  # yapf: disable
+    assert places.dtypes == {} and not places.fault("X")
+
+
 def test_layers_that_are_loaded_alike_are_measured_once():
     model = Model(shuffled, torch.float32)
     layouts, found = Layouts(model.reload), []
