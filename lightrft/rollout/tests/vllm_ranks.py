@@ -1,5 +1,5 @@
-"""What ``torchrun`` runs in tests of vLLM: what FSDP2 or ZeRO-3 divides between two ranks feeds one engine of both, or one
-each."""
+"""What ``torchrun`` runs in tests of vLLM: what FSDP2 or ZeRO-3 divides between two ranks feeds one engine of both, or
+one each."""
 import sys
 from dataclasses import replace
 
