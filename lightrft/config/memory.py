@@ -53,8 +53,8 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device * models for share in shares(s, world_size))
     adam, between = 2 * moments * trained, 0 if s.adam_offload else 1
-    computing, chunk = _compute_copy(size, sharded, m.bf16) * models, m.logprob_chunk_mib * MIB
-    fsdp = s.resolved(world_size) == "fsdp"
+    fsdp, chunk = s.resolved(world_size) == "fsdp", m.logprob_chunk_mib * MIB
+    computing, updating = (models * copied for copied in _computing(config, size, sharded, fsdp))
     reference = 4 * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
@@ -64,7 +64,7 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
         "gradients, unsharded until the last micro-batch": (0, 0, 4 * size.total * trained * models * fsdp, 0),
         "gradients on their way to other ranks": (0, 0, _reduced(s, world_size, size.total * trained), 0),
         "Adam state, float32": (adam * between * stays, adam * (between or not stays), adam, adam * between),
-        "weights gathered or cast for computing": (0, computing, computing, 0),
+        "weights gathered or cast for computing": (0, computing, updating, 0),
         "reference, float32": (reference * stays, reference, reference, reference),
         "logits of one chunk": (0, chunk, chunk, 0),
         "bucket of full weights": (0, 0, 0, bucket),
@@ -88,11 +88,17 @@ def _reduced(s: StrategyConfig, world_size: int, trained: int) -> float:
     return 4 * buffers * min(trained, REDUCED_AT_ONCE) * zero
 
 
-def _compute_copy(size: ModelSize, sharded: bool, bf16: bool) -> float:
-    """Sharded: two layers (one computes, one is fetched) and what lies outside the layers. Else only the cast copy."""
-    if sharded:
-        return (2 if bf16 else 4) * min(size.total, size.outside + 2 * size.largest_layer)
-    return 2 * size.total if bf16 else 0
+def _computing(config: Config, size: ModelSize, sharded: bool, fsdp: bool) -> tuple[float, float]:
+    """Bytes in a pass without gradients, and in an update. Sharded: two layers (one computes, one is fetched) and what
+    lies outside the layers; of ZeRO, in float32 and cast, without checkpointing all layers. Else only the cast copy."""
+    bf16 = config.model.bf16
+    if not sharded:
+        return (2.0 * size.total * bf16, ) * 2
+    gathered = min(size.total, size.outside + 2 * size.largest_layer)
+    if fsdp:
+        return ((2.0 if bf16 else 4.0) * gathered, ) * 2
+    width = 6.0 if bf16 else 4.0
+    return width * gathered, width * (gathered if config.model.gradient_checkpointing else size.total)
 
 
 def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dict[str, ByPhase]:

@@ -13,6 +13,10 @@ from lightrft.config.options import build, flatten
 from lightrft.config.schema import Config
 
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
+ZERO_OFFLOADS: tuple[dict[str, Any],
+                     ...] = ({"adam_offload":
+                              True}, {"zero_stage": 3, "gradient_checkpointing":
+                                      True}, {"zero_stage": 3, "gradient_checkpointing": True, "adam_offload": True})
 SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64}, {"lora_rank": 16})
 
 
@@ -89,6 +93,7 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
 
 def _changes(config: Config, device: Device) -> Iterator[tuple[str, Config]]:
     """What can be done about it, the least intrusive first. On a CPU offloading saves nothing."""
-    for change in (*(OFFLOADS if device.name != "cpu" else ()), *SMALLER):
+    offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
+    for change in (*(offloads if device.name != "cpu" else ()), *SMALLER):
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in change.items())
         yield words, build(Config, flatten(config) | change)

@@ -278,6 +278,8 @@ def test_vllm_takes_its_share_whatever_it_needs():
 @pytest.mark.parametrize("free_gib, change, options", [
     (55, {"adam_offload": True}, {"engine_type": "vllm", "engine_kv_mib": 20 << 10}),
     (45, {"strategy": "fsdp", "fsdp_cpu_offload": True}, {}),
+    (35, {"adam_offload": True}, {"strategy": "deepspeed"}),
+    (40, {"zero_stage": 3, "gradient_checkpointing": True}, {"strategy": "deepspeed", "bf16": True}),
     (60, {"lora_rank": 16}, {"name": "cpu"}),
 ])
 def test_the_remedy_mends_it(free_gib, change, options):

@@ -47,7 +47,14 @@ def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     assert found["gradients"] == (0, 0, gradients, 0)
     assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0) if stage else None)
     assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
+    copies = {0: None, 1: None, 2: None, 3: (0, 4 * 400, 4 * 1000, 0)}
+    assert found.get("weights gathered or cast for computing") == copies[stage]
     assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, moments, 0))
+
+
+def test_zero_gathers_in_float32_and_casts():
+    zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
+    assert held(**zero)["weights gathered or cast for computing"] == (0, 6 * 400, 6 * 400, 0)
 
 
 def test_what_is_offloaded_is_back_when_it_is_needed():
