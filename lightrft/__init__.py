@@ -18,7 +18,7 @@ _HOMES = {
     "lightrft.models.loss": ("GPTLMLoss", "PolicyLoss", "ValueLoss"),
     "lightrft.rewards.base": ("REWARDS", "RewardInput"),
     "lightrft.rewards.manager": ("RewardManager", ),
-    "lightrft.rollout.engine": ("get_engine", ),
+    "lightrft.rollout.engines": ("get_engine", ),
     "lightrft.strategy.strategy": ("get_strategy", ),
     "lightrft.trainer.sft_trainer": ("SFTTrainer", ),
     "lightrft.trainer.spmd_ppo_trainer": ("SPMDPPOTrainer", ),

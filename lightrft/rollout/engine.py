@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightrft.config.schema import RolloutConfig
 from lightrft.strategy.strategy_base import Lora
 from lightrft.utils.errors import UserError
 
@@ -143,22 +142,3 @@ class TakesAdapters(Protocol):
     @property
     def lora(self) -> Lora:
         """How the next update is to bring adapters: alone where the engine has the base weights already."""
-
-
-def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> RolloutEngine:
-    """The engine ``cfg.engine_type`` for ``actor``, an :class:`~lightrft.models.actor_language.ActorLanguage` already
-    placed by ``strategy``. Its weights are those of ``actor`` after the first ``sync_weights``.
-
-    Raises:
-        ValueError: there is no such engine.
-    """
-    if cfg.engine_type == "hf":
-        from lightrft.rollout.hf_engine import build_hf_engine
-        return build_hf_engine(cfg, actor, strategy.device, tokenizer, bf16)
-    if cfg.engine_type == "vllm":
-        from lightrft.rollout.vllm_engine import build_vllm_engine
-        return build_vllm_engine(cfg, actor, strategy.device, tokenizer, bf16)
-    if cfg.engine_type == "sglang":
-        from lightrft.rollout.sglang_engine import build_sglang_engine
-        return build_sglang_engine(cfg, actor, strategy.device, tokenizer, bf16)
-    raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf, vllm, sglang")

@@ -13,7 +13,7 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.spread import check_spread
-from lightrft.rollout.engine import get_engine
+from lightrft.rollout.engines import get_engine
 from lightrft.strategy.strategy_base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.evaluator import Evaluator
