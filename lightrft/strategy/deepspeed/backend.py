@@ -17,7 +17,6 @@ def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, confi
     Without CUDA it is told to use the CPU. Its warnings tell of the choices made here, so only its errors are shown.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed

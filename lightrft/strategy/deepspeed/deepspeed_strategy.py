@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO: ranks divide optimizer state (stage 1), gradients (2) and weights (3) among them."""
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ from lightrft.strategy.distributed import DistributedStrategy
 from lightrft.strategy.fsdp import collectives
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.offload import to_host
-from lightrft.strategy.optimizer import LocalAdamW, create_optimizer, create_scheduler, set_schedule_step
+from lightrft.strategy.optimizer import LocalAdamW, create_scheduler, set_schedule_step
 from lightrft.strategy.strategy_base import OptimSpec, Part, Prepared
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of what an update alone needs
 
 
@@ -35,10 +37,20 @@ class DeepspeedStrategy(DistributedStrategy):
         self.sizes = sizes or Sizes()
         self.engines: dict[nn.Module, Any] = {}
         self._meshes: dict[str, DeviceMesh] = {}
+        self._alone = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
+    def setup(self) -> None:
+        """Join the group. Without torchrun DeepSpeed is told what torchrun would tell it of a single process."""
+        super().setup()
+        self._alone = "LOCAL_RANK" not in os.environ
+        if self._alone:
+            os.environ.update(ALONE)
+
     def teardown(self) -> None:
         """Let go of the models, then of the group."""
+        for name in ALONE if self._alone else ():
+            os.environ.pop(name, None)
         for engine in self.engines.values():
             engine.destroy()
         self.engines.clear()
@@ -53,8 +65,8 @@ class DeepspeedStrategy(DistributedStrategy):
         if optim is None:
             model.requires_grad_(False)
             return Prepared(model.to(self.device) if self.cfg.zero_stage < 3 else self._engine(model, None).module)
-        optimizer = ZeroAdamW(model.named_parameters(), optim, fused=True) if self.cfg.zero_stage else create_optimizer(
-            model.named_parameters(), optim)
+        kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
+        optimizer = kind(model.named_parameters(), optim, fused=True)
         scheduler = create_scheduler(optimizer, optim)
         engine = self._engine(model, optimizer)
         if isinstance(optimizer, ZeroAdamW):
@@ -170,7 +182,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
         """The weights; of gradients and buffers for them nothing is kept."""
-        if self.device.type == "cpu":
+        held = [param.ds_tensor if self._divides_weights() else param for param in prepared.model.parameters()]
+        if held[0].device == device:
             return
         if not self.cfg.zero_stage:
             super()._move(prepared, device)
@@ -181,7 +194,6 @@ class DeepspeedStrategy(DistributedStrategy):
             prepared.optimizer.partitions.move(place)
             engine = self.engines[prepared.model]
             engine.offload_states(include=BUFFERS) if device.type == "cpu" else engine.reload_states()
-        for param in prepared.model.parameters():
-            held = param.ds_tensor if self._divides_weights() else param
-            if held.device != device:
-                held.data = place(held.data)
+        for tensor in held:
+            if tensor.device != device:  # what is not trained
+                tensor.data = place(tensor.data)

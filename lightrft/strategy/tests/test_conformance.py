@@ -36,30 +36,27 @@ def test_one_rank(name: str, folder: Path) -> None:
     conformance.run(name, *conformance.variants(1)[name], folder)
 
 
-def torchrun(folder: Path, ranks: int, *options: str) -> None:
-    """Run the checks on as many processes."""
+def check(folder: Path, *options: str, ranks: int) -> None:
+    """Run the checks on as many processes, of which a single one is started without torchrun."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone", "-m",
-        "lightrft.strategy.tests.conformance",
-        str(folder), *options
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, "-m", "lightrft.strategy.tests.conformance", str(folder), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 def test_two_ranks(folder: Path) -> None:
-    torchrun(folder, 2)
+    check(folder, ranks=2)
     read_by_one_process(folder, list(conformance.variants(2)))
 
 
 def test_zero_on_two_ranks(folder: Path) -> None:
-    torchrun(folder, 2, "zero")
+    check(folder, "zero", ranks=2)
     read_by_one_process(folder, list(conformance.zero_variants()))
 
 
 def test_zero_on_one_rank(folder: Path) -> None:
-    torchrun(folder, 1, "zero")
+    check(folder, "zero", ranks=1)
 
 
 def read_by_one_process(folder: Path, names: list[str]) -> None:
