@@ -23,9 +23,9 @@ from lightrft.rollout import Completion, Request, SamplingParams
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.early_passes import EarlyPasses
-from lightrft.trainer.experience_maker import pack_samples
 from lightrft.trainer.logprob_pass import Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits
+from lightrft.trainer.samples import pack_samples
 from lightrft.types import Prompt, Sample
 
 PROMPT = 128

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightrft.rewards.caught import Caught
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.experience_maker import pack_samples
 from lightrft.trainer.logprob_pass import Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, take
+from lightrft.trainer.samples import pack_samples
 from lightrft.types import Experience, Sample
 
 

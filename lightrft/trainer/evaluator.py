@@ -10,7 +10,7 @@ from lightrft.config.schema import Config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.experience_maker import reward_input, sample_seed, stop_token_ids, to_samples
+from lightrft.trainer.samples import reward_input, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt, Sample
 
 ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that say whether the answer is right, best first

@@ -3,36 +3,28 @@
 ``NaiveExperienceMaker`` runs the stages one after the other, :class:`.fast_exp_maker.FastExperienceMaker` overlaps
 them. What comes out is the same.
 """
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
 from lightrft.ops.segment import segment_sum
-from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.base import Score
 from lightrft.rewards.manager import RewardManager
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
 from lightrft.trainer.estimator_inputs import fill_inputs
+from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.rollout_metrics import response_metrics, reward_metrics
+from lightrft.trainer.samples import (Ended, Rows, pack_samples, reward_input, sample_seed, set_rewards, stop_token_ids,
+                                      to_samples)
 from lightrft.types import Experience, Prompt, Sample
-from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
-
-if TYPE_CHECKING:
-    from lightrft.trainer.greedy_baseline import GreedyBaseline
-
-Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
-Ended = tuple[int, Prompt, int, Completion]  # number of the group, its prompt, place in the group, response
 
 
 @dataclass
@@ -44,72 +36,6 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def sample_seed(*path: int | str) -> int:
-    """A 63-bit seed from a path such as (run seed, step, group, sample): the same on every rank and machine."""
-    digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The token of every stop string; a string that is not exactly one token is an error."""
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
-    for text, tokens in zip(stop, ids):
-        if len(tokens) != 1:
-            raise UserError(
-                f"--stop {text!r} is {len(tokens)} tokens of this tokenizer; a stop string must be exactly one")
-    return tuple(tokens[0] for tokens in ids)
-
-
-def reward_input(prompt: Prompt, response: str) -> RewardInput:
-    """What a reward sees of a response, which never contains the prompt."""
-    return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
-                       label=prompt.label, reference=prompt.reference, columns=prompt.columns)
-
-
-def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weight_version: int,
-               stop: tuple[int, ...] = ()) -> list[Sample]:
-    """Finished responses as samples, decoded. Special tokens are kept, only the end token goes; ``stop`` stays."""
-    ended, kept = list(ended), set(stop) - {tokenizer.eos_token_id}
-    bodies = [
-        done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
-        for *_, done in ended
-    ]
-    texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
-    return [
-        Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
-               loss_mask=[False] * len(prompt.token_ids) + [True] * len(done.token_ids),
-               logprobs=[0.0] * len(prompt.token_ids) + done.logprobs,
-               weight_versions=[-1] * len(prompt.token_ids) + [weight_version] * len(done.token_ids),
-               finish_reason=done.finish_reason, text=text)
-        for (group_id, prompt, index, done), text in zip(ended, texts)
-    ]
-
-
-def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
-    """Samples as one packed Experience on the CPU; rewards come later."""
-
-    def flat(name: str, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.fromiter(chain.from_iterable(getattr(sample, name) for sample in samples), dtype))
-
-    lens = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
-    return Experience(
-        token_ids=flat("token_ids", np.int64),
-        cu_seqlens=lens.cumsum(0).to(torch.int32),
-        loss_mask=flat("loss_mask", np.bool_),
-        group_ids=torch.tensor([s.group_id for s in samples], dtype=torch.long),
-        sample_ids=torch.tensor([s.group_id * n_per_prompt + s.index for s in samples], dtype=torch.long),
-        truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
-        weight_versions=flat("weight_versions", np.int32),
-        rollout_logprobs=flat("logprobs", np.float32),
-    )
-
-
-def set_rewards(exp: Experience, rows: Rows) -> None:
-    """Fill ``scored`` and ``rewards`` (not shaped yet)."""
-    exp.scored = torch.tensor([row["reward"] is not None for row in rows], dtype=torch.bool)
-    exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)
-
-
 class NaiveExperienceMaker:
     """The stages of one rollout, in order.
 
@@ -119,7 +45,7 @@ class NaiveExperienceMaker:
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
-                 timer: Timer, greedy: "GreedyBaseline | None" = None) -> None:
+                 timer: Timer, greedy: GreedyBaseline | None = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
         self.greedy = greedy

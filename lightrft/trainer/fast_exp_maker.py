@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from lightrft.rewards.base import Score
 from lightrft.rewards.manager import Handle
 from lightrft.rollout.engine import Completion
-from lightrft.trainer.experience_maker import NaiveExperienceMaker, reward_input
+from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt, Sample
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
-from lightrft.trainer.experience_maker import reward_input, to_samples
+from lightrft.trainer.samples import reward_input, to_samples
 from lightrft.types import Sample
 
 

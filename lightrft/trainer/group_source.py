@@ -6,12 +6,13 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.trainer.advantage_calculator import teaches
 from lightrft.trainer.early_exp_maker import EarlyExperienceMaker
-from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout, set_rewards
+from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.groups import Groups, Tally, tell_dropped
 from lightrft.trainer.oversampling import OversamplingSource
 from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
 from lightrft.trainer.rollout_metrics import staleness_metrics
+from lightrft.trainer.samples import set_rewards
 from lightrft.types import Experience
 from lightrft.utils.logging import get_logger
 

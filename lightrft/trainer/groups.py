@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.trainer.experience_maker import Rows, pack_samples
+from lightrft.trainer.samples import Rows, pack_samples
 from lightrft.types import Experience
 from lightrft.utils.logging import get_logger
 

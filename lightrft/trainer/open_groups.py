@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.rollout.engine import Completion
-from lightrft.trainer.experience_maker import Ended, Rows
+from lightrft.trainer.samples import Ended, Rows
 from lightrft.types import Prompt, Sample
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
-from lightrft.trainer.experience_maker import Rollout, Rows, pack_samples
+from lightrft.trainer.experience_maker import Rollout
 from lightrft.trainer.groups import tell_dropped
 from lightrft.trainer.open_groups import OpenGroup
 from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
 from lightrft.trainer.rollout_metrics import staleness_metrics
+from lightrft.trainer.samples import Rows, pack_samples
 from lightrft.utils.logging import get_logger
 
 

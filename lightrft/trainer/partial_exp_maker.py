@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import chain
 
 from lightrft.rollout.engine import Completion, Request
-from lightrft.trainer.experience_maker import Rows, reward_input
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.open_groups import OpenGroup
+from lightrft.trainer.samples import Rows, reward_input
 from lightrft.types import Prompt, Sample
 
 

@@ -16,12 +16,13 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.experience_maker import Rollout, sample_seed
+from lightrft.trainer.experience_maker import Rollout
 from lightrft.trainer.live_samples import LiveSamples
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.replay_buffer import take
 from lightrft.trainer.same_policy import SamePolicy
 from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
+from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.self_test import SelfTest
 from lightrft.trainer.token_selection import TokenSelection
 from lightrft.types import Experience

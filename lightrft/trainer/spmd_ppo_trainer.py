@@ -17,7 +17,6 @@ from lightrft.rollout.engines import get_engine
 from lightrft.strategy.strategy_base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.evaluator import Evaluator
-from lightrft.trainer.experience_maker import reward_input
 from lightrft.trainer.group_source import get_maker
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.kl_controller import get_kl_controller
@@ -27,6 +26,7 @@ from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.residence import Residence
 from lightrft.trainer.run_log import RolloutLog
+from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 

@@ -7,7 +7,7 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.sampling import uniforms
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, naive_model, requests
 from lightrft.tests import tiny
-from lightrft.trainer.experience_maker import to_samples
+from lightrft.trainer.samples import to_samples
 from lightrft.types import Prompt
 
 FIRST, REST = 8.0, 0.7
