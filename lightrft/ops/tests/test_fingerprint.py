@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightrft.ops import fingerprint as module
-from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.ops.fingerprint import Piece, fingerprints, slice_pieces
 
 SHAPES = [(7, ), (8, ), (1, ), (5, 6), (6, 5), (3, 8), (3, 4, 6), (2, 3, 2, 4), (1, 1), (0, ), (0, 4), (4, 0)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,3 +93,15 @@ def test_what_goes_wrong_is_seen(shape, dtype):
     if right.ndim == 2:
         wrong |= {"transposed": right.T, "columns in another order": right.roll(1, 1), "halves": right.roll(4, 1)}
     assert len({one(value).item() for value in (right, *wrong.values())}) == len(wrong) + 1
+
+
+@pytest.mark.parametrize("shape", [(7, ), (5, 6), (3, 1), (2, 3, 4), (2, 3, 2, 2)])
+def test_slices_add_up_wherever_a_tensor_is_cut(shape):
+    """Every cut into three slices of the flattened tensor, empty ones included; each is less than two boxes a dimension."""
+    whole = noise(shape)
+    flat, size = whole.flatten(), whole.numel()
+    for first, second in ((i, j) for i in range(size + 1) for j in range(i, size + 1)):
+        slices = [(flat[a:b], a) for a, b in ((0, first), (first, second), (second, size))]
+        found = [slice_pieces(elements, None, shape, start) for elements, start in slices]
+        assert all(len(pieces) < 2 * len(shape) for pieces in found)
+        assert fingerprints([piece for pieces in found for piece in pieces]).sum() == one(whole), (first, second)
