@@ -85,7 +85,7 @@ def test_a_value_with_commas_comes_through_as_the_remedy_says():
 
 @pytest.mark.parametrize("values, words", [
     ({"cuda": False}, "without CUDA"),
-    ({"engine": "hf"}, "hf engine of a single process"),
+    ({"engine": "hf"}, "the trainer's own weights"),
     ({"engine": "hf", "strategy": "fsdp", "fsdp_cpu_offload": True}, "drop one"),
 ])  # yapf: disable
 def test_what_cannot_leave_the_device(values, words, monkeypatch):

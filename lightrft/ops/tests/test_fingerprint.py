@@ -97,7 +97,7 @@ def test_what_goes_wrong_is_seen(shape, dtype):
 
 @pytest.mark.parametrize("shape", [(7, ), (5, 6), (3, 1), (2, 3, 4), (2, 3, 2, 2)])
 def test_slices_add_up_wherever_a_tensor_is_cut(shape):
-    """Every cut into three slices of the flattened tensor, empty ones included; each is less than two boxes a dimension."""
+    """Every cut into three slices of the flattened tensor, empty ones included, is exact, in few pieces."""
     whole = noise(shape)
     flat, size = whole.flatten(), whole.numel()
     for first, second in ((i, j) for i in range(size + 1) for j in range(i, size + 1)):
