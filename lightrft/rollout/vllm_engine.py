@@ -69,14 +69,16 @@ class VLLMEngine:
         return self.native.model_executor.driver_worker.worker.get_model()
 
     def _find_places(self) -> Places:
-        """Where every weight of the trainer is kept; vLLM fills the same tensors at every update."""
-        readable = self.shapes if vllm_weights.are_experts(self._derived) else {}
+        """Where every weight of the trainer is kept; vLLM fills the same tensors at every update. Nothing is known of
+        layers that compute with something derived from theirs, but for experts."""
+        known = vllm_weights.are_experts(self._derived)
         with bare(self.model):
+            shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
             places = Places(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
-                readable, self.group, rearranged=self._derived if readable else (),
+                shapes, self.group, rearranged=self._derived if known else (),
                 reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
-                model=self.model if readable else None)  # yapf: disable
+                model=self.model if known else None)  # yapf: disable
         if fault := places.fault("vLLM"):
             raise UserError(fault)
         return places

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightrft.rollout.named_weights import Shapes
+from lightrft.utils.errors import UserError
+
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -45,6 +48,19 @@ def are_experts(layers: Iterable[nn.Module]) -> bool:
     return all(isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) for layer in layers)
 
 
+def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shapes) -> Shapes:
+    """Those of the weights ``shapes`` (by HF name) whose layer, by the name vLLM has for it, is none of ``derived``: no
+    loader of a :func:`derived layer <derived_layers>` has to be called to see where they go."""
+    fused = {one: name for name, some in getattr(model, "packed_modules_mapping", {}).items() for one in some}
+    layers, hidden = dict(model.named_modules()), set(derived)
+
+    def layer_of(name: str) -> nn.Module | None:
+        above, _, own = name.rpartition(".")[0].rpartition(".")
+        return layers.get(f"{above}.{fused.get(own, own)}")
+
+    return {name: shape for name, shape in shapes.items() if layer_of(name) not in {None, *hidden}}
+
+
 def load_plain(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """vLLM's own loader, which fills the tensors that are there; the names of those that it filled."""
     from vllm.config import set_current_vllm_config
@@ -66,7 +82,11 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
     held = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
             if tensor.is_floating_point()}  # yapf: disable
     expected = {name for name in held.values() if "scale" not in name}  # vLLM finds scales itself
-    filled = (load_plain if plain else load_layerwise)(engine, model, named_tensors)
+    try:
+        filled = (load_plain if plain else load_layerwise)(engine, model, named_tensors)
+    except (AttributeError, KeyError) as error:  # of vLLM's loader, which knows no such layer
+        raise UserError(f"vLLM cannot load the weights of this model: it has no {error}; use another --engine_type") \
+            from error
     if expected - filled:
         raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
 
