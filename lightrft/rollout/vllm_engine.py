@@ -43,7 +43,7 @@ class VLLMEngine:
         adapters: where LoRA lies beside the base weights, which come with the first update; None: nowhere.
 
     Raises:
-        UserError: vLLM passes over a weight.
+        UserError: vLLM passes over a weight, or has no code of its own for the model.
     """
 
     def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
@@ -54,6 +54,9 @@ class VLLMEngine:
         self.weight_version = 0
         self.adapters = adapters
         self._ready = self._has_base = self._asleep = self._cache_asleep = False
+        if vllm_weights.is_borrowed(self.model):
+            raise UserError("vLLM has no code of its own for this model. It would run that of transformers, which it "
+                            "changes in this process for the trainer as well: use --engine_type hf")
         if not any(name.endswith("lm_head.weight") for name in shapes):
             vllm_weights.tie_head(self.model)
         with bare(self.model):

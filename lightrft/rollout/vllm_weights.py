@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
+def is_borrowed(model: nn.Module) -> bool:
+    """Whether vLLM runs the code that transformers has for this model."""
+    return f"{type(model).__module__}.".startswith("vllm.model_executor.models.transformers.")
+
+
 def tie_head(model: nn.Module) -> None:
     """Let the head read the embedding's weight: for models that are tied although their folder holds a copy of the
     head (vLLM then gives the head a weight of its own, which no update would reach)."""

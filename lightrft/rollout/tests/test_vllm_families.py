@@ -91,6 +91,12 @@ def rig(engine, monkeypatch):
     return engine
 
 
+def test_a_family_without_code_in_vllm_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.FAMILIES, "olmo2", ("olmo2", SIZES))
+    with pytest.raises(UserError, match="no code of its own for this model.*--engine_type hf"):
+        Rig(tiny.save_model(tmp_path, "olmo2"))
+
+
 def without(name, call):
     """``call``, which takes a stream of weights, with a stream that lacks one."""
     return lambda stream, *args: call(((one, tensor) for one, tensor in stream if one != name), *args)
