@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.parts import Part, file_part, named_part, parse_entry, remote_part
-from lightrft.rewards.pool import Patience, WorkerPool
+from lightrft.rewards.patience import Patience, Silence
+from lightrft.rewards.pool import WorkerPool
 from lightrft.rewards.probe import probe
 from lightrft.rewards.recipes import recipe_for
 from lightrft.rewards.remote import RemoteReward
@@ -55,6 +56,7 @@ class RewardManager:
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
         self._under_way: "dict[Future[list[Outcome]], str]" = {}  # name of the part
+        self._silences: dict[str, Silence] = {}  # by part, of what has been begun since scores were last waited for
         self._waited_s = 0.0
         try:
             self._fixed = self._configured()
@@ -124,6 +126,7 @@ class RewardManager:
 
     def wait(self, handle: Handle) -> list[Score]:
         """``collect`` without counting."""
+        self._silences = {}  # all of this step is begun: what comes next is tried anew
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -159,8 +162,9 @@ class RewardManager:
         return self._named[name]
 
     def _start(self, part: Part, places: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
+        silence = self._silences.setdefault(part.name, Silence(self.cfg.reward_timeout_s))
         for handle, _ in places:
-            handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s))
+            handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s, silence))
         futures = part.submit([handle.rows[row][0] for handle, row in places],
                               [handle.patience[part.name] for handle, _ in places])
         for future in futures:

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from lightrft.rewards.base import REWARDS, Outcome, RewardInput
-from lightrft.rewards.pool import Patience, WorkerPool
+from lightrft.rewards.patience import Patience
+from lightrft.rewards.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
 from lightrft.rewards.user_file import check_source

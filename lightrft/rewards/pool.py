@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -17,6 +18,7 @@ from typing import Any
 from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.caught import Caught
+from lightrft.rewards.patience import NOT_TRIED, Patience
 from lightrft.rewards.worker import Info, Spec
 from lightrft.utils.errors import UserError
 
@@ -37,28 +39,10 @@ class WorkerDied(RuntimeError):
 class Task:
     """Responses for one reward, each with the patience of its group; in one call, or one by one."""
     spec: Spec
-    rows: "list[tuple[RewardInput, Patience]]"
+    rows: list[tuple[RewardInput, Patience]]
     together: bool
     future: "Future[list[Outcome]]" = field(default_factory=Future)
     info: "Future[Info]" = field(default_factory=Future)
-
-
-class Patience:
-    """Bounds what a reward that always hangs can cost: 3 time-outs in a row, a tenth of the limit; 16, nothing.
-
-    One for each reward and group.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.streak = 0
-
-    def deadline_s(self) -> float:
-        """Seconds the next response gets; 0: do not even try."""
-        return self.limit_s if self.streak < 3 else (self.limit_s / 10 if self.streak < 16 else 0.0)
-
-
-NOT_TRIED = Outcome(None, "timeout", "not tried: 16 responses before it took too long")
 
 
 class Worker:
@@ -217,20 +201,23 @@ class WorkerPool:
         """What the worker said before it was through (None), hung or died."""
         scored: list[Outcome] = []
         worker = self._ready(slot, task, [item for item, _ in asked])
+        start = time.monotonic()
         try:
             while len(scored) < len(asked):
                 patience = asked[len(scored)][1]
                 deadline = patience.deadline_s() or patience.limit_s / 10
                 outcomes = worker.receive(deadline)
                 for _, patience in asked[len(scored):len(scored) + len(outcomes)]:
-                    patience.streak = 0
+                    patience.answered()
                 scored += outcomes
+                start = time.monotonic()
             return scored, None
         except TimeoutError:
             failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
             asked[len(scored)][1].streak += 1
         except WorkerDied as error:
             failure = Outcome(None, "worker_died", str(error))
+        asked[len(scored)][1].silence.add((time.monotonic() - start) / self.count)
         self._discard(slot)
         return scored, failure
 

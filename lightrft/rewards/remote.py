@@ -13,7 +13,7 @@ import requests
 from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.caught import Caught
-from lightrft.rewards.pool import NOT_TRIED, Patience
+from lightrft.rewards.patience import NOT_TRIED, Patience
 from lightrft.rewards.user_file import outcomes_of
 
 MAX_CHUNK = 32  # responses per request
@@ -61,6 +61,25 @@ class Balancer:
             self._failed_at[url] = -REST_S if ok else time.monotonic()
 
 
+class Size:
+    """Responses per request: half of what was answered too late, twice what took less than half of the limit."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.limit = most, most
+        self._lock = threading.Lock()
+
+    def late(self, asked: int) -> None:
+        """A request of that many was not answered in time."""
+        with self._lock:
+            self.most = max(1, min(self.most, asked // 2))
+
+    def soon(self, asked: int) -> None:
+        """One was, with time to spare."""
+        with self._lock:
+            if asked >= self.most:  # a smaller one says nothing of larger ones
+                self.most = min(self.limit, 2 * self.most)
+
+
 class RemoteReward:
     """Scores responses on ``urls``, ``limit_s`` seconds per request. Its threads start with the first response.
 
@@ -70,7 +89,7 @@ class RemoteReward:
 
     def __init__(self, urls: list[str], limit_s: float) -> None:
         self.balancer = Balancer(urls)
-        self.limit_s, self.most = limit_s, MAX_CHUNK
+        self.limit_s, self.size = limit_s, Size(MAX_CHUNK)
         self._backlog: Backlog[Row] = Backlog(LANES * len(self.balancer.in_flight))
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
@@ -92,7 +111,7 @@ class RemoteReward:
 
     def _run(self) -> None:
         with requests.Session() as session:
-            while rows := self._backlog.take(self.most):
+            while rows := self._backlog.take(self.size.most):
                 with Caught() as caught:
                     outcomes = self._score(session, rows)
                 if caught.cause is not None:
@@ -103,34 +122,37 @@ class RemoteReward:
     def _score(self, session: requests.Session, rows: list[Row]) -> list[Outcome]:
         """Outcomes of one request; of one for each response where one of them may have spoilt it."""
         outcomes = self._try(session, rows, TRIES)
-        if len(rows) == 1 or any(outcome.error not in _SPOILT for outcome in outcomes):
+        if len(rows) == 1 or outcomes[0] is NOT_TRIED or any(outcome.error not in _SPOILT for outcome in outcomes):
             return outcomes
         if outcomes[0].error == "timeout":
-            self.most = max(1, len(rows) // 2)
+            self.size.late(len(rows))
         return [self._try(session, [row], 1)[0] for row in rows]
 
     def _try(self, session: requests.Session, rows: list[Row], tries: int) -> list[Outcome]:
         tried: list[str] = []
-        failure = RequestFailed("shutdown", "")
+        failure, start = RequestFailed("shutdown", ""), time.monotonic()
         while len(tried) < tries and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
-            limit_s = rows[0][1].deadline_s() if len(rows) == 1 else self.limit_s
+            limit_s = max(patience.deadline_s() for _, patience, _ in rows)
             if limit_s == 0:
-                return [NOT_TRIED]
+                return [NOT_TRIED] * len(rows)
             url = self.balancer.take(tried)
             tried.append(url)
             try:
-                return self._ask(session, url, rows, limit_s)
+                return self._ask(session, url, rows, limit_s if len(rows) == 1 else self.limit_s)
             except RequestFailed as error:
                 failure = error
+            start = self._lost(rows, start)
             if failure.cause == "timeout" and len(rows) > 1:
                 break  # fewer at a time are answered sooner
         return [Outcome(None, failure.cause, str(failure))] * len(rows)
 
     def _ask(self, session: requests.Session, url: str, rows: list[Row], limit_s: float) -> list[Outcome]:
-        ok = False
+        ok, start = False, time.monotonic()
         try:
             outcomes = outcomes_of(post(session, url, [item for item, *_ in rows], limit_s), len(rows))
             ok = True
+            if time.monotonic() - start < self.limit_s / 2:
+                self.size.soon(len(rows))
             return outcomes
         except RequestFailed as error:
             if error.cause == "timeout" and len(rows) == 1:  # else it may be that they are too many
@@ -139,7 +161,14 @@ class RemoteReward:
         finally:
             self.balancer.give_back(url, ok)
             for _, patience, _ in rows if ok else ():
-                patience.streak = 0
+                patience.answered()
+
+    def _lost(self, rows: list[Row], start: float) -> float:
+        """The time since ``start``, pauses between tries included, brought no answer; returns the time now."""
+        now = time.monotonic()
+        for silence in {patience.silence for _, patience, _ in rows}:
+            silence.add((now - start) / self._backlog.takers)
+        return now
 
 
 def post(session: requests.Session, url: str, batch: list[RewardInput], limit_s: float) -> dict[str, object]:

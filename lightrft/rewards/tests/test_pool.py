@@ -10,7 +10,8 @@ import pytest
 from lightrft.rewards.backlog import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
-from lightrft.rewards.pool import Patience, calls
+from lightrft.rewards.patience import Patience, Silence
+from lightrft.rewards.pool import calls
 from lightrft.rewards.worker import _bundles
 
 PARENT = """
@@ -131,12 +132,37 @@ def test_nothing_is_asked_of_workers_that_have_ended(make_manager, tmp_path):
 
 
 def test_patience_shrinks_and_ends():
-    patience = Patience(10.0)
+    silence = Silence(10.0)
+    patience = Patience(10.0, silence)
     limits = []
     for streak in range(18):
         patience.streak = streak
         limits.append(patience.deadline_s())
     assert limits == [10.0] * 3 + [1.0] * 13 + [0.0] * 2, limits
+
+
+def test_silence_ends_the_patience_of_every_group_and_an_answer_ends_the_silence():
+    silence = Silence(10.0)
+    groups = [Patience(10.0, silence) for _ in range(8)]
+    for group in groups:
+        assert group.deadline_s() == 10.0, "each may be the first that is answered"
+        silence.add(10.0)
+    assert [group.deadline_s() for group in groups] == [0.0] * 8
+    groups[0].answered()
+    assert [group.deadline_s() for group in groups] == [10.0] * 8
+
+
+def test_a_reward_that_always_hangs_is_given_up_for_all_groups_and_tried_again_in_the_next_step(make_manager, tmp_path):
+    file, asked = tmp_path / "hang.py", tmp_path / "asked"
+    asked.touch()
+    file.write_text("import time\ndef compute_score(data_source, solution_str, ground_truth):\n"
+                    f"    print(solution_str, file=open({str(asked)!r}, 'a'), flush=True)\n"
+                    "    time.sleep(60 if solution_str == 'hang' else 0)\n    return 1.0\n")
+    manager = make_manager(file, reward_timeout_s=0.1)
+    handles = [manager.submit([RewardInput(f"p{group}", "hang")] * 2) for group in range(16)]
+    assert {score.error for handle in handles for score in manager.collect(handle)} == {"timeout"}
+    assert 0 < len(asked.read_text().split()) <= 10, "8 limits of one worker, for 32 responses"
+    assert [score.error for score in manager.collect(manager.submit([RewardInput("", "fine")] * 2))] == [None] * 2
 
 
 def test_workers_do_not_import_the_training_script_and_share_the_work(make_manager, tmp_path):

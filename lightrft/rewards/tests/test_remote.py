@@ -8,6 +8,7 @@ import pytest
 
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.probe import RewardProbeError
+from lightrft.rewards.remote import MAX_CHUNK, Size
 
 ITEMS = [RewardInput("p:", "x" * i, reference=i) for i in range(24)]
 
@@ -144,7 +145,43 @@ def test_a_server_that_needs_time_for_each_response_gets_fewer(serve, make_manag
     url, bodies = serve(lambda body: slow_for(body, 0.1))
     manager = make_manager(remote_rm_url=[url], reward_timeout_s=1.0)
     assert [s.total for s in score(manager)] == [float(i) for i in range(24)], "too many at once is our mistake"
-    assert manager.remote.most < 12 == max(len(body["query"]) for body in bodies)
+    assert manager.remote.size.most < 12 == max(len(body["query"]) for body in bodies)
+
+
+def test_requests_grow_again_after_a_slow_moment(serve, make_manager):
+    slow = [0.1]
+    url, bodies = serve(lambda body: slow_for(body, slow[0]))
+    manager = make_manager(remote_rm_url=[url], reward_timeout_s=1.0)
+    score(manager)
+    assert manager.remote.size.most < 12
+    slow[0] = 0.0
+    for _ in range(3):
+        assert None not in [s.total for s in score(manager, ITEMS * 8)]
+    assert manager.remote.size.most == max(len(body["query"]) for body in bodies) == MAX_CHUNK
+
+
+def test_the_size_of_requests_does_not_depend_on_who_tells_first():
+    size = Size(32)
+    size.late(8)
+    size.late(32)
+    assert size.most == 4, "a late request of 32 says less than one of 8"
+    size.soon(3)
+    assert size.most == 4, "nor does a prompt one of 3 say that 8 are few"
+    sizes = [size.soon(size.most) or size.most for _ in range(4)]
+    assert sizes == [8, 16, 32, 32]
+    size.late(1)
+    assert size.most == 1
+
+
+def test_a_server_that_hangs_is_given_up_for_all_groups_and_asked_again_in_the_next_step(serve, make_manager):
+    answers = threading.Event()
+    url, bodies = serve(lambda body: lengths(body) if answers.wait(60) else None)
+    manager = make_manager(remote_rm_url=[url], reward_timeout_s=0.1)
+    handles = [manager.submit(ITEMS[:2]) for _ in range(64)]
+    assert {s.error for handle in handles for s in manager.collect(handle)} == {"timeout"}
+    assert len(bodies) <= 20, "8 limits of two requests at once, for 128 responses"
+    answers.set()
+    assert [s.total for s in score(manager, ITEMS[:2])] == [0.0, 1.0]
 
 
 def test_a_server_that_never_answers_is_given_up(serve, make_manager):
