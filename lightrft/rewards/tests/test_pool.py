@@ -158,7 +158,7 @@ def test_a_reward_that_always_hangs_is_given_up_for_all_groups_and_tried_again_i
     file.write_text("import time\ndef compute_score(data_source, solution_str, ground_truth):\n"
                     f"    print(solution_str, file=open({str(asked)!r}, 'a'), flush=True)\n"
                     "    time.sleep(60 if solution_str == 'hang' else 0)\n    return 1.0\n")
-    manager = make_manager(file, reward_timeout_s=0.1)
+    manager = make_manager(file, reward_timeout_s=0.3)
     handles = [manager.submit([RewardInput(f"p{group}", "hang")] * 2) for group in range(16)]
     assert {score.error for handle in handles for score in manager.collect(handle)} == {"timeout"}
     assert 0 < len(asked.read_text().split()) <= 10, "8 limits of one worker, for 32 responses"

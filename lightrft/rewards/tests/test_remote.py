@@ -176,7 +176,7 @@ def test_the_size_of_requests_does_not_depend_on_who_tells_first():
 def test_a_server_that_hangs_is_given_up_for_all_groups_and_asked_again_in_the_next_step(serve, make_manager):
     answers = threading.Event()
     url, bodies = serve(lambda body: lengths(body) if answers.wait(60) else None)
-    manager = make_manager(remote_rm_url=[url], reward_timeout_s=0.1)
+    manager = make_manager(remote_rm_url=[url], reward_timeout_s=0.3)
     handles = [manager.submit(ITEMS[:2]) for _ in range(64)]
     assert {s.error for handle in handles for s in manager.collect(handle)} == {"timeout"}
     assert len(bodies) <= 20, "8 limits of two requests at once, for 128 responses"
