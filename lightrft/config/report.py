@@ -1,6 +1,7 @@
 """The option tree for people: the ``--dry_run`` report and the option tables of the docs."""
 from typing import Any
 
+from lightrft.config.engine_rules import NAMES
 from lightrft.config.estimate import ModelSize, batch_summary, time_line
 from lightrft.config.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show
@@ -34,9 +35,16 @@ def describe(config: Config, provenance: dict[str, str], world_size: int, size: 
     """
     estimates = [
         batch_summary(config, world_size), *memory_lines(config, world_size, size, room, critic),
-        time_line(config, world_size, size, device, critic)
+        time_line(config, world_size, size, device, critic), *_unchecked(config)
     ]
     return "\n".join([resolved(config, provenance), "", *estimates])
+
+
+def _unchecked(config: Config) -> list[str]:
+    """What only the start of the engine can tell."""
+    if not config.rollout.engine_args:
+        return []
+    return [f"--engine_args: {NAMES[config.rollout.engine_type]} checks names and values when it starts, not here"]
 
 
 def recipe_table() -> str:

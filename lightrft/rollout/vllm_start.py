@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engine_rules import INSTALL, native_arguments
+from lightrft.config.engine_rules import native_arguments
+from lightrft.config.install import INSTALL
 from lightrft.config.memory import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig

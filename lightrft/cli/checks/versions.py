@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 from lightrft.cli.checks.finding import Finding
+from lightrft.config.install import INSTALL
 
 PACKAGE = "lightrft"
 TOOLS = ("docs", "dev")  # extras that no run needs
@@ -67,8 +68,7 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
     if found is None:
         if extra is None:
             return Finding("fail", name, f"not installed, lightrft needs {name}{ranges}", install)
-        missing = f"not installed; pip install '{PACKAGE}[{extra}]'"
-        missing += f", without a GPU {CPU_TWINS[name]}" if name in CPU_TWINS else ""
+        missing = "not installed; " + INSTALL.get(extra, f"pip install '{PACKAGE}[{extra}]'")
         return Finding("fail" if extra in asked else "ok", name, missing + ("" if extra in asked else " (optional)"))
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(bad, name, f"{found}, lightrft needs {ranges}", install)

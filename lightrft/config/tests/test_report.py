@@ -90,6 +90,13 @@ def test_report_with_a_known_model() -> None:
     assert "a CPU" in describe(Config(), {}, 1, SIZE), "a CPU has no estimate"
 
 
+def test_report_says_what_it_leaves_to_the_engine() -> None:
+    for engine, name in {"vllm": "vLLM", "sglang": "SGLang"}.items():
+        text = describe(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), {}, 1)
+        assert text.endswith(f"\n--engine_args: {name} checks names and values when it starts, not here")
+        assert "when it starts" not in describe(build(Config, {"engine_type": engine}), {}, 1)
+
+
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
 def test_tables_and_listings_cover_the_tree(tree: type) -> None:
     table, listing = option_table(tree), resolved(tree(), {})
