@@ -1,32 +1,38 @@
 """Seconds of a weight sync against a plain copy of the same bytes, paired in one run, for several bucket sizes.
 
-    python benchmarks/weight_sync.py [--size 0.5b] [--ranks 1 2] [--buckets 16 64 256 512 1024] [--repeats 5]
+    python benchmarks/weight_sync.py [--size 0.5b] [--engine hf] [--ranks 1 2] [--buckets 16 64 256 512 1024]
+        [--repeats 5]
 
-A random model of Qwen2.5-0.5B's shape in float32, sharded by FSDP2 (one rank: whole), and an HF engine with weights of
-its own on every rank. "plain copy" writes as many bytes from host memory into the same engine, on all ranks at once;
-"per tensor" gathers every tensor alone. "proof" is what the fingerprints of all weights cost on top. Rounds of all
-variants are repeated; the table shows medians, and of the ratios the median over rounds. The bar is 2x. Between ranks
-the weights have to travel: "all-gather" is that alone, in pieces of 4 MiB into one buffer, without any copy.
+A random model of Qwen2.5-0.5B's shape in float32, sharded by FSDP2 (one rank: whole), and on every rank an engine with
+weights of its own: HF, or vLLM, which runs in the same process. "plain copy" writes as many bytes from host memory into
+the same engine, on all ranks at once; "per tensor" gathers every tensor alone. "proof" is what the fingerprints of all
+weights cost on top. Rounds of all variants are repeated; the table shows medians, and of the ratios the median over
+rounds. The bar is 2x. Between ranks the weights have to travel: "all-gather" is that alone, in pieces of 4 MiB into one
+buffer, without any copy.
 """
 import argparse
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lightrft.config.schema import RolloutConfig, StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf_engine import HFEngine
 from lightrft.rollout.sync_proof import get_sync_proof
 from lightrft.rollout.weight_sync import sync_weights
 from lightrft.strategy.fsdp.collectives import ALL_GATHER
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy_base import Prepared, StrategyBase
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 
@@ -37,6 +43,8 @@ SIZES = {
              "intermediate_size": 4864, "vocab_size": 151936},
 }  # yapf: disable
 PIECE = 1 << 20  # floats
+LENGTHS = {"prompt_max_len": 64, "generate_max_len": 64}
+NO_TOKENIZER = SimpleNamespace(eos_token_id=None)
 Variant = Callable[[], object]
 
 
@@ -46,6 +54,17 @@ def model_of(size: str, device: torch.device) -> ActorLanguage:
     with device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
     return ActorLanguage(model)
+
+
+def engine_of(kind: str, size: str, actor: ActorLanguage, strategy: StrategyBase) -> RolloutEngine:
+    """An engine for ``actor``, with random weights of its own."""
+    if kind == "hf":
+        return HFEngine(model_of(size, strategy.device).hf_model.requires_grad_(False), [], 1 << 24, owns_model=True)
+    config = actor.hf_model.config
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        config.name_or_path = folder
+        return get_engine(RolloutConfig(engine_type=kind, engine_kv_mib=64, **LENGTHS), actor, strategy, NO_TOKENIZER)
 
 
 def all_gather(numel: int, strategy: StrategyBase) -> Variant:
@@ -61,13 +80,9 @@ def all_gather(numel: int, strategy: StrategyBase) -> Variant:
     return run
 
 
-def variants(size: str, strategy: StrategyBase, buckets: list[int]) -> tuple[dict[str, Variant], int]:
-    """What is timed, by name; and the bytes of the weights."""
-    strategy.setup()
-    torch.manual_seed(0)
-    model = model_of(size, strategy.device)
-    engine = HFEngine(model_of(size, strategy.device).hf_model.requires_grad_(False), [], 1 << 24, owns_model=True)
-    prepared = strategy.prepare(model)
+def variants(prepared: Prepared, engine: RolloutEngine, strategy: StrategyBase,
+             buckets: list[int]) -> tuple[dict[str, Variant], int]:
+    """What is timed, by name; and the bytes of the engine's weights."""
     proof = get_sync_proof(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
                            [Prompt("0", [1, 2, 3], "")], False, Timer())
     targets = [parameter.detach() for parameter in engine.model.parameters()]
@@ -114,11 +129,16 @@ def worker(args: argparse.Namespace) -> None:
     """One rank: measure, and print on rank 0."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = get_strategy(StrategyConfig())
-    found, nbytes = variants(args.size, strategy, args.buckets)
+    strategy.setup()
+    torch.manual_seed(0)
+    prepared = strategy.prepare(model_of(args.size, strategy.device))
+    engine = engine_of(args.engine, args.size, prepared.model, strategy)
+    found, nbytes = variants(prepared, engine, strategy, args.buckets)
     seconds = measure(strategy, found, args.repeats)
     if strategy.is_main:
-        print(f"{args.size}: {nbytes / 2**20:.0f} MiB of weights, medians of {args.repeats} rounds\n")
+        print(f"{args.size}: {nbytes / 2**20:.4g} MiB of weights in {args.engine}, medians of {args.repeats} rounds\n")
         print(table(seconds, nbytes, ranks), flush=True)
+    engine.shutdown()
     strategy.teardown()
 
 
@@ -126,6 +146,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="0.5b", help="shape of the model")
+    parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="where the weights go")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 64, 256, 512, 1024], help="bucket sizes in MiB")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
@@ -135,7 +156,8 @@ def main() -> None:
         worker(args)
         return
     for ranks in args.ranks:
-        flags = ["--worker", "--size", args.size, "--repeats", str(args.repeats), "--buckets", *map(str, args.buckets)]
+        flags = ["--worker", "--size", args.size, "--engine", args.engine, "--repeats", str(args.repeats), "--buckets",
+                 *map(str, args.buckets)]  # yapf: disable
         launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         subprocess.run([sys.executable, *launcher, __file__, *flags], check=True,
                        env={**os.environ, "OMP_NUM_THREADS": "1"})
