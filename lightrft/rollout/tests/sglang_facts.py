@@ -345,7 +345,7 @@ def test_a_scheduler_that_is_killed(rig):
 
 def own_files():
     return {path for folder in (tempfile.gettempdir(), "/dev/shm")
-            for path in Path(folder).glob(f"*lightrft-sglang-{os.getpid()}-*")}  # yapf: disable
+            for path in Path(folder).glob(f"*lightrft-sglang-*-{os.getpid()}-*")}  # yapf: disable
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path):

@@ -2,16 +2,22 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout import sglang_native
+from lightrft.rollout import sglang_files, sglang_native
 from lightrft.rollout.sglang_limits import check_window
 from lightrft.rollout.sglang_start import engine_arguments
 from lightrft.rollout.sglang_weights import buckets
@@ -152,6 +158,55 @@ def test_weights_travel_in_buckets():
             seen.append(name)
     assert seen == [name for name, _ in sent] and len(places) == 2
     assert not list(buckets([], {}, 10))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_only_what_the_dead_of_this_machine_left_is_removed(tmp_path, monkeypatch):
+    """The processes of another machine or container with the same TMPDIR are not in this /proc, and may be alive."""
+    monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))  # without SGLang's counters
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = sglang_files.claim()
+    own, pid, _ = mine.name.removeprefix("lightrft-sglang-").split("-")
+    assert pid == str(os.getpid())
+    for source in (os, "uname", lambda: SimpleNamespace(nodename="other")), (os, "readlink", lambda path: "pid:[7]"):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(*source)
+            assert sglang_files._here() != own
+    gone = str(2**22 + 1)  # larger than any process id
+    names = [f"lightrft-sglang-{host}-{one}-x" for host, one in ((own, gone), ("0badcafe", gone), ("0badcafe", pid))]
+    for name in names:
+        (tmp_path / name).mkdir()
+    again = sglang_files.claim()
+    assert sorted(tmp_path.iterdir()) == sorted([mine, again, *(tmp_path / name for name in names[1:])])
+
+
+@dataclass
+class Ports:
+    """Some of SGLang's."""
+    nccl_port: int
+    rpc_ipc_name: str
+    instance_id: str = ""
+
+
+def test_sockets_have_names_that_the_system_takes(monkeypatch):
+    """Up to the longest that can be bound; a folder whose name is a byte longer is refused."""
+    monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        own = len(str(sglang_files.claim())) - len(short)
+        longest = Path(short, "d" * (107 - len("/00") - own - len(f"{short}/")))
+        random = Path(short, "random")
+        for path in (longest, Path(f"{longest}d")):
+            path.mkdir()
+        random.touch()
+        monkeypatch.setattr(tempfile, "tempdir", str(longest))
+        ports, folder = Ports(1, f"ipc://{random}"), sglang_files.claim()
+        sglang_files.move(ports, folder)
+        listener.bind(ports.rpc_ipc_name.removeprefix("ipc://"))
+        assert ports.instance_id == folder.name and not random.exists()
+        monkeypatch.setattr(tempfile, "tempdir", f"{longest}d")
+        with pytest.raises(UserError, match="TMPDIR .*more than 107 bytes; .* 1 bytes shorter"):
+            sglang_files.claim()
 
 
 def test_a_missing_package_is_told_in_one_line(monkeypatch):
