@@ -1,4 +1,4 @@
-# make quickstart | test | format | fcheck | docs | docs-live | dbuild
+# make quickstart | test | oracles | format | fcheck | docs | docs-live | dbuild
 # Everything runs in .venv, made with the first Python >= 3.10 that is found (tests of SGLang: in .venv-sglang, on top of
 # it); installs happen once per requirements file.
 VENV ?= .venv
@@ -14,7 +14,7 @@ PYTEST_ARGS ?= -q
 IMAGE ?= lightrft
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test format fcheck docs docs-live dbuild
+.PHONY: help quickstart test oracles format fcheck docs docs-live dbuild
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -24,6 +24,9 @@ quickstart: $(CORE)
 
 test: $(DEV) $(SGLANG)/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+oracles: $(VENV)/oracles/.installed
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)
 
 format: $(DEV)
 	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))
@@ -57,6 +60,10 @@ $(DEV): requirements-dev.txt requirements-vllm.txt requirements-vision.txt $(COR
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision -r requirements-vision.txt
+	@touch $@
+
+$(VENV)/oracles/.installed: requirements-oracles.txt | $(DEV)
+	$(PIP) --no-deps --upgrade --target $(VENV)/oracles -r requirements-oracles.txt
 	@touch $@
 
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))

@@ -160,6 +160,11 @@ def live_groups(values: Tensor, valid: Tensor, exp: Experience, cfg: AlgorithmCo
     return stats, valid & (stats.size >= 2) & (stats.spread > cfg.zero_spread)
 
 
+def group_scale(group: GroupStats, cfg: AlgorithmConfig) -> Tensor:
+    """[B]: with ``norm_group_std`` the standard deviation of each sample's group plus ``std_eps``, else ones."""
+    return group.std + cfg.std_eps if cfg.norm_group_std else torch.ones_like(group.std)
+
+
 def from_outcome(exp: Experience, outcome: Tensor, cfg: AlgorithmConfig) -> Tensor:
     """Advantages [T] of a shaped reward per sample.
 

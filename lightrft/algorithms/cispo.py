@@ -5,7 +5,8 @@ Paper: MiniMax 2025 (MiniMax-M1), https://arxiv.org/abs/2506.13585 (bound on the
 Equation: loss_t = -sg[clip(rho_t, 1 - low, 1 + high)] * A_t * log pi_t (eq. 4, 5)
 Degenerate: first update on a rollout, or bounds out of reach and rho = 1: REINFORCE.
 Deviation: both bounds are options. The paper sets no lower one (--eps_clip 1) and tunes the upper one; with
-    --cispo_absolute it is high in place of 1 + high, without a lower one. clip_frac counts both signs of A.
+    --cispo_absolute it is high in place of 1 + high, without a lower one. clip_frac counts both signs of A. The
+    log-ratio is limited to +-20 nats.
 """
 from torch import Tensor
 

@@ -6,7 +6,8 @@ Equation: loss_t = PPO's, 0 on the drawn tokens: share * N (rounded down) of tho
 Degenerate: no token between the bounds: PPO.
 Deviation: N and both means count the action tokens of the whole mini-batch, on all ranks, under the policy as it enters
     the optimizer step; the choice is seeded, and at least one candidate is drawn. PPO's clip (without dual clip) stays
-    on, which the paper's formula leaves out.
+    on, which the paper's formula leaves out, and a token that it clips is no candidate, as in the authors' code. The
+    log-ratio is limited to +-20 nats.
 """
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ def high_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, see
     """bool [T]: the drawn tokens of a whole mini-batch."""
     cov = covariance(logprobs, exp.advantages, exp.loss_mask)
     candidates = exp.loss_mask & (cov >= cfg.clip_cov_low) & (cov <= cfg.clip_cov_high)
+    if exp.old_logprobs is not None:  # else this is the first update on the rollout, where no ratio is clipped
+        ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
+        clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))
+        candidates &= ~(clipped.low | clipped.high)
     return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask), seed)
 
 

@@ -5,7 +5,7 @@ Equation: loss_t = max(-l_t * A_t, -clip(l_t, log(1 - low), log(1 + high)) * A_t
     l_t = log(pi_t / pi_old_t)
 Degenerate: first update on a rollout: the gradient is REINFORCE's and the drift is 0.
 Deviation: the drift is the k3 estimate exp(l) - 1 - l, whose gradient (exp(l) - 1) * d log pi is unbiased; the paper
-    also bounds that factor.
+    also bounds that factor. The log-ratio is limited to +-20 nats.
 """
 from math import inf, log
 

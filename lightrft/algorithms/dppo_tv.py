@@ -5,22 +5,24 @@ Equation: loss_t = -M_t * rho_t * A_t, M_t = 0 where (rho_t - 1) * A_t > 0 and |
     (eq. 11 to 13, binary approximation)
 Degenerate: first update on a rollout, or delta 1: REINFORCE with the plain ratio.
 Deviation: pi_old is the trainer's policy at the time of the rollout; the paper's is the engine's (--rollout_correction
-    bypass). The log-ratio is limited to +-20 nats. delta is --dppo_delta (the paper's 0.15).
+    bypass). The log-ratio is limited to +-20 nats (--dppo_ratio_max: the truncated ratio of section 5.4). delta is
+    --dppo_delta (the paper's 0.15).
 """
 from torch import Tensor
 
 from lightrft.algorithms.base import policy_loss, ratio_metrics
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.surrogate import divergence_bounded, safe_ratio
+from lightrft.ops.surrogate import divergence_bounded, safe_ratio, truncated
 from lightrft.types import Experience
 
 DELTA = 0.15
 
 
-@policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", ))
+@policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", "dppo_ratio_max"))
 def dppo_tv(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics)."""
+    """([T], metrics); ``ratio`` is the one before ``dppo_ratio_max``."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     moved = (logprobs.detach().exp() - exp.old_logprobs.exp()).abs()
-    clipped = divergence_bounded(ratio, exp.advantages, moved, DELTA if cfg.dppo_delta is None else cfg.dppo_delta)
+    delta = DELTA if cfg.dppo_delta is None else cfg.dppo_delta
+    clipped = divergence_bounded(truncated(ratio, cfg.dppo_ratio_max), exp.advantages, moved, delta)
     return clipped.loss, ratio_metrics(ratio, clipped.low, clipped.high)

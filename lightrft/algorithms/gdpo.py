@@ -5,18 +5,20 @@ Equation: S_i = sum_k w_k * (r_ik - mean(r_k)) / (std(r_k) + eps), A_i = (S_i - 
 Degenerate: a part without spread in a group adds 0; one part: group_norm, scaled over the batch.
 Deviation: eps is --std_eps, the group's deviation is unbiased and the batch's variance the population's, over scored
     samples (--whiten_unbiased: Bessel's correction). With several data sources each sample has the parts of its own,
-    and the batch is one for all. The overlong penalty is one more part, of weight 1.
+    and the batch is one for all. The overlong penalty is one more part, of weight 1. --gdpo_whiten_tokens and
+    --whiten_flat_groups whiten as verl does.
 """
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import advantage, from_outcome, live_groups
+from lightrft.algorithms.base import action_mask, advantage, from_outcome, live_groups
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.segment import masked_whiten
+from lightrft.ops.segment import expand, masked_mean, masked_var
 from lightrft.types import Experience
 
 
-@advantage("gdpo", needs_group=True, whitens=True, needs_parts=True, reads=("std_eps", ))
+@advantage("gdpo", needs_group=True, whitens=True, needs_parts=True,
+           reads=("std_eps", "whiten_flat_groups", "gdpo_whiten_tokens"))
 def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
     total, taught = torch.zeros_like(exp.rewards), torch.zeros_like(exp.scored)
@@ -24,5 +26,8 @@ def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
         group, live = live_groups(values, exp.scored & ~values.isnan(), exp, cfg)
         total = total + torch.where(live, weights * (values - group.mean) / (group.std + cfg.std_eps), 0)
         taught = taught | live
-    return from_outcome(exp, torch.where(taught, masked_whiten(total, exp.scored, unbiased=cfg.whiten_unbiased), 0),
-                        cfg)
+    counted = (total, exp.scored)
+    if cfg.gdpo_whiten_tokens:
+        counted = expand(total, exp.cu_seqlens, exp.num_tokens), action_mask(exp)
+    white = (total - masked_mean(*counted)) * (masked_var(*counted, cfg.whiten_unbiased) + 1e-8).rsqrt()
+    return from_outcome(exp, torch.where(exp.scored if cfg.whiten_flat_groups else taught, white, 0), cfg)

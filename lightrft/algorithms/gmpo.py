@@ -5,8 +5,9 @@ Equation: loss_t = -A_t * exp(mean_t c_t), c_t the log-ratio l_t, at most high w
     A_t < 0
 Degenerate: one action token: PPO with the bounds exp(-low), exp(high). First update on a rollout: the gradient of a
     sequence is that of the mean of log pi.
-Deviation: advantages may differ within a sequence. --eps_clip and --eps_clip_high are in nats: the paper's bounds
-    exp(-0.4), exp(0.4) are --eps_clip 0.4, its mean --loss_agg_mode seq-mean-token-mean.
+Deviation: advantages may differ within a sequence; the log-ratio is limited to +-20 nats. --eps_clip and
+    --eps_clip_high are in nats: the paper's bounds exp(-0.4), exp(0.4) are --eps_clip 0.4, its mean --loss_agg_mode
+    seq-mean-token-mean.
 """
 from torch import Tensor
 

@@ -3,28 +3,28 @@
 Paper: Tang et al. 2025, https://arxiv.org/abs/2503.19595 (the mean over subsets: https://arxiv.org/abs/2505.15201)
 Equation: A_i = mean over S of max(0, r_i - max(S)), S every k - 1 other responses; k = n: best minus second best
 Degenerate: a group with one scored sample or no spread: 0.
-Deviation: k is --pass_k, at most the number of scored samples; no division by the standard deviation; continuous
-    rewards are taken as they are.
+Deviation: k is --pass_k, at most the number of scored samples; divided by the group's standard deviation plus
+    --std_eps only with --norm_group_std; continuous rewards are taken as they are.
 """
 from math import comb
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import advantage, from_outcome, reward_groups
+from lightrft.algorithms.base import advantage, from_outcome, group_scale, reward_groups
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.types import Experience
 
 
-@advantage("grpo_passk", needs_group=True, reads=("pass_k", ))
+@advantage("grpo_passk", needs_group=True, reads=("pass_k", "norm_group_std", "std_eps"))
 def grpo_passk(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]."""
-    _, live = reward_groups(exp, cfg)
+    group, live = reward_groups(exp, cfg)
     outcome = torch.zeros_like(exp.rewards)
-    for group in exp.group_ids[live].unique():
-        members = (exp.group_ids == group) & live
+    for number in exp.group_ids[live].unique():
+        members = (exp.group_ids == number) & live
         outcome[members] = added_to_best(exp.rewards[members], cfg.pass_k)
-    return from_outcome(exp, outcome, cfg)
+    return from_outcome(exp, outcome / group_scale(group, cfg), cfg)
 
 
 def added_to_best(rewards: Tensor, k: int) -> Tensor:

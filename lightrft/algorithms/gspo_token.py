@@ -4,7 +4,7 @@ Paper: Zheng et al. 2025, https://arxiv.org/abs/2507.18071
 Equation: loss_t = max(-s_t * A_t, -clip(s_t, 1 - low, 1 + high) * A_t), s_t = sg[s_i] * pi_t / sg[pi_t] (eq. 13, 14)
 Degenerate: the value is gspo's; with one advantage per sequence the gradient of a sequence is gspo's too. One action
     token: PPO.
-Deviation: none; for bounds and aggregation see gspo.
+Deviation: the log-ratio of a token is limited to +-20 nats; for bounds and aggregation see gspo.
 """
 from torch import Tensor
 

@@ -3,8 +3,9 @@
 Paper: Hu et al. 2025, https://arxiv.org/abs/2501.03262
 Equation: A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8), R_t the discounted sum with r_i - mean_group(r) as the outcome
 Degenerate: a group with one scored sample or no spread has outcome 0 and stays out of the batch statistics.
-Deviation: such groups are not shifted by the batch mean, which would reward or punish them for the others; the variance
-    is the population's (--whiten_unbiased: Bessel's correction).
+Deviation: such groups are not shifted by the batch mean, which would reward or punish them for the others
+    (--whiten_flat_groups: they are, as in other trainers); the variance is the population's (--whiten_unbiased:
+    Bessel's correction).
 """
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from lightrft.ops.segment import expand, masked_mean, masked_var
 from lightrft.types import Experience
 
 
-@advantage("reinforce_baseline", needs_group=True, whitens=True, reads=())
+@advantage("reinforce_baseline", needs_group=True, whitens=True, reads=("whiten_flat_groups", ))
 def reinforce_baseline(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
     group, live = reward_groups(exp, cfg)
     returns = from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)
-    kept = action_mask(exp) & expand(live, exp.cu_seqlens, exp.num_tokens)
+    part = exp.scored if cfg.whiten_flat_groups else live
+    kept = action_mask(exp) & expand(part, exp.cu_seqlens, exp.num_tokens)
     shifted = returns - torch.where(kept, masked_mean(returns, kept), 0)
     variance = masked_var(returns, kept, cfg.whiten_unbiased)
     return shifted * (variance + 1e-8).rsqrt() if bool(kept.any()) else returns

@@ -93,16 +93,16 @@ def algorithm_warnings(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
         yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {steps} optimizer "
                "steps: from the second one on the gradient is of a policy that is gone. For the exact one use "
                f"--train_batch_size {rollout} --max_epochs 1, or --policy_loss ppo")
+    a = c.algorithm
+    if a.init_kl_coef and not a.use_kl_loss and a.kl_kind in ("k2", "k3"):
+        yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; "
+               "drop it for k1, or add --use_kl_loss")
 
 
 def _options(c: Config) -> Iterator[str]:
     a = c.algorithm
-    if a.use_kl_loss and a.kl_estimator == "k1":
-        yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k1+ (its value, the "
-               "gradient of k2) or k3, or drop --use_kl_loss to subtract it from the reward")
-    if a.init_kl_coef and not a.use_kl_loss and a.kl_estimator.endswith("+"):
-        yield (f"--kl_estimator {a.kl_estimator}: the + changes the gradient of a loss, and a reward has none; nearest "
-               f"valid value: {a.kl_estimator[:-1]}, or add --use_kl_loss")
+    yield from _kl(c)
+    yield from _aggregation(c)
     if a.entropy_target is not None and a.entropy_coef > a.entropy_coef_max:
         yield (f"--entropy_coef {a.entropy_coef}: above --entropy_coef_max {a.entropy_coef_max}, the largest adaptive "
                f"weight; nearest valid value: {a.entropy_coef_max}")
@@ -121,13 +121,40 @@ def _options(c: Config) -> Iterator[str]:
                "nearest valid value: a little less than that")
     if a.advantage_estimator == "grpo_passk":
         yield from _pass_k(a.pass_k, c.rollout.n_samples_per_prompt)
-    if a.loss_agg_norm and a.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (f"--loss_agg_norm {a.loss_agg_norm}: has no effect under --loss_agg_mode {a.loss_agg_mode}; "
-               "use --loss_agg_mode seq-mean-token-sum-norm or drop it")
-    for name, value in changed(c, ("loss_agg_norm_seqs", )):
-        if a.loss_agg_mode != "seq-mean-token-sum-norm":
-            yield (f"--{name} {value}: has no effect under --loss_agg_mode {a.loss_agg_mode}; use --loss_agg_mode "
+
+
+def _kl(c: Config) -> Iterator[str]:
+    """Estimators that do not fit the place of the KL, and options that it does not have there."""
+    a = c.algorithm
+    if a.use_kl_loss and a.kl_kind == "k1":
+        yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k1+ (its value, the "
+               "gradient of k2) or k3, or drop --use_kl_loss to subtract it from the reward")
+    if a.init_kl_coef and not a.use_kl_loss and a.kl_kind.endswith("+"):
+        yield (f"--kl_estimator {a.kl_kind}: the + changes the gradient of a loss, and a reward has none; nearest "
+               f"valid value: {a.kl_kind[:-1]}, or add --use_kl_loss")
+    if a.init_kl_coef and a.use_kl_loss:
+        for name, value in changed(c, ("kl_in_outcome", )):
+            yield f"--{name} {value}: has no effect with --use_kl_loss, which leaves the reward alone; drop one of them"
+    if a.init_kl_coef and not a.kl_kind.startswith("k3"):
+        for name, value in changed(c, ("k3_max", )):
+            yield f"--{name} {value}: has no effect on {a.kl_kind}; add --kl_estimator k3 or drop it"
+
+
+def _aggregation(c: Config) -> Iterator[str]:
+    """Options of a mean that is not the chosen one."""
+    a, mode = c.algorithm, c.algorithm.loss_agg_mode
+    if mode != "seq-mean-token-sum-norm":
+        for name, value in changed(c, ("loss_agg_norm", "loss_agg_norm_seqs")):
+            yield (f"--{name} {value}: has no effect under --loss_agg_mode {mode}; use --loss_agg_mode "
                    "seq-mean-token-sum-norm or drop it")
+    if mode == "token-mean":
+        for name, value in changed(c, ("loss_agg_all_seqs", )):
+            yield f"--{name} {value}: has no effect under --loss_agg_mode {mode}, which counts tokens; drop it"
+    for name, value in changed(c, ("entropy_token_mean", )):
+        if not a.entropy_coef and a.entropy_target is None:
+            yield f"--{name} {value}: has no effect, there is no bonus; add --entropy_coef 0.001 or drop it"
+        elif mode == "token-mean":
+            yield f"--{name} {value}: has no effect under --loss_agg_mode {mode}, which the bonus follows; drop it"
 
 
 def _absolute(c: Config) -> Iterator[str]:
@@ -186,8 +213,12 @@ def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
     """Shaping of the reward that the chosen estimator does not see, or that it cannot use."""
     estimator = c.algorithm.advantage_estimator
+    for name, value in changed(c, ("kl_in_outcome", )):
+        if estimator in facts.estimators - facts.needs_group:
+            yield (f"--{name} {value}: {estimator} compares no group, so there is nothing for the KL to come before; "
+                   "drop it")
     if estimator in facts.needs_parts:
-        for name, value in changed(c, ("reward_clip", "reward_running_norm")):
+        for name, value in changed(c, ("reward_clip", "reward_running_norm", "kl_in_outcome")):
             yield (f"--{name} {value}: has no effect with {estimator}, which standardises the parts of the reward "
                    "instead of their sum; drop it")
     if estimator in facts.needs_positive:
@@ -195,6 +226,9 @@ def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
             if vars(c.reward)[name]:
                 yield (f"--{name} True: makes rewards negative, and {estimator} divides by their mean; use "
                        f"--no_{name}, or --advantage_estimator dr_grpo")
+        if c.algorithm.kl_in_outcome and c.algorithm.init_kl_coef:
+            yield (f"--kl_in_outcome True: makes rewards negative, and {estimator} divides by their mean; use "
+                   "--no_kl_in_outcome, or --advantage_estimator dr_grpo")
 
 
 def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 from lightrft.config.flags import show
 from lightrft.config.options import ConfigError, options
 from lightrft.config.recipes import RECIPES
+from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.semantics import SEMANTICS
 from lightrft.config.stages import stage_options
 
@@ -16,10 +17,12 @@ class Layer(NamedTuple):
 
 def preset_layers(values: dict[str, Any]) -> list[Layer]:
     """What the presets named in ``values`` set; a later one wins."""
-    recipe, semantics = values.get("recipe"), SEMANTICS[values.get("semantics", "lightrft")]
-    layers = [Layer(f"semantics {values.get('semantics')}", semantics.options)]
+    recipe, semantics = values.get("recipe"), SEMANTICS[values.get("semantics", "default")]
+    method = RECIPES[recipe].options if recipe else {}
+    choices = vars(AlgorithmConfig()) | method | values
+    layers = [Layer(f"semantics {values.get('semantics')}", semantics.values(choices))]
     if recipe:
-        layers.append(Layer(f"recipe {recipe}", RECIPES[recipe].options | semantics.recipes.get(recipe, {})))
+        layers.append(Layer(f"recipe {recipe}", method | semantics.recipes.get(recipe, {})))
     if values.get("stages"):
         layers.append(Layer("stages", stage_options(values["stages"])))
     return layers

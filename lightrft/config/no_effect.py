@@ -13,6 +13,8 @@ NEEDS: dict[str, tuple[str, str]] = {
     "use_kl_loss": ("init_kl_coef", "0.01"),
     "kl_target": ("init_kl_coef", "0.01"),
     "kl_estimator": ("init_kl_coef", "0.01"),
+    "k3_max": ("init_kl_coef", "0.01"),
+    "kl_in_outcome": ("init_kl_coef", "0.01"),
     "kl_horizon": ("kl_target", "0.1"),
     "entropy_step": ("entropy_target", "0.2"),
     "entropy_coef_max": ("entropy_target", "0.2"),
@@ -33,10 +35,10 @@ NEEDS: dict[str, tuple[str, str]] = {
     "num_trajectories_to_save": ("save_trajectories", ""),
 }
 CRITIC_OPTIONS = ("critic_pretrain", "save_value_network", "freezing_actor_steps", "critic_learning_rate", "value_clip")
-ESTIMATOR_OPTIONS = ("lambd", "std_eps", "pass_k")
+ESTIMATOR_OPTIONS = ("lambd", "std_eps", "pass_k", "norm_group_std", "whiten_flat_groups", "gdpo_whiten_tokens")
 LOSS_OPTIONS = ("eps_clip", "eps_clip_high", "dual_clip", "cispo_absolute", "policy_drift_coef", "sapo_tau_pos",
-                "sapo_tau_neg", "dppo_delta", "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio",
-                "kl_cov_coef")
+                "sapo_tau_neg", "dppo_delta", "dppo_ratio_max", "clip_cov_ratio", "clip_cov_low", "clip_cov_high",
+                "kl_cov_ratio", "kl_cov_coef", "kl_cov_abs")
 CORRECTION_OPTIONS = ("correction_low", "correction_high", "correction_veto")
 # first parts of the names of the metrics that a checkpoint has
 METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")

@@ -5,6 +5,7 @@ from lightrft.config.engine_rules import NAMES
 from lightrft.config.estimate import ModelSize, batch_summary, time_line
 from lightrft.config.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show
+from lightrft.config.layers import preset_values
 from lightrft.config.options import group_options, groups, options
 from lightrft.config.recipes import RECIPES
 from lightrft.config.schema import Config
@@ -59,16 +60,13 @@ def recipe_table() -> str:
 def semantics_table() -> str:
     """Markdown: one row per difference, one column per trainer; what a preset leaves alone has the default."""
     known = options(Config)
-    lines = ["| meaning | option | " + " | ".join(f"`{name}`" for name in SEMANTICS) + " |",
+    heads = [f"`{name}`" + f" ({preset.version})" * bool(preset.version) for name, preset in SEMANTICS.items()]
+    lines = ["| meaning | option | " + " | ".join(heads) + " |",
              "|---" * (2 + len(SEMANTICS)) + "|"]  # yapf: disable
-    for option, meaning in MEANINGS.items():
-        recipe = meaning.partition("--recipe ")[2].split(" ")[0]
-        cells = []
-        for preset in SEMANTICS.values():
-            base = RECIPES[recipe].options if recipe else {}
-            values = base | preset.options | preset.recipes.get(recipe, {})
-            cells.append(f"`{show(values.get(option, known[option].default))}`")
-        lines.append(f"| {meaning} | `--{option}` | " + " | ".join(cells) + " |")
+    for option, (meaning, beside) in MEANINGS.items():
+        found = [preset_values({"semantics": name, **beside}).get(option, known[option].default) for name in SEMANTICS]
+        cells = [meaning, f"`--{option}`", *(f"`{show(value)}`" for value in found)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -205,7 +205,7 @@ class AlgorithmConfig:
     """Advantage, loss and regularisation."""
     recipe: str | None = option(None, "set the options of a paper's method at once; flags and YAML keys win",
                                 tuple(RECIPES))
-    semantics: str = option("lightrft",
+    semantics: str = option("default",
                             "give names that mean different mathematics in different trainers the meaning of this one",
                             tuple(SEMANTICS))
     advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
@@ -224,6 +224,8 @@ class AlgorithmConfig:
         0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len")
     loss_agg_norm_seqs: bool = option(
         True, "seq-mean-token-sum-norm also divides by the number of sequences; off: by the constant alone")
+    loss_agg_all_seqs: bool = option(
+        False, "the seq-mean modes count every sequence of the mini-batch, those without a token in the loss included")
     eps_clip: float = option(
         0.2, "lower clip of the ratio: 1 - eps_clip; the papers' values: 0.2, gspo 3e-4, gmpo 0.4 (bound exp(-0.4)), "
         "cispo 1 (no lower bound)")
@@ -239,15 +241,19 @@ class AlgorithmConfig:
     sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive")
     dppo_delta: float | None = option(
         None, "dppo_tv, dppo_kl: largest divergence of a token that still moves away (default: 0.15, 0.05)")
+    dppo_ratio_max: float | None = option(
+        None, "dppo_tv, dppo_kl: truncate the weight of a token (its ratio, without a gradient) here; off by default")
     clip_cov_ratio: float = option(2e-4, "clip_cov: share of the mini-batch's tokens that get no gradient")
     clip_cov_low: float = option(1.0, "clip_cov: they are drawn from the tokens with at least this covariance")
     clip_cov_high: float = option(5.0, "clip_cov: and at most this one")
     kl_cov_ratio: float = option(2e-3, "kl_cov: share of the mini-batch's tokens that get the penalty")
     kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty KL(rollout's policy || policy)")
+    kl_cov_abs: bool = option(False, "kl_cov: the penalty is |log-ratio|, not the k3 estimate of the KL")
     value_clip: float = option(0.2, "clip of the value update; 0 is off")
     gamma: float = option(1.0, "discount per action token")
     lambd: float = option(0.95, "lambda of GAE")
     std_eps: float = option(1e-6, "added to a group's standard deviation before dividing")
+    norm_group_std: bool = option(False, "cpgd, grpo_passk: divide by the group's standard deviation as well")
     pass_k: int = option(
         0, "k of grpo_passk: what is trained is the best of k responses to a prompt; 0: of all that are scored")
     zero_spread: float = option(1e-3,
@@ -256,21 +262,39 @@ class AlgorithmConfig:
         False, "whiten advantages over the whole rollout batch (refused where the estimator already does)")
     whiten_unbiased: bool = option(
         False, "whitening divides by the Bessel-corrected standard deviation, not by the population's")
+    whiten_flat_groups: bool = option(
+        False, "reinforce_baseline, gdpo: groups without spread are part of the whitening too and are shifted by its "
+        "mean; off: their advantage is 0")
+    gdpo_whiten_tokens: bool = option(
+        False, "gdpo: the whitening is over the action tokens of the batch, not over its samples")
     advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off")
     init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference")
-    kl_estimator: str = option("k3", "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss)",
-                               ("k1", "k2", "k3", "k1+", "k3+"))
+    kl_estimator: str | None = option(
+        None, "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss). Default: k1 in the reward, "
+        "where its gradient is the unbiased one, k3 in the loss", ("k1", "k2", "k3", "k1+", "k3+"))
+    k3_max: float = option(
+        10.0, "largest k3 estimate of one token, in nats; beyond it the token has no gradient of the KL; 0 is off")
     use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward")
+    kl_in_outcome: bool = option(
+        False, "the KL in the reward is summed over the response and subtracted from its reward before the statistics "
+        "of the group, not from each token after them")
     kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default")
     kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts")
     entropy_coef: float = option(
         0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target")
+    entropy_token_mean: bool = option(
+        False, "the entropy bonus is a mean over tokens whatever --loss_agg_mode is; off: it follows that option")
     entropy_target: float | None = option(
         None, "adapt the weight of the bonus to keep the entropy (nats per token) at this; off by default")
     entropy_step: float = option(1e-4, "what the adaptive weight moves by after each rollout step")
     entropy_coef_max: float = option(0.005, "largest adaptive weight")
     high_entropy_token_ratio: float = option(
         0.0, "share of a rollout batch's action tokens, those of highest entropy, that get a policy gradient; 0: all")
+
+    @property
+    def kl_kind(self) -> str:
+        """The KL estimator in force: ``kl_estimator``, or the default of the place where the KL is."""
+        return self.kl_estimator or ("k3" if self.use_kl_loss else "k1")
 
 
 @dataclass

@@ -34,7 +34,8 @@ def _clean(exp: Experience) -> Experience:
 class PolicyLoss(nn.Module):
     """``aggregate(w * policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy)`` over the loss mask.
 
-    A token that ``w`` or ``exp.forking`` leaves out stays in the denominators and in the other two terms.
+    A token that ``w`` or ``exp.forking`` leaves out stays in the denominators and in the other two terms. With
+    ``entropy_token_mean`` the entropy is aggregated apart, as a mean over tokens.
 
     Args:
         cfg: names the policy loss, the correction ``w`` and the aggregation; the KL term is there with ``use_kl_loss``.
@@ -68,7 +69,7 @@ class PolicyLoss(nn.Module):
             ``(loss, metrics)``; metrics: ``loss`` (all terms per token), those of the policy loss (``ratio``,
             ``clip_frac_low``, ``clip_frac_high``) and of the correction (``correction_weight``,
             ``correction_bound_frac``, ``correction_veto_frac``), ``kl_old`` (k3 estimate of KL(old || policy)),
-            ``kl_ref`` (by ``cfg.kl_estimator``; with a reference) and ``entropy`` (when given).
+            ``kl_ref`` (by ``cfg.kl_kind``; with a reference) and ``entropy`` (when given).
         """
         mask, exp = exp.loss_mask, _clean(exp)
         logprobs = torch.where(mask, logprobs, 0)
@@ -80,11 +81,12 @@ class PolicyLoss(nn.Module):
         if exp.forking is not None:
             token_loss = torch.where(exp.forking, token_loss, 0)
         metrics = {**metrics, **corrected, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
-        coefs = kl_coef, self.cfg.entropy_coef if entropy_coef is None else entropy_coef
-        token_loss, extra = self._regularise(token_loss, logprobs, entropy, exp, coefs)
-        loss = aggregate(token_loss, mask, exp.cu_seqlens, self.cfg.loss_agg_mode, denominators,
-                         self.cfg.loss_agg_norm_seqs)
-        return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss}.items()}
+        entropy_coef = self.cfg.entropy_coef if entropy_coef is None else entropy_coef
+        token_loss, extra = self._with_kl(token_loss, logprobs, exp, kl_coef)
+        extra |= {} if entropy is None else {"entropy": torch.where(mask, entropy, 0)}
+        bonus = self._bonus(extra, entropy_coef)
+        loss = self._aggregate(token_loss, bonus, exp, denominators)
+        return loss, {k: v.detach() for k, v in {**metrics, **extra, "loss": token_loss - bonus}.items()}
 
     def _policy_terms(self, logprobs: Tensor, exp: Experience) -> Loss:
         """The policy loss [T] and its metrics.
@@ -117,22 +119,33 @@ class PolicyLoss(nn.Module):
             vetoed.float()
         }
 
-    def _regularise(self, token_loss: Tensor, logprobs: Tensor, entropy: Tensor | None, exp: Experience,
-                    coefs: tuple[float, float]) -> Loss:
-        extra, (kl_coef, entropy_coef) = {}, coefs
+    def _with_kl(self, token_loss: Tensor, logprobs: Tensor, exp: Experience, kl_coef: float) -> Loss:
+        """``token_loss`` with the KL term, and the KL itself."""
+        extra = {}
         if exp.ref_logprobs is not None:
-            extra["kl_ref"] = kl_estimate(logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
-        if entropy is not None:
-            extra["entropy"] = torch.where(exp.loss_mask, entropy, 0)
-        if self.cfg.use_kl_loss and kl_coef:
-            if "kl_ref" not in extra:
-                raise ValueError(f"use_kl_loss with a KL coefficient of {kl_coef} needs ref_logprobs in the experience")
-            token_loss = token_loss + kl_coef * extra["kl_ref"]
-        if entropy_coef:
-            if "entropy" not in extra:
-                raise ValueError(f"entropy_coef {entropy_coef} needs the entropy of each token; got None")
-            token_loss = token_loss - entropy_coef * extra["entropy"]
-        return token_loss, extra
+            extra["kl_ref"] = kl_estimate(logprobs, exp.ref_logprobs, self.cfg.kl_kind, self.cfg.k3_max)
+        if not (self.cfg.use_kl_loss and kl_coef):
+            return token_loss, extra
+        if not extra:
+            raise ValueError(f"use_kl_loss with a KL coefficient of {kl_coef} needs ref_logprobs in the experience")
+        return token_loss + kl_coef * extra["kl_ref"], extra
+
+    def _bonus(self, extra: dict[str, Tensor], entropy_coef: float) -> Tensor | float:
+        """The entropy bonus of each token."""
+        if not entropy_coef:
+            return 0.0
+        if "entropy" not in extra:
+            raise ValueError(f"entropy_coef {entropy_coef} needs the entropy of each token; got None")
+        return entropy_coef * extra["entropy"]
+
+    def _aggregate(self, token_loss: Tensor, bonus: Tensor | float, exp: Experience,
+                   denominators: Denominators) -> Tensor:
+        """This micro-batch's share of the loss; the bonus is subtracted by token or, when asked, as a mean apart."""
+        rule = self.cfg.loss_agg_mode, denominators, self.cfg.loss_agg_norm_seqs
+        if not (self.cfg.entropy_token_mean and isinstance(bonus, Tensor)):
+            return aggregate(token_loss - bonus, exp.loss_mask, exp.cu_seqlens, *rule)
+        apart = aggregate(bonus, exp.loss_mask, exp.cu_seqlens, "token-mean", denominators)
+        return aggregate(token_loss, exp.loss_mask, exp.cu_seqlens, *rule) - apart
 
 
 class ValueLoss(nn.Module):

@@ -17,7 +17,7 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-to
 class Denominators:
     """Counts of one optimizer step over all ranks and micro-batches; a count of 0 divides by 1."""
     tokens: float  # kept tokens
-    seqs: float  # sequences with at least one kept token
+    seqs: float  # sequences with at least one kept token, or all of them
     norm: float = 1.0  # the constant of seq-mean-token-sum-norm, in tokens
 
     @classmethod
@@ -27,10 +27,13 @@ class Denominators:
         return cls(tokens, seqs, norm)
 
 
-def count(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``[mask.sum(), sum(mask_b.any())]``: float64 [2], to be summed over micro-batches and ranks."""
+def count(mask: Tensor, cu_seqlens: Tensor, all_seqs: bool = False) -> Tensor:
+    """``[mask.sum(), sum(mask_b.any())]``: float64 [2], to be summed over micro-batches and ranks.
+
+    With ``all_seqs`` the second number is the number of sequences, B.
+    """
     per_seq = segment_sum(mask, cu_seqlens)
-    return torch.stack([per_seq.sum(), (per_seq > 0).sum()]).double()
+    return torch.stack([per_seq.sum(), ((per_seq > 0) | all_seqs).sum()]).double()
 
 
 def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators,

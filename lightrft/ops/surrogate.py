@@ -55,6 +55,14 @@ def pessimistic(x: Tensor, advantages: Tensor, smallest: float, largest: float) 
                    torch.zeros_like(replaced))
 
 
+def truncated(ratio: Tensor, largest: float | None) -> Tensor:
+    """``ratio.clamp_max(largest)``, [T], with the gradient of a truncated weight: ``d = value * d log pi`` everywhere.
+
+    A plain clamp has no gradient beyond its bound; a truncated importance weight has, for its factor log pi is free.
+    """
+    return ratio if largest is None else ratio * (largest / ratio).clamp_max(1).detach()
+
+
 def divergence_bounded(ratio: Tensor, advantages: Tensor, divergence: Tensor, delta: float) -> Clipped:
     """``-ratio * A``, but 0 where the token already moved by more than ``delta`` and A would move it on, all [T]."""
     away = ((ratio - 1) * advantages > 0) & (divergence > delta)

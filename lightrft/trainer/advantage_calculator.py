@@ -73,7 +73,11 @@ class AdvantageCalculator:
         metrics = self._shape(exp)
         self._drop_from_loss(exp)
         kl = self._reward_kl(exp)
-        exp.token_rewards = token_rewards(exp, kl, kl_coef)
+        if kl is not None and self.cfg.kl_in_outcome:
+            exp.rewards = exp.rewards - kl_coef * segment_sum(kl, exp.cu_seqlens, exp.loss_mask)
+            exp.token_rewards = token_rewards(exp, None, 0.0)
+        else:
+            exp.token_rewards = token_rewards(exp, kl, kl_coef)
         exp.advantages = torch.where(exp.loss_mask, self.estimator.fn(exp, self.cfg), 0.0)
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
@@ -126,7 +130,7 @@ class AdvantageCalculator:
     def _reward_kl(self, exp: Experience) -> Tensor | None:
         if exp.ref_logprobs is None or self.cfg.use_kl_loss:
             return None
-        return kl_estimate(exp.old_logprobs, exp.ref_logprobs, self.cfg.kl_estimator)
+        return kl_estimate(exp.old_logprobs, exp.ref_logprobs, self.cfg.kl_kind, self.cfg.k3_max)
 
     def _group_metrics(self, exp: Experience) -> dict[str, float]:
         mean, _, count, spread = group_stats(exp.rewards, exp.group_ids, exp.scored)

@@ -114,7 +114,7 @@ class PolicyUpdate:
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
         for epoch in range(self.config.train.max_epochs):
             for number, mini in enumerate(rollout.buffer.epoch(epoch)):
-                denominators = mini.denominators(kept, self.norm)
+                denominators = mini.denominators(kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}
                 if train_actor:
                     with self.timer("forward"):

@@ -104,10 +104,13 @@ class MiniBatch:
         """Those of all samples; planned when first asked for, which not every step does."""
         return self.cut(self.samples)
 
-    def denominators(self, kept: torch.Tensor, norm: float) -> Denominators:
-        """Of this optimizer step, the same on every rank; ``kept`` [B] are the tokens in the loss of each sample."""
+    def denominators(self, kept: torch.Tensor, norm: float, all_seqs: bool = False) -> Denominators:
+        """Of this optimizer step, the same on every rank; ``kept`` [B] are the tokens in the loss of each sample.
+
+        With ``all_seqs`` samples without such a token are counted too.
+        """
         counts = kept[self.samples]
-        return Denominators(counts.sum().item(), (counts > 0).sum().item(), norm)
+        return Denominators(counts.sum().item(), ((counts > 0) | all_seqs).sum().item(), norm)
 
     def of(self, live: torch.Tensor) -> list[list[int]]:
         """Those of the samples where ``live`` [B] bool; at least one, which may be empty."""

@@ -186,7 +186,8 @@ class SelfTest:
         kept = segment_sum(batch.loss_mask.double(), batch.cu_seqlens)
 
         def denominators(cut: Cut) -> Denominators:
-            return cut.mini_batch(self.strategy.rank).denominators(kept, norm)
+            mini = cut.mini_batch(self.strategy.rank)
+            return mini.denominators(kept, norm, self.config.algorithm.loss_agg_all_seqs)
 
         batch, state = self._moved(batch), rng_state()
         for name in due:

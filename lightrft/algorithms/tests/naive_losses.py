@@ -80,7 +80,10 @@ def dppo(divergence, default):
         for n, o, a in zip(new, old, adv):
             leaves = (a > 0 and n > o) or (a < 0 and n < o)
             stop = leaves and divergence(math.exp(o), math.exp(n.item())) > delta
-            losses.append(n * 0 if stop else -(n - o).exp() * a)
+            ratio = (n - o).exp()
+            if cfg.dppo_ratio_max is not None and ratio > cfg.dppo_ratio_max:  # a constant weight of the score function
+                ratio = cfg.dppo_ratio_max * (1 + n - n.detach())
+            losses.append(n * 0 if stop else -ratio * a)
         return losses
 
     return loop
@@ -91,8 +94,11 @@ def clip_cov(new, old, adv, cfg, chosen):
 
 
 def kl_cov(new, old, adv, cfg, chosen):
-    return [-(n - o).exp() * a + c * cfg.kl_cov_coef * ((n - o).exp() - 1 - (n - o))
-            for n, o, a, c in zip(new, old, adv, chosen)]  # yapf: disable
+    losses = []
+    for n, o, a, c in zip(new, old, adv, chosen):
+        penalty = abs(n - o) if cfg.kl_cov_abs else (n - o).exp() - 1 - (n - o)
+        losses.append(-(n - o).exp() * a + c * cfg.kl_cov_coef * penalty)
+    return losses
 
 
 def gpg(new, old, adv, cfg, chosen):

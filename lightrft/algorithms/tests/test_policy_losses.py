@@ -19,8 +19,8 @@ NAMES = [name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).fn.__module__
 SEQUENCE = ("gspo", "gspo_token", "gmpo")  # one ratio per sequence
 CHANGES = {
     "eps_clip": 0.05, "eps_clip_high": 0.06, "dual_clip": 1.3, "cispo_absolute": True, "policy_drift_coef": 0.5,
-    "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0, "dppo_delta": 0.01, "clip_cov_ratio": 0.7, "clip_cov_low": 0.4,
-    "clip_cov_high": 0.3, "kl_cov_ratio": 0.7, "kl_cov_coef": 3.0
+    "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0, "dppo_delta": 0.01, "clip_cov_ratio": 0.05, "clip_cov_low": 0.4,
+    "clip_cov_high": 0.3, "kl_cov_ratio": 0.7, "kl_cov_coef": 3.0, "kl_cov_abs": True, "dppo_ratio_max": 1.1
 }
 CFG = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.3, clip_cov_ratio=0.3, clip_cov_low=0.05, kl_cov_ratio=0.3)
 
@@ -80,8 +80,11 @@ def naive(name, new, exp, cfg):
 @given(SEEDS)
 def test_losses_equal_a_loop(name, seed):
     new, exp = random_batch(seed, equal=seed % 2)
-    cfg = [CFG, replace(CFG, dual_clip=1.5, cispo_absolute=True),
-           replace(CFG, eps_clip=0.1, eps_clip_high=None)][seed % 3]
+    cfg = [
+        CFG,
+        replace(CFG, dual_clip=1.5, cispo_absolute=True, kl_cov_abs=True, dppo_ratio_max=1.1),
+        replace(CFG, eps_clip=0.1, eps_clip_high=None)
+    ][seed % 3]
     exp = chosen(name, new, exp, cfg)
     for got, want in zip(run(name, new, exp, cfg), naive(name, new, exp, cfg)):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -262,6 +265,12 @@ def test_gradients_agree_with_finite_differences(name):
                                     eps=1e-7, atol=1e-5)
 
 
+def clipped_tokens(new, exp):
+    """Those on which the bounds of CFG act."""
+    signed = [(t, (new[t] - exp.old_logprobs[t]).exp().item(), exp.advantages[t].item()) for t in range(len(new))]
+    return {t for t, ratio, a in signed if a > 0 and ratio > 1.3 or a < 0 and ratio < 0.8}
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 @settings(max_examples=25, deadline=None)
 @given(SEEDS)
@@ -278,16 +287,18 @@ def test_the_chosen_tokens_equal_a_loop(name, seed):
     if name == "kl_cov":
         assert sorted(cov[t] for t in found) == pytest.approx(sorted(cov.values())[-number:], abs=1e-12)
     else:
-        candidates = {t for t in kept if 0.05 <= cov[t] <= 5.0}
+        candidates = {t for t in kept if 0.05 <= cov[t] <= 5.0} - clipped_tokens(new, exp)
         assert found <= candidates and len(found) == min(number, len(candidates))
     assert torch.equal(got, chosen(name, new, exp, CFG, seed).selected)
 
 
 def test_the_draw_is_seeded_and_uniform():
     new, exp = on_many_tokens()
-    picks = [chosen("clip_cov", new, exp, CFG, seed).selected for seed in range(200)]
+    few = replace(CFG, clip_cov_ratio=0.1)
+    picks = [chosen("clip_cov", new, exp, few, seed).selected for seed in range(200)]
     share = torch.stack(picks).double().mean(0)
     cov = (new - new[exp.loss_mask].mean()) * (exp.advantages - exp.advantages[exp.loss_mask].mean())
     candidates = exp.loss_mask & (cov >= 0.05) & (cov <= 5.0)
+    candidates[list(clipped_tokens(new, exp))] = False
     expected = picks[0].sum() / candidates.sum()
     assert 0 < expected < 1 and (share[candidates] - expected).abs().max() < 0.2 and not share[~candidates].any()

@@ -117,8 +117,38 @@ def test_recipes_and_meanings_together() -> None:
     assert value_of(both, "std_eps") == (1e-4, "semantics trl")
     dr_grpo = parse_config(["--recipe", "dr_grpo", "--semantics", "verl", "--std_eps", "0.5"])
     assert value_of(dr_grpo, "loss_agg_mode") == ("seq-mean-token-sum-norm", "recipe dr_grpo")
-    assert value_of(dr_grpo, "loss_agg_norm_seqs") == (False, "semantics verl")
+    assert value_of(dr_grpo, "loss_agg_norm_seqs") == (True, "default"), "verl divides by sequences too since 0.7.1"
+    assert value_of(dr_grpo, "kl_in_outcome") == (True, "semantics verl"), "by the estimator of the recipe"
     assert value_of(dr_grpo, "std_eps") == (0.5, "flag")
+
+
+@pytest.mark.parametrize("flags,option,value", [
+    ("--semantics verl --advantage_estimator gae", "advantages_norm", True),
+    ("--semantics verl --advantage_estimator reinforce", "advantages_norm", False),
+    ("--semantics verl --recipe rloo", "kl_in_outcome", True),
+    ("--semantics verl", "kl_in_outcome", True),
+    ("--semantics verl --advantage_estimator remax", "kl_in_outcome", False),
+    ("--semantics trl --advantage_estimator rloo", "kl_in_outcome", True),
+    ("--semantics trl", "kl_in_outcome", False),
+    ("--semantics verl --policy_loss sapo", "loss_agg_mode", "seq-mean-token-mean"),
+    ("--semantics trl --policy_loss gmpo", "loss_agg_mode", "token-mean"),
+    ("--semantics openrlhf --policy_loss gspo", "loss_agg_mode", "seq-mean-token-mean"),
+    ("--semantics lightrft --recipe dapo", "loss_agg_mode", "seq-mean-token-mean"),
+    ("--semantics lightrft --advantage_estimator cpgd", "norm_group_std", True),
+    ("--semantics verl --advantage_estimator grpo_passk", "norm_group_std", True),
+    ("--semantics verl --policy_loss sapo --loss_agg_mode token-mean", "loss_agg_mode", "token-mean"),
+])
+def test_what_a_meaning_sets_beside_a_choice(flags: str, option: str, value: Any) -> None:
+    assert value_of(parse_config(flags.split()), option)[0] == value
+
+
+def test_the_estimator_of_the_kl_follows_its_place() -> None:
+    """k1 in the reward, whose gradient is unbiased there; k3 in the loss."""
+    kinds = {
+        flags: parse_config(flags.split()).config.algorithm.kl_kind
+        for flags in ("--init_kl_coef 0.1", "--init_kl_coef 0.1 --use_kl_loss", "--kl_estimator k2 --use_kl_loss")
+    }
+    assert list(kinds.values()) == ["k1", "k3", "k2"]
 
 
 def test_the_dry_run_shows_it() -> None:
@@ -202,6 +232,11 @@ def test_tables() -> None:
     assert len(table) == 2 + len(RECIPES) and "`--eps_clip_high 0.28`" in table[3]
     meanings = semantics_table().splitlines()
     assert meanings[0].count("|") == 3 + len(SEMANTICS) and len(meanings) == 2 + len(MEANINGS)
-    changed_by = {name for s in SEMANTICS.values() for values in (s.options, *s.recipes.values()) for name in values}
+    assert all(len(set(line.split("|")[3:-1])) > 1 for line in meanings[2:]), "a row in which all trainers agree"
+    changed_by = {
+        name for s in SEMANTICS.values()
+        for values in (s.options, *s.recipes.values(), *(v for found in s.chosen.values() for v in found.values()))
+        for name in values
+    }
     assert changed_by - set(MEANINGS) <= {"eps_clip", "eps_clip_high"}, "a difference is missing in the table"
     assert set(MEANINGS) <= changed_by

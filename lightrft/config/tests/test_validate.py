@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightrft.config import strategy_rules
-from lightrft.config.no_effect import CORRECTION_OPTIONS, LOSS_OPTIONS
+from lightrft.config.no_effect import CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
@@ -20,13 +20,15 @@ from lightrft.utils.registry import Registry
 FACTS = AlgorithmFacts(
     estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++", "grpo_passk", "gdpo",
                           "maxrl"}), policy_losses=frozenset({"ppo", "plain", "cispo"}),
-    corrections=frozenset({"none", "tis", "bypass", "icepop"}), needs_group=frozenset({"group_norm", "grpo_passk"}),
+    corrections=frozenset({"none", "tis", "bypass",
+                           "icepop"}), needs_group=frozenset({"group_norm", "grpo_passk", "gdpo", "maxrl"}),
     needs_critic=frozenset({"gae"}), whitens=frozenset({"reinforce++"}), ignores={
         "lambd": frozenset({"group_norm", "reinforce",
                             "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}), "pass_k":
         frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo",
                    "maxrl"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain", "cispo"})),
         **dict.fromkeys(("eps_clip", "eps_clip_high", "cispo_absolute"), frozenset({"plain"})),
+        **dict.fromkeys(("norm_group_std", "whiten_flat_groups", "gdpo_whiten_tokens"), frozenset({"group_norm"})),
         **dict.fromkeys(CORRECTION_OPTIONS, frozenset({"none", "bypass"}))
     }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}), no_ratio=frozenset({"plain"}),
     masks=frozenset({"icepop"}))
@@ -188,7 +190,7 @@ def test_facts_are_read_from_the_registries() -> None:
     facts = AlgorithmFacts.gather(advantages, losses, weights)
     both = frozenset({"mine", "alias"})
     unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
-    ignores = {"lambd": frozenset(), "std_eps": both, "pass_k": both, LOSS_OPTIONS[0]: frozenset()} | unread
+    ignores = dict.fromkeys(ESTIMATOR_OPTIONS, both) | {"lambd": frozenset(), LOSS_OPTIONS[0]: frozenset()} | unread
     ignores |= dict.fromkeys(CORRECTION_OPTIONS, frozenset())
     loss, mask = frozenset({"ppo"}), frozenset({"mask"})
     assert facts == AlgorithmFacts(both, loss, mask, both, frozenset(), both, ignores, both, frozenset(), loss, mask)
@@ -206,6 +208,15 @@ def test_facts_are_read_from_the_registries() -> None:
 def test_a_loss_without_a_ratio_is_for_one_step(loss: str, values: dict[str, Any], steps: int) -> None:
     told = list(algorithm_warnings(build(Config, GOOD | values | {"policy_loss": loss}), FACTS))
     assert len(told) == (steps > 0) and all(f" {steps} optimizer steps" in text for text in told), told
+
+
+@pytest.mark.parametrize("values,told", [
+    (KL, 0), (KL | {"kl_estimator": "k1"}, 0), (KL | {"kl_estimator": "k2"}, 1), (KL | {"kl_estimator": "k3"}, 1),
+    (KL | {"kl_estimator": "k3", "use_kl_loss": True}, 0), (KL | {"use_kl_loss": True}, 0), ({}, 0),
+])  # yapf: disable
+def test_an_estimator_with_another_gradient_in_the_reward_is_told(values: dict[str, Any], told: int) -> None:
+    found = list(algorithm_warnings(build(Config, GOOD | values), FACTS))
+    assert len(found) == told and all(f"--kl_estimator {values['kl_estimator']} in" in text for text in found)
 
 
 @pytest.mark.parametrize("values,part", [

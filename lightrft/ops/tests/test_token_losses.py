@@ -1,4 +1,6 @@
 """KL estimates, ratios, clips and aggregation: reference numbers, loops, and independence of how a batch is cut."""
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +42,35 @@ def test_kl_of_a_broken_token_is_finite_and_names_are_checked():
     assert torch.isfinite(kl_estimate(torch.tensor([-1e4]), torch.tensor([0.]), "k3")).all()
     with pytest.raises(ValueError, match="k4.*k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_the_limit_of_k3():
+    """Equal below the limit; at it the value stops and the gradient is 0; the other estimators have none."""
+    new = torch.tensor([0., 0., 0., 0.], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([1., 2.5, 20., -20.], dtype=torch.float64)
+    plain, limited = kl_estimate(new, ref, "k3"), kl_estimate(new, ref, "k3", 10.0)
+    assert limited.tolist() == pytest.approx([plain[0].item(), plain[1].item(), 10.0, 10.0])
+    assert torch.autograd.grad(limited.sum(),
+                               new)[0].tolist() == pytest.approx([1 - math.exp(1), 1 - math.exp(2.5), 0, 0])
+    assert plain[2].item() == pytest.approx(math.exp(20) - 21) and plain[3].item() == pytest.approx(19)
+    for kind in ("k1", "k2"):
+        assert torch.equal(kl_estimate(new, ref, kind, 10.0), kl_estimate(new, ref, kind))
+
+
+def test_only_k1_in_the_reward_has_the_gradient_of_the_kl():
+    """Cosine of E[-kl * d log p] to -d KL(p || q), by a sum over all outcomes of random policies of eight actions."""
+    gen, cosines = torch.Generator().manual_seed(0), {"k1": [], "k2": [], "k3": []}
+    for _ in range(200):
+        logits, q = torch.randn(2, 8, generator=gen, dtype=torch.float64)
+        logits, q = logits.requires_grad_(), q.log_softmax(-1)
+        p = logits.log_softmax(-1)
+        true, = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+        for kind, found in cosines.items():
+            reward = -kl_estimate(p, q, kind).detach()
+            got, = torch.autograd.grad((p.exp().detach() * reward * p).sum(), logits, retain_graph=True)
+            found.append(torch.cosine_similarity(got, -true, dim=0).item())
+    mean = {kind: sum(found) / len(found) for kind, found in cosines.items()}
+    assert min(cosines["k1"]) == pytest.approx(1) and 0.6 < mean["k2"] < 0.7 and 0.15 < mean["k3"] < 0.3, mean
 
 
 def test_safe_ratio_ignores_what_is_masked():
