@@ -1,0 +1,169 @@
+"""Whether two commits compute the same numbers: metrics, final weights and rollouts of short runs, compared one by one.
+
+    python benchmarks/same_numbers.py OLD NEW                 # two commits, or . for the working tree
+    python benchmarks/same_numbers.py OLD . --only dapo lora
+
+Each commit is checked out beside the other and runs the quickstart's model (warmed up once, by OLD) on the quickstart's
+data, 20 steps per scenario. One process must agree bitwise; two ranks and vLLM to 1e-6. Times and memory are left out.
+"""
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Iterator
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+TIMES = ("time/", "perf/", "rollout/tokens_per_s", "time")
+BASE = {
+    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "max_steps": 20, "eval_steps": 20,
+    "max_eval_samples": 64, "save_steps": 10, "num_trajectories_to_save": 0, "logging_steps": 20, "print_samples": 0,
+    "use_tensorboard": "false", "strategy": "auto"
+}  # yapf: disable
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Options of a run, and how far its numbers may be apart."""
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    within: float = 0.0
+    resumes: bool = False  # the second half is computed again, from a checkpoint
+
+
+SCENARIOS = {
+    "quickstart": Scenario({"rollout_batch_size": 16, "n_samples_per_prompt": 8, "train_batch_size": 128}),
+    "ppo": Scenario({"recipe": "ppo", "critic_learning_rate": 1e-3}),
+    "dapo": Scenario({"recipe": "dapo", "overlong_buffer_len": 8}),
+    "gspo": Scenario({"recipe": "gspo", "rollout_correction": "tis", "top_p": 0.9}),
+    "remax": Scenario({"recipe": "remax", "train_batch_size": 32}),
+    "kl": Scenario({"recipe": "grpo", "max_epochs": 2, "entropy_coef": 1e-3, "mask_truncated": "true"}),
+    "lora": Scenario({"lora_rank": 4, "actor_learning_rate": 3e-3}),
+    "oversample": Scenario({"oversample": 1.5}),
+    "resume": Scenario({}, resumes=True),
+    "ranks": Scenario({"recipe": "grpo"}, ranks=2, within=1e-6),
+    "vllm": Scenario({"engine_type": "vllm", "max_steps": 5, "save_steps": 5}, within=1e-6),
+}  # yapf: disable
+
+
+@contextmanager
+def checkout(commit: str, folder: Path) -> Iterator[Path]:
+    """The tree of ``commit`` in ``folder``; the working tree for ``.``."""
+    if commit == ".":
+        yield ROOT
+        return
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def execute(tree: Path, words: list[str], log: Path) -> None:
+    """Run Python on ``tree``; its output goes to ``log``.
+
+    Raises:
+        RuntimeError: with the end of the log.
+    """
+    environ = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                            "VLLM_CPU_KVCACHE_SPACE": "1"}  # yapf: disable
+    with log.open("a") as out:
+        code = subprocess.run([sys.executable, *words], cwd=tree, env=environ, stdout=out, stderr=out).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(words)}\n{log.read_text()[-3000:]}")
+
+
+def prepare(tree: Path, home: Path) -> None:
+    """The quickstart's data and a model after a short warm-up, in ``home``."""
+    execute(tree, ["examples/quickstart/prepare.py", "--out", str(home), "--seed", "42"], home / "log")
+    execute(tree, ["-m", "lightrft.cli.train_sft", "--pretrain", f"{home}/base", "--train_data",
+                   f"{home}/data/sft.parquet", "--save_path", f"{home}/sft", "--train_batch_size", "32",
+                   "--learning_rate", "3e-3", "--max_len", "64", "--logging_steps", "200", "--max_steps", "400",
+                   "--disable_ckpt"], home / "log")  # yapf: disable
+
+
+def run(tree: Path, home: Path, scenario: Scenario, save: Path) -> None:
+    """One scenario, into ``save``."""
+    save.mkdir(parents=True)
+    options = BASE | scenario.options | {
+        "pretrain": f"{home}/sft/hf", "prompt_data": f"{home}/data/train.parquet",
+        "eval_data": f"{home}/data/test.parquet", "save_path": str(save)}  # yapf: disable
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.ranks}"]
+    words = [*(launcher if scenario.ranks > 1 else []), "examples/quickstart/train_colocate.py",
+             *(word for name, value in options.items() for word in (f"--{name}", str(value)))]  # yapf: disable
+    execute(tree, words, save / "log")
+    if scenario.resumes:  # once more from the checkpoint in the middle
+        shutil.rmtree(save / "checkpoints" / "step_000020")
+        execute(tree, [*words, "--load_checkpoint"], save / "log")
+
+
+def metrics(save: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` without times."""
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in lines]
+
+
+def rollouts(save: Path) -> list[str]:
+    """What the files of rollouts hold, in order."""
+    return [path.read_text() for path in sorted((save / "rollouts").glob("step_*.jsonl"))]
+
+
+def gap(left: Any, right: Any) -> float:
+    """The largest difference of two numbers, relative above 1; infinite where something is missing or of a kind."""
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return 0.0 if left == right or left != left and right != right else abs(left - right) / max(1.0, abs(left))
+    return 0.0 if left == right else float("inf")
+
+
+def compare(old: Path, new: Path) -> dict[str, float]:
+    """Largest differences of metrics, weights and (0 or infinite) rollouts."""
+    before, after = metrics(old), metrics(new)
+    keys = [set(line) for line in before] == [set(line) for line in after]
+    gaps = [gap(value, right[key]) for left, right in zip(before, after) for key, value in left.items()] if keys else []
+    weights, others = (load_file(save / "hf" / "model.safetensors") for save in (old, new))
+    apart = [(weights[name] - others[name]).abs().max().item()
+             for name in weights] if set(weights) == set(others) else []
+    return {
+        "metrics": max(gaps, default=float("inf")), "weights": max(apart, default=float("inf")),
+        "rollouts": 0.0 if rollouts(old) == rollouts(new) else float("inf")
+    }  # yapf: disable
+
+
+def main() -> int:
+    """Print a row per scenario; 1 where numbers are apart."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("commits", nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    args = parser.parse_args()
+    bad = 0
+    print("| scenario | metrics | weights | rollouts | |\n|---|---|---|---|---|", flush=True)
+    with TemporaryDirectory() as work, checkout(args.commits[0],
+                                                Path(work, "old")) as old, checkout(args.commits[1],
+                                                                                    Path(work, "new")) as new:
+        home = Path(work, "home")
+        home.mkdir()
+        prepare(old, home)
+        for name in args.only:
+            saves = [Path(work, "runs", side, name) for side in ("old", "new")]
+            for tree, save in zip((old, new), saves):
+                run(tree, home, SCENARIOS[name], save)
+            found = compare(*saves)
+            fits = max(
+                found["metrics"],
+                found["weights"]) <= SCENARIOS[name].within and not (found["rollouts"] and not SCENARIOS[name].within)
+            bad += not fits
+            cells = " | ".join(f"{value:.1e}" if value else "equal" for value in found.values())
+            print(f"| {name} | {cells} | {'' if fits else 'DIFFERS'} |", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
