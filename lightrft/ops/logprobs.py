@@ -21,15 +21,17 @@ class _Head:
         self.math = torch.promote_types(weight.dtype, torch.float32)
         self.buffers = weight.new_empty(0)
 
-    def allocate(self, rows: int, total: int, entropy: bool) -> int:
-        """Make the buffers for chunks of at most ``rows`` out of ``total`` rows; returns the rows of a chunk."""
+    def allocate(self, rows: int, total: int, entropy: bool) -> None:
+        """Make the buffers for chunks of at most ``rows`` out of ``total`` rows."""
         size = (1 + int(entropy) + int(self.soft_cap > 0), min(rows, total), len(self.weight))
         self.buffers = self.weight.new_empty(size, dtype=self.math)
-        return rows
 
-    def rows(self, chunk_mib: float, entropy: bool) -> int:
-        """Rows per chunk: the logits, what the entropy and the soft cap keep besides, and a copy in a half dtype."""
-        buffers = 1 + int(entropy) + int(self.soft_cap > 0) + int(self.weight.dtype != self.math)
+    def rows(self, chunk_mib: float) -> int:
+        """Rows per chunk: the logits, what the entropy and the soft cap keep besides, and a copy in a half dtype.
+
+        The same when the entropy is not asked for: the matmul of other chunks rounds log-probs in another way.
+        """
+        buffers = 2 + int(self.soft_cap > 0) + int(self.weight.dtype != self.math)
         return _rows(len(self.weight), buffers, self.math.itemsize, chunk_mib)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -62,7 +64,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, with_entropy):
         head = _Head(weight, bias, temperature, soft_cap)
-        rows = head.allocate(head.rows(chunk_mib, with_entropy), len(hidden), with_entropy)
+        rows = head.rows(chunk_mib)
+        head.allocate(rows, len(hidden), with_entropy)
         logprobs, norms = hidden.new_empty((2, len(hidden)), dtype=head.math)
         entropies = torch.empty_like(norms) if with_entropy else None
         for start in range(0, len(hidden), rows):
@@ -142,7 +145,8 @@ def chunked_logprobs(hidden: Tensor,
     """``p = log_softmax((hidden @ weight.T + bias).float() / temperature); (p[i, targets[i]], -(p.exp() * p).sum(-1))``
 
     Computed in chunks of rows whose temporaries together stay within ``chunk_mib``, and recomputed in the backward
-    pass: the peak does not grow with N, and with V only by the weight and its gradient (accumulated in float32).
+    pass: the peak does not grow with N, and with V only by the weight and its gradient (accumulated in float32). The
+    log-probs are the same to the bit with and without the entropy.
 
     Args:
         hidden: [N, H] states that choose the targets; float64 stays float64, everything else does its math in float32.

@@ -95,10 +95,28 @@ def test_large_logits_and_empty_input():
 
 def test_temporaries_stay_within_the_chunk():
     head = _Head(torch.zeros(1000, 4), None, 1.0, 0.0)
-    assert head.rows(1, False) == 2**20 // (1000 * 4) and head.rows(1, True) == 2**20 // (1000 * 8)
-    assert _Head(torch.zeros(1000, 4), None, 1.0, 30.0).rows(1, True) == 2**20 // (1000 * 12)
-    assert _Head(torch.zeros(1000, 4, dtype=torch.bfloat16), None, 1.0, 0.0).rows(1, False) == 2**20 // (1000 * 8)
-    assert head.rows(0.001, True) == 1, "always at least one row"
+    assert head.rows(1) == 2**20 // (1000 * 8)
+    assert _Head(torch.zeros(1000, 4), None, 1.0, 30.0).rows(1) == 2**20 // (1000 * 12)
+    assert _Head(torch.zeros(1000, 4, dtype=torch.bfloat16), None, 1.0, 0.0).rows(1) == 2**20 // (1000 * 12)
+    assert head.rows(0.001) == 1, "always at least one row"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_the_entropy_changes_no_log_prob(dtype, soft_cap, monkeypatch):
+    """Chunks are the same, so the matmul rounds alike: it did not on CPUs where 1 to 3 rows take another kernel."""
+    hidden, weight, targets, _ = [x if x is None else x.detach() for x in problem(33, 64, 96, torch.float32, bias=False)]
+    seen, matmul = [], _Head.logits
+    monkeypatch.setattr(_Head, "logits", lambda head, part: seen.append(len(part)) or matmul(head, part))
+    for rows in (1, 2, 3, 5, 8):
+        chunk = chunk_of(rows, 64, 2 + bool(soft_cap) + (dtype != torch.float32), 4)
+        plain, more = [
+            chunked_logprobs(hidden.to(dtype), weight.to(dtype), targets, 0.7, None, chunk, entropy, soft_cap)[0]
+            for entropy in (False, True)
+        ]
+        assert torch.equal(plain, more)
+        assert seen[:len(seen) // 2] == seen[len(seen) // 2:] and seen[0] == rows
+        seen.clear()
 
 
 class Live(TorchDispatchMode):
