@@ -59,7 +59,7 @@ class Experience:
     """
     token_ids: Tensor = field(metadata={"axis": "T"})  # int64 [T]
     cu_seqlens: Tensor = field(metadata={"axis": "cu"})  # int32 [B + 1], starts with 0, ends with T
-    loss_mask: Tensor = field(metadata={"axis": "T"})  # bool [T], True on tokens the policy chose and learns from
+    loss_mask: Tensor = field(metadata={"axis": "T"})  # bool [T], True on tokens the policy drew and learns from
     group_ids: Tensor = _per("B")  # int64 [B], samples of one prompt share one id
     sample_ids: Tensor = _per("B")  # int64 [B], position in the global rollout batch
     rewards: Tensor = _per("B")  # float32 [B], after shaping; meaningless where not scored
@@ -91,6 +91,15 @@ class Experience:
     def num_tokens(self) -> int:
         """T."""
         return len(self.token_ids)
+
+    @property
+    def drawn(self) -> Tensor:
+        """bool [T]: the tokens that the policy drew, in the loss or not; ``loss_mask`` where no policy drew any.
+
+        They have log-probs and values, so that all passes forward the same rows, whatever has left the loss meanwhile:
+        the matmul of another number of rows rounds in another way, and the first ratio would not be 1.
+        """
+        return self.loss_mask if self.weight_versions is None else self.weight_versions >= 0
 
     @property
     def seq_lens(self) -> Tensor:

@@ -28,7 +28,7 @@ class ActorLanguage(PackedModel):
     def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """``(logprobs [T], entropy [T] or None)`` in nats and float32, at ``temperature``.
 
-        ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.loss_mask`` keeps t and t is not the first token
+        ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.drawn`` keeps t and t is not the first token
         of its sequence, else 0. Both are differentiable; a mask that keeps nothing gives zeros, and zero gradients.
         """
         index, hidden = self.choosing_states(exp)

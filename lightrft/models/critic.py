@@ -25,7 +25,7 @@ class Critic(PackedModel):
     def forward(self, exp: Experience) -> Tensor:
         """Values [T], float32: at t the value of the state in which token t was chosen (the hidden state at t - 1).
 
-        0 outside ``exp.loss_mask`` and at the first token of every sequence. Differentiable, also when nothing is kept.
+        0 outside ``exp.drawn`` and at the first token of every sequence. Differentiable, also when nothing is kept.
         """
         index, hidden = self.choosing_states(exp)
         score = self.hf_model.score

@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
         return [module for module in self.hf_model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
     def choosing_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
-        """``(index [N], hidden [N, H])``: tokens of ``loss_mask`` that have one before them, and the state after that.
+        """``(index [N], hidden [N, H])``: those of ``exp.drawn`` with a token before them, and the state after that.
 
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
         """
@@ -51,7 +51,7 @@ class PackedModel(nn.Module):
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
                 f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
         first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
-        index = (exp.loss_mask & ~first).nonzero()[:, 0]
+        index = (exp.drawn & ~first).nonzero()[:, 0]
         return index, hidden.index_select(0, index - 1)
 
     @property

@@ -86,3 +86,12 @@ def test_response_length():
     sample = Sample(Prompt("u", [1, 2], "p"), 0, 0, [1, 2, 3, 4, 5], [False] * 2 + [True] * 3, [0.0] * 5,
                     [-1] * 2 + [0] * 3, "stop")
     assert sample.response_len == 3
+
+
+def test_drawn_tokens_stay_known_when_they_leave_the_loss():
+    exp = make()
+    exp.weight_versions = torch.where(exp.loss_mask, exp.token_ids, -1)
+    before, exp.loss_mask = exp.loss_mask, exp.loss_mask & (exp.token_ids % 1000 < 20)
+    assert torch.equal(exp.drawn, before) and not torch.equal(exp.drawn, exp.loss_mask)
+    exp.weight_versions = None
+    assert torch.equal(exp.drawn, exp.loss_mask), "nobody drew them: demonstrations"

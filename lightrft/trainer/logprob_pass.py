@@ -26,7 +26,7 @@ class Pass:
 
 
 def on_update_packs(config: Config) -> bool:
-    """Whether the no-grad passes run on the micro-batches of the first update epoch (then log-probs agree exactly)."""
+    """Whether the no-grad passes run on the micro-batches of the first update epoch (and forward the same rows)."""
     rollout = config.rollout
     return not rollout.overlap_passes and rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
 
@@ -52,9 +52,10 @@ def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]],
 class LogprobPass:
     """Fills ``old_logprobs``, ``entropies``, ``ref_logprobs`` and ``values`` where something needs them.
 
-    Old log-probs are computed on the very micro-batches of the first update epoch (:func:`on_update_packs`), so the
-    first ratio is exactly 1; they are skipped when the rollout is used for a single optimizer step, whose own forward
-    pass then gives the same numbers. With the correction ``bypass`` they are the engine's, without a pass.
+    Old log-probs are computed on the very micro-batches of the first update epoch (:func:`on_update_packs`), and on the
+    same rows of them (``Experience.drawn``), so on CPUs the first ratio is exactly 1; they are skipped when the
+    rollout is used for a single optimizer step, whose own forward pass then gives the same numbers. With the correction
+    ``bypass`` they are the engine's, without a pass.
 
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.

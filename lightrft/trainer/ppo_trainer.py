@@ -67,7 +67,7 @@ class PPOTrainer(BaseTrainer):
                                          if rollout.rows else {})
         metrics |= self._wake_engine(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
-            check_step_facts(metrics, self.config, self.fresh)
+            check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type)
             self.facts_due = False
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)

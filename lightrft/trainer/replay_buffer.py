@@ -90,6 +90,7 @@ def take(exp: Experience, part: list[int]) -> Experience:
         return exp.select(part)
     dummy = exp.select([int(exp.seq_lens.argmin())])
     dummy.loss_mask = torch.zeros_like(dummy.loss_mask)
+    dummy.weight_versions = torch.full_like(dummy.token_ids, -1)  # drawn by nobody: no rows
     return dummy
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lightrft.trainer.replay_buffer import (MicroBatchLimits, ReplayBuffer, karmarkar_karp, mini_batches,
-                                            plan_mini_batch)
+                                            plan_mini_batch, take)
+from lightrft.types import Experience
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
@@ -52,3 +53,13 @@ def test_mini_batches_cover_everything_once():
     cut = mini_batches(10, 4, "x")
     assert [len(c) for c in cut] == [4, 4, 2] and sorted(sum(cut, [])) == list(range(10))
     assert cut != mini_batches(10, 4, "y")
+
+
+@pytest.mark.parametrize("versions", [None, torch.tensor([-1, 0, -1, 0, 0])])
+def test_an_empty_part_is_a_sequence_without_rows(versions):
+    exp = Experience(torch.arange(5), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool(),
+                     weight_versions=versions)
+    dummy = take(exp, [])
+    assert dummy.token_ids.tolist() == [0, 1], "the shortest"
+    assert not dummy.loss_mask.any() and not dummy.drawn.any()
+    assert exp.loss_mask.sum() == 3 == exp.drawn.sum(), "the batch itself stays"
