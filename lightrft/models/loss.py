@@ -162,16 +162,19 @@ class ValueLoss(nn.Module):
     def forward(self, values: Tensor, exp: Experience, denominators: Denominators) -> Loss:
         """``values`` [T] of the critic now, against ``exp.returns`` and (when clipped) ``exp.values``.
 
-        Metrics: ``clip_frac`` (where the clipped error is the larger one), ``values`` and ``loss``.
+        Metrics: ``clip_frac`` (where the value is outside the clip, and the clipped error the larger one), ``values``
+        and ``loss``.
         """
         mask, exp = exp.loss_mask, _clean(exp)
         values = torch.where(mask, values, 0)
         error = (values - exp.returns)**2
-        clipped = error
+        clipped, outside = error, torch.zeros_like(mask)
         if self.clip > 0:
             clipped = (exp.values + (values - exp.values).clamp(-self.clip, self.clip) - exp.returns)**2
+            outside = (values - exp.values).abs() > self.clip  # inside, the two errors differ by a rounding
         token_loss = 0.5 * torch.maximum(error, clipped)
-        metrics = {"clip_frac": (clipped > error).float(), "values": values.detach(), "loss": token_loss.detach()}
+        metrics = {"clip_frac": (outside & (clipped > error)).float(), "values": values.detach(),
+                   "loss": token_loss.detach()}  # yapf: disable
         return aggregate(token_loss, mask, exp.cu_seqlens, "token-mean", denominators), metrics
 
 

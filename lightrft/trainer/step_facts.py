@@ -6,8 +6,8 @@ from lightrft.trainer.same_policy import SamePolicy
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 
-# Engine and trainer, nats (mean) and probability (largest): float32 on CPUs, float32 on GPUs (where kernels may multiply
-# in TF32), bfloat16. The mean is what stale weights move; the largest gap is a rounding of one token: two exact float32
+# Engine and trainer, nats (mean) and probability (largest): float32 on CPUs, float32 on GPUs (kernels may multiply in
+# TF32), bfloat16. The mean is what stale weights move; the largest gap is a rounding of one token: two exact float32
 # evaluations of a sharp model were measured to differ by up to 1.1e-5 on CPUs.
 ENGINE = {"abs_logp_mean": (1e-5, 1e-3, 0.05), "abs_dp_max": (1e-4, 1e-2, 0.5)}
 PASSES = (1e-3, 0.5)  # two passes of the trainer, ratio and nats (largest over tokens): float32, bfloat16

@@ -167,6 +167,19 @@ def test_value_clip_reference_number(clip, expected, share):
     assert float(loss) == pytest.approx(expected) and float(metrics["clip_frac"].mean()) == share
 
 
+def test_a_rounding_is_no_clipped_value():
+    """``old + (value - old)`` is not the value to the bit, and its error may be the larger one."""
+    inside, old, returns = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)) - 0.5
+    inside, old = 0.2 * inside, 0.1 * old  # at most 0.15 apart
+    exp = Experience(torch.zeros(1000).long(), torch.tensor([0, 1000]), torch.ones(1000).bool(), values=old,
+                     returns=returns)  # yapf: disable
+    assert ((old + (inside - old) - returns)**2 > (inside - returns)**2).any()
+    far = old + 0.21 * inside.sign()
+    fractions = [ValueLoss(0.2)(values, exp, Denominators(1000, 1))[1]["clip_frac"] for values in (inside, far)]
+    assert not fractions[0].any()
+    assert torch.equal(fractions[1] > 0, (old + 0.2 * inside.sign() - returns).abs() > (far - returns).abs())
+
+
 def test_language_model_loss_is_the_mean_over_kept_tokens():
     exp, new, _ = make()
     loss, _ = GPTLMLoss()(new, exp, Denominators.of(count(exp.loss_mask, exp.cu_seqlens)))
