@@ -19,7 +19,8 @@ SPREAD: dict[str, dict[str, Any]] = {
     "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 3, "train_batch_size": 3,
             "micro_train_batch_size": 1},  # three samples on two ranks: one rank pads with an empty micro-batch
     "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 0.01, "kl_horizon": 100,
-                "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean"},
+                "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean",
+                "mask_truncated": True, "generate_max_len": 5},  # passes see tokens that then leave the loss
     "entropy": {"entropy_target": 50.0, "entropy_coef": 0.01, "entropy_step": 0.01, "entropy_coef_max": 0.1,
                 "high_entropy_token_ratio": 0.3, "rollout_correction": "seq_tis", "correction_veto": 0.5},
     "clip_cov": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_low": 0.1, "train_batch_size": 4,
