@@ -7,7 +7,7 @@ of a forward call down to the attention function. No token sees another sequence
 CPU (and float32 on CUDA): sequences of more than ``SHORT`` tokens take one exact SDPA call each on a view; shorter
 ones are gathered into rows of a few common widths, one call per width (under a causal mask padding on the right is
 invisible).
-CUDA in half precision: flash-attn when installed, else ``torch.nn.attention.varlen``.
+CUDA in half precision: flash-attn when it can be imported, else ``torch.nn.attention.varlen``.
 """
 import importlib.util
 import inspect
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from lightrft.utils.logging import get_logger
 
 PACKED = "packed"
 SHORT = 64  # tokens; longer sequences are not padded (measured: the gather costs more than the saved calls)
@@ -160,10 +162,17 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
 
 @lru_cache(maxsize=1)
 def _flash_attn() -> Any:
-    """``flash_attn_varlen_func``, or None when flash-attn is not installed."""
+    """``flash_attn_varlen_func``, or None when flash-attn is not installed, or cannot be imported (told once).
+
+    A spec is not enough: flash-attn-4 leaves a namespace package of that name, and a wheel may be for another torch.
+    """
     if importlib.util.find_spec("flash_attn") is None:
         return None
-    from flash_attn import flash_attn_varlen_func
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        get_logger().warning(f"flash_attn cannot be used ({error}): attention on GPUs takes torch's varlen kernel")
+        return None
     return flash_attn_varlen_func
 
 

@@ -1,3 +1,5 @@
+import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +151,52 @@ def test_every_signature_of_varlen_attn_gives_the_same(monkeypatch, known):
         else:
             torch.testing.assert_close(out, attention._attend_rows(*inputs, layout, 0.3, window, None), atol=3e-6,
                                        rtol=0)
+
+
+BROKEN = {
+    "a namespace package": {"cute/interface.py": ""},  # what flash-attn-4 leaves
+    "a wheel for another torch": {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol')"},
+    "a library that cannot be loaded": {"__init__.py": "import ctypes; ctypes.CDLL('/no/libcudart.so')"},
+}  # yapf: disable
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """Installs files as the package flash_attn."""
+
+    def install(files):
+        for name, text in files.items():
+            path = tmp_path / "flash_attn" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    attention._flash_attn.cache_clear()
+    yield install
+    attention._flash_attn.cache_clear()
+    sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_flash_attn_that_cannot_be_imported_is_not_used(name, installed, monkeypatch, capsys):
+    installed(BROKEN[name])
+    assert importlib.util.find_spec("flash_attn") is not None
+    monkeypatch.setattr(attention, "_attend_varlen", lambda *args: "varlen")
+    rows = [x[0].transpose(0, 1) for x in qkv([5], dtype=torch.bfloat16)]
+    layout = PackedLayout.build(torch.tensor([0, 5]))
+    assert [attention._attend_cuda(*rows, layout, None, None, None) for _ in range(2)] == ["varlen", "varlen"]
+    told = [line for line in capsys.readouterr().err.splitlines() if "flash_attn" in line]
+    assert len(told) == 1 and "WARNING" in told[0] and "torch's varlen kernel" in told[0]
+
+
+def test_a_flash_attn_that_works_is_used(installed, capsys):
+    installed({"__init__.py": "def flash_attn_varlen_func(*args, **kwargs): return 'flash'"})
+    rows = [x[0].transpose(0, 1) for x in qkv([5], dtype=torch.bfloat16)]
+    layout = PackedLayout.build(torch.tensor([0, 5]))
+    assert attention._attend_cuda(*rows, layout, None, None, None) == "flash"
+    assert not capsys.readouterr().err
 
 
 def test_torch_has_the_kernel_with_known_parameters():
