@@ -75,6 +75,7 @@ def test_quickstart_data_is_read(prepared, reward):
     assert 0.3 < sum(reward.carry_accuracy(text) == 1 for text in said) / 300 < 0.7
 
 
+@pytest.mark.slow
 def test_seed_decides_everything(prepared, tmp_path):
     for seed in (42, 7):
         run(QUICKSTART / "prepare.py", "--out", tmp_path / str(seed), "--train_rows", 300, "--sft_rows", 300, "--seed",

@@ -160,11 +160,18 @@ def test_weights_travel_in_buckets():
     assert not list(buckets([], {}, 10))
 
 
+@pytest.fixture
+def short():
+    """A folder whose name leaves room for sockets; that of ``tmp_path`` may not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_only_what_the_dead_of_this_machine_left_is_removed(tmp_path, monkeypatch):
+def test_only_what_the_dead_of_this_machine_left_is_removed(short, monkeypatch):
     """The processes of another machine or container with the same TMPDIR are not in this /proc, and may be alive."""
     monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))  # without SGLang's counters
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     mine = sglang_files.claim()
     own, pid, _ = mine.name.removeprefix("lightrft-sglang-").split("-")
     assert pid == str(os.getpid())
@@ -175,9 +182,9 @@ def test_only_what_the_dead_of_this_machine_left_is_removed(tmp_path, monkeypatc
     gone = str(2**22 + 1)  # larger than any process id
     names = [f"lightrft-sglang-{host}-{one}-x" for host, one in ((own, gone), ("0badcafe", gone), ("0badcafe", pid))]
     for name in names:
-        (tmp_path / name).mkdir()
+        (short / name).mkdir()
     again = sglang_files.claim()
-    assert sorted(tmp_path.iterdir()) == sorted([mine, again, *(tmp_path / name for name in names[1:])])
+    assert sorted(short.iterdir()) == sorted([mine, again, *(short / name for name in names[1:])])
 
 
 @dataclass
@@ -188,12 +195,12 @@ class Ports:
     instance_id: str = ""
 
 
-def test_sockets_have_names_that_the_system_takes(monkeypatch):
+def test_sockets_have_names_that_the_system_takes(short, monkeypatch):
     """Up to the longest that can be bound; a folder whose name is a byte longer is refused."""
     monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))
-    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as listener:
-        monkeypatch.setattr(tempfile, "tempdir", short)
-        own = len(str(sglang_files.claim())) - len(short)
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setattr(tempfile, "tempdir", str(short))
+        own = len(str(sglang_files.claim())) - len(str(short))
         longest = Path(short, "d" * (107 - len("/00") - own - len(f"{short}/")))
         random = Path(short, "random")
         for path in (longest, Path(f"{longest}d")):

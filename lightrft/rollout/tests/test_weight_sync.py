@@ -85,6 +85,8 @@ def test_unknown_engine(folder):
         engine_of(folder, strategy, prepared, engine_type="x")
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
 def test_two_ranks_generate_what_one_process_does(folder, strategy):
     command = [

@@ -45,16 +45,21 @@ def check(folder: Path, *options: str, ranks: int) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_two_ranks(folder: Path) -> None:
     check(folder, ranks=2)
     read_by_one_process(folder, list(conformance.variants(2)))
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_zero_on_two_ranks(folder: Path) -> None:
     check(folder, "zero", ranks=2)
     read_by_one_process(folder, list(conformance.zero_variants()))
 
 
+@pytest.mark.slow
 def test_zero_on_one_rank(folder: Path) -> None:
     check(folder, "zero", ranks=1)
 

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightrft.strategy.tests.tiny_lm import TinyLM
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_what_the_options_do(tmp_path: Path) -> None:
     """Each stage divides one thing more by two; the second copy and the second buffer are there when asked for. Nothing
     is written, compiled or said."""
