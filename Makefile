@@ -1,4 +1,4 @@
-# make quickstart | test | oracles | format | fcheck | docs | docs-live | dbuild
+# make quickstart | test | numeric | oracles | format | fcheck | docs | docs-live | dbuild
 # Everything runs in .venv, made with the first Python >= 3.10 that is found (tests of SGLang: in .venv-sglang, on top of
 # it); installs happen once per requirements file.
 VENV ?= .venv
@@ -15,7 +15,7 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 IMAGE ?= lightrft
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test oracles format fcheck docs docs-live dbuild
+.PHONY: help quickstart test numeric oracles format fcheck docs docs-live dbuild
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -23,8 +23,16 @@ help:
 quickstart: $(CORE)
 	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart/run_quickstart.sh $(ARGS)
 
+# Bytecode is kept whatever the shell says: else each of the many processes compiles lightrft anew.
 test: $(DEV) $(SGLANG)/.installed
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# What computes, once more as on another CPU: with other vector instructions than this one's, and two threads.
+OTHER := import torch; print("avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default")
+numeric: $(DEV)
+	ATEN_CPU_CAPABILITY=$$($(BIN)/python -c '$(OTHER)') OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not engine and not dist and not slow" \
+	  $(addprefix lightrft/,ops algorithms models trainer) $(ARGS)
 
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)

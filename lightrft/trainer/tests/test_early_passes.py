@@ -136,6 +136,7 @@ def of_ranks(home, folder, **options):
         "reward_probe": "False", "save_path": str(folder / "run")} | options  # yapf: disable
 
 
+@pytest.mark.dist
 def test_two_ranks_with_unequal_packs_learn_what_one_does(home, tmp_path):
     lines = []
     for ranks in (1, 2):
@@ -148,6 +149,7 @@ def test_two_ranks_with_unequal_packs_learn_what_one_does(home, tmp_path):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.dist
 def test_a_pass_that_fails_on_one_rank_ends_all(home, tmp_path):
     options = of_ranks(home, tmp_path / "a", plugin="lightrft.trainer.tests.early_mischief")
     run = launch.launch(tmp_path / "a", options, 2, EARLY_MISCHIEF="1")
