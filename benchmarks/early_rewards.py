@@ -20,7 +20,7 @@ from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout import Request, SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 
 PROMPT = 16
 CODE = """

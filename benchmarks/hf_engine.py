@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 import lightrft.models.attention  # noqa: F401  (registers "packed")
 from lightrft.rollout import Request, SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 
 SHORTEST, LONGEST = 8, 256
 END = 0  # token n > 0 says "n are left"; the prompts use the tokens after LONGEST

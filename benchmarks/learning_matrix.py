@@ -167,7 +167,7 @@ def report(runs: list[Run], args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    from lightrft.config.recipes import RECIPES
+    from lightrft.config.presets import RECIPES
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "matrix", help="folder of the matrix")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES),

@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
-from lightrft.config.recipes import RECIPES
+from lightrft.config.presets import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRIES = {"advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS}

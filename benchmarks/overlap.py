@@ -20,9 +20,9 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import Completion, Request, SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.trainer.early_passes import EarlyPasses
+from lightrft.trainer.overlapped_passes import EarlyPasses
 from lightrft.trainer.logprob_pass import Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits
 from lightrft.trainer.samples import pack_samples

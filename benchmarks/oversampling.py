@@ -18,12 +18,12 @@ import torch
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.trainer.open_groups import OpenGroup
-from lightrft.trainer.oversampling import OversamplingSource
-from lightrft.trainer.partial_exp_maker import PartialExperienceMaker
+from lightrft.trainer.partial_rollout import OpenGroup
+from lightrft.trainer.partial_rollout import OversamplingSource
+from lightrft.trainer.partial_rollout import PartialExperienceMaker
 from lightrft.trainer.samples import Rows
 from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer

@@ -21,8 +21,8 @@ from bare_loop import warm_model
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
-from lightrft.rollout.told import Told
-from lightrft.rollout.vllm_run import VLLMRun
+from lightrft.rollout.collector import Told
+from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models

@@ -27,12 +27,12 @@ from lightrft.config.schema import RolloutConfig, StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
-from lightrft.rollout.hf_engine import HFEngine
-from lightrft.rollout.sync_proof import get_sync_proof
-from lightrft.rollout.weight_sync import sync_weights
-from lightrft.strategy.fsdp.collectives import ALL_GATHER
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.weight_sync.verify import get_sync_proof
+from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.strategy.collectives import ALL_GATHER
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 

@@ -20,7 +20,7 @@ from lightrft.algorithms.base import Advantage, Correction, Surrogate  # noqa: E
 from lightrft.algorithms.catalog import COLUMNS, cells_of, fields_of, tuned_by  # noqa: E402
 from lightrft.config.flags import show  # noqa: E402
 from lightrft.config.options import options  # noqa: E402
-from lightrft.config.recipes import RECIPES  # noqa: E402
+from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
 
 FIELDS = ("equation", "paper", "degenerate", "deviation")

@@ -12,8 +12,9 @@ Advantages are called once per rollout with the whole batch of all ranks, so a s
 are 0 outside ``loss_mask`` and on samples that were not scored; those samples enter no statistic. ``exp.token_rewards``
 holds the penalties of each action token (KL in the reward) and ``exp.rewards`` once more on the last action token.
 
-A module's docstring is data as well: its first line and its fields ``Paper:``, ``Equation:``, ``Degenerate:`` and
-``Deviation:`` make the table of algorithms (:func:`lightrft.algorithms.table`).
+A module's docstring (in a file of several algorithms, a function's) is data as well: its first line and its fields
+``Paper:``, ``Equation:``, ``Degenerate:`` and ``Deviation:`` make the table of algorithms
+(:func:`lightrft.algorithms.table`).
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace

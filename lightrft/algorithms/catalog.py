@@ -18,8 +18,12 @@ _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)",
 
 
 def fields_of(fn: Callable) -> dict[str, str]:
-    """The first line (``summary``) and the structured fields (lower case) of the docstring of ``fn``'s module."""
-    text = inspect.getdoc(inspect.getmodule(fn)) or ""
+    """The first line (``summary``) and the structured fields (lower case) of the docstring that describes ``fn``.
+
+    Its own where that has fields (several algorithms in one file), else its module's.
+    """
+    own = inspect.getdoc(fn) or ""
+    text = own if _FIELD.search(own) else inspect.getdoc(inspect.getmodule(fn)) or ""
     found = {name.lower(): " ".join(value.split()) for name, value in _FIELD.findall(text)}
     return {"summary": text.partition("\n")[0], **found}
 

@@ -12,7 +12,7 @@ from lightrft.config.files import load_config
 from lightrft.config.flags import PRESETS, add_tree, show
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, build, did_you_mean, group_options, options
-from lightrft.config.refused import ALIASES, refusal
+from lightrft.config.compat import ALIASES, refusal
 from lightrft.config.schema import Config
 from lightrft.utils.errors import UserError
 

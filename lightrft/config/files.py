@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from lightrft.config.options import ConfigError, did_you_mean, group_options, groups, options
-from lightrft.config.refused import ALIASES, refusal
+from lightrft.config.compat import ALIASES, refusal
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from lightrft.config.options import HINTS, ConfigError, Option, group_options, groups, options
-from lightrft.config.refused import ALIASES, REFUSED, refusal
+from lightrft.config.compat import ALIASES, REFUSED, refusal
 from lightrft.config.schema import Config
 
 PRESETS = ("recipe", "semantics", "stages")  # options that set others

@@ -3,9 +3,9 @@ from typing import Any, NamedTuple
 
 from lightrft.config.flags import show
 from lightrft.config.options import ConfigError, options
-from lightrft.config.recipes import RECIPES
+from lightrft.config.presets import RECIPES
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.config.semantics import SEMANTICS
+from lightrft.config.presets import SEMANTICS
 from lightrft.config.stages import stage_options
 
 

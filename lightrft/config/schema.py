@@ -6,8 +6,8 @@ this file, so an option that is not here does not exist. A part of the library r
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.config.recipes import RECIPES
-from lightrft.config.semantics import SEMANTICS
+from lightrft.config.presets import RECIPES
+from lightrft.config.presets import SEMANTICS
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:

@@ -1,4 +1,7 @@
-"""From a Hugging Face folder or hub id to a tokenizer, an actor or a critic; every refusal says what to do."""
+"""From a Hugging Face folder or hub id to a tokenizer, an actor or a critic; every refusal says what to do.
+
+Chat templates that a user can name are here too; ``generation`` marks the tokens that the assistant wrote.
+"""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,16 +11,14 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers import logging as hf_logging
+from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, logging as hf_logging,
+                          PretrainedConfig, PreTrainedModel)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import ModelConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
-from lightrft.models.chat_templates import read_chat_template
 from lightrft.models.critic import Critic
 from lightrft.models.lora import add_lora, hf_name
 from lightrft.utils.errors import UserError
@@ -261,3 +262,33 @@ def _apply_liger(hf: PreTrainedModel) -> None:
     except ImportError as error:
         raise UserError("--use_liger needs the liger extra: pip install 'lightrft[liger]'") from error
     _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+_CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+           "{% generation %}{{ m['content'] + END }}{% endgeneration %}{{ '\n' }}{% else %}"
+           "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+_PLAIN = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'Assistant: ' }}"
+          "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{{ '\n' }}{% elif m['role'] == 'user' %}"
+          "{{ 'User: ' + m['content'] + '\n' }}{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
+          "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}")
+_RAW = ("{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}"
+        "{% endif %}{% endfor %}")
+
+CHAT_TEMPLATES = {
+    "chatml": _CHATML.replace("END", "'<|im_end|>'"),
+    "plain": _PLAIN,  # User: ... / Assistant: ...
+    "raw": _RAW,  # the texts alone, one after another; answers end with eos
+}
+
+
+def read_chat_template(name: str) -> str:
+    """The Jinja text of a file, or of a built-in name; otherwise a ``ValueError`` that lists the names."""
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"unknown chat template {name!r}: not a file, and not one of {', '.join(sorted(CHAT_TEMPLATES))}")
+    return path.read_text(encoding="utf-8")

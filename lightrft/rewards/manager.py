@@ -1,18 +1,21 @@
-"""Scores responses: rules in this process, what is slow or foreign in workers and on servers."""
+"""Scores responses: rules in this process, slow or foreign rewards in workers and on servers."""
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
-from lightrft.rewards.parts import Part, file_part, named_part, parse_entry, remote_part
-from lightrft.rewards.patience import Patience, Silence
-from lightrft.rewards.pool import WorkerPool
+from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, remote_part
+from lightrft.rewards.timeouts import Patience, Silence
+from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.probe import probe
-from lightrft.rewards.recipes import recipe_for
+from lightrft.rewards.spec import recipe_for
 from lightrft.rewards.remote import RemoteReward
+from lightrft.rewards.rules import FAST
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -211,3 +214,19 @@ class RewardManager:
             logger.warning(
                 "a response was left unscored by reward %s (further ones of this cause are only counted)\n%s", cause,
                 outcome.detail)
+
+
+def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_spread: float) -> None:
+    """Raise :class:`UserError` where no row has rewards that differ by more than ``zero_spread``: no group would count.
+    """
+    most = max((_widest(manager.parts_of(row)) for row in rows), default=inf)
+    if most <= zero_spread:
+        raise UserError(
+            f"--zero_spread {zero_spread:g}: the rewards of these prompts differ by at most {most:g}, the sum of their "
+            "weights, so no group of --dynamic_sampling would count and no batch would ever fill; nearest valid "
+            f"value: a little below {most:g}")
+
+
+def _widest(parts: Weighted) -> float:
+    """The largest difference of two rewards; the built-in parts are between 0 and 1, of others nothing is known."""
+    return sum(abs(weight) if part.name in FAST else inf for part, weight in parts)

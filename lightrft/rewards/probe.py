@@ -3,7 +3,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightrft.rewards.answers import plain_number, normalise, reference_answers
+from lightrft.rewards.rules import plain_number, normalise, reference_answers
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.utils.errors import UserError
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 
 import requests
 
-from lightrft.rewards.backlog import Backlog
+from lightrft.rewards.timeouts import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.rewards.caught import Caught
-from lightrft.rewards.patience import NOT_TRIED, Patience
-from lightrft.rewards.user_file import outcomes_of
+from lightrft.utils.errors import Caught
+from lightrft.rewards.timeouts import NOT_TRIED, Patience
+from lightrft.rewards.workers.user_file import outcomes_of
 
 MAX_CHUNK = 32  # responses per request
 LANES = 2  # requests in flight per server

@@ -1,13 +1,16 @@
-r"""Built-in reward parts: ``exact``, ``format`` and ``math``. All judge the response only, never the prompt.
+r"""Built-in reward parts ``exact``, ``format`` and ``math``, and the final answer that they look for.
 
-Each part has a *fast* function that runs in the trainer process in microseconds. It returns an ``Outcome``, or None
-when it cannot decide; then (``math`` only) a worker process that can be killed asks math-verify.
+All judge the response only, never the prompt. Each part has a *fast* function that runs in the trainer process in
+microseconds. It returns an ``Outcome``, or None when it cannot decide; then (``math`` only) a worker process that can
+be killed asks math-verify. Plain answers are compared exactly: text and rationals, no algebra.
 """
 import logging
+import re
 from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
-from lightrft.rewards.answers import boxed_answers, exact_verdict, extract_answer, reference_answers
-from lightrft.rewards.base import REWARDS, Outcome, RewardInput
+from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 
 NO_REFERENCE = Outcome(None, "no_reference", "the row has no reference answer, which this reward compares with")
 
@@ -79,3 +82,119 @@ def format_(batch: list[RewardInput]) -> list[float | None]:
 def math(batch: list[RewardInput]) -> list[float | None]:
     """``math_score``, and math-verify where that cannot decide (in this process, without a deadline)."""
     return [(math_score(item) or verify_math(item)).value for item in batch]
+
+
+_MARKS = re.compile(r"\\f?boxed\s*\{|\\f?boxed\s+(?=[^\s{])|####(?= *[-+$\\.\d])(?! *\d+[.)] )|<answer>")
+_BRACES = re.compile(r"\\.|[{}]")
+_DIGITS = r"\d{1,3}(?:[, ]\d{3})+|\d+"
+_NUMBER = re.compile(rf"([+-]?) ?((?:{_DIGITS})?(?:\.\d*)?)")
+_BRACED_FRACTION = re.compile(r"([+-]?)\\frac\{(\d+)\}\{(\d+)\}")
+_UNIT = re.compile(
+    r"(?<=\d) *(?:\\(?:text|mathrm|textbf|mbox) *\{ *[A-Za-z][^{}]*\}|(?<= )[A-Za-z]{2,}(?: [A-Za-z]+)*)\.?$")
+_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox) *\{([^{}]*)\}")
+_NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\\(|\\\)|\\\[|\\\]|\\?\$|~")
+_MAX_ANSWER = 256  # characters; longer answers are left to the worker, too
+_MAX_NUMBER = 64  # characters; longer "numbers" are left to the worker
+
+
+def extract_answer(response: str) -> str | None:
+    r"""The last complete ``\boxed{..}``, ``#### n`` or ``<answer>..</answer>`` of ``response``, or None."""
+    marks = list(_MARKS.finditer(response))
+    closes = _closing_braces(response, [mark.end() for mark in marks if mark.group().endswith("{")])
+    for mark in reversed(marks):
+        kind, start = mark.group(), mark.end()
+        if kind.endswith("{"):
+            body = response[start:closes[start]] if start in closes else None
+        else:
+            body = _unbraced(response, kind, start)
+        if body is not None:
+            inner = extract_answer(body) if kind == "<answer>" else None
+            return inner if inner is not None else body.strip()
+    return None
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""Every complete ``\boxed{..}`` of ``text``, in order, without surrounding blanks."""
+    starts = [mark.end() for mark in re.finditer(r"\\boxed\s*\{", text)]
+    closes = _closing_braces(text, starts)
+    return [text[start:closes[start]].strip() for start in starts if start in closes]
+
+
+def _unbraced(text: str, kind: str, start: int) -> str | None:
+    end = text.find("</answer>", start)
+    if kind == "<answer>":
+        return text[start:end] if end >= 0 else None
+    stop = re.compile(r"\n|$" if kind == "####" else r"[\s$]|$").search(text, start)
+    return (text[start:stop.start()] if stop else "").strip() or None
+
+
+def _closing_braces(text: str, starts: list[int]) -> dict[int, int]:
+    """Position after an opening brace -> position of its partner, for the first of ``starts`` and all braces behind it.
+
+    One pass, because a broken response may open thousands.
+    """
+    pairs: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACES.finditer(text, starts[0] - 1) if starts else ():
+        if brace.group() == "{":
+            opened.append(brace.end())
+        elif brace.group() == "}" and opened:
+            pairs[opened.pop()] = brace.start()
+    return pairs
+
+
+def reference_answers(reference: Any) -> list[str]:
+    """The accepted answers of a row as text: a list gives several; ``\\boxed`` and ``####`` are taken off."""
+    if reference is None:
+        return []
+    if hasattr(reference, "tolist"):
+        reference = reference.tolist()
+    if isinstance(reference, (list, tuple)):
+        return [answer for item in reference for answer in reference_answers(item)]
+    text = str(reference).strip()
+    marked = extract_answer(text)
+    return [answer for answer in [marked if marked is not None else text] if answer]
+
+
+def normalise(answer: str) -> str:
+    """One spelling for the same text: no dollars, sizing, thin spaces, text wrappers or final dot; ``\\frac`` only."""
+    text = _NOISE.sub("", answer.replace("−", "-"))
+    text = _WORDS.sub(r" \1 ", text) if not re.search(r"\d", text) else text
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    text = text[:-1].rstrip() if text.endswith(".") else text
+    return text.casefold() if text.isalpha() and len(text) > 1 else text
+
+
+def plain_number(text: str) -> Fraction | None:
+    """``text`` (normalised) as an exact rational if it is a plain integer, decimal or fraction of integers."""
+    text = text.strip()
+    if not text or len(text) > _MAX_NUMBER:
+        return None
+    match = _NUMBER.fullmatch(text)
+    if match and any(c.isdigit() for c in match[2]):
+        value = Fraction(re.sub(r"[, ]", "", match[2]).rstrip("."))
+        return -value if match[1] == "-" else value
+    match = _BRACED_FRACTION.fullmatch(text) or re.fullmatch(r"([+-]?)(\d+) ?/ ?(\d+)", text)
+    if match and int(match[3]):
+        value = Fraction(int(match[2]), int(match[3]))
+        return -value if match[1] == "-" else value
+    return None
+
+
+def exact_verdict(answer: str, reference: str) -> bool | None:
+    """Whether ``answer`` is ``reference``, where text or exact rationals decide; None: algebra has to.
+
+    Numbers closer than 1e-6 but not equal (0.333333 for 1/3) are left to the algebra, and so is every other notation.
+    """
+    mine, theirs = normalise(answer), normalise(reference)
+    if mine == theirs:
+        return True
+    target = plain_number(theirs)
+    if target is None or len(mine) > _MAX_ANSWER:
+        letters = len(mine) == len(theirs) == 1 and mine.isalpha() and theirs.isalpha()
+        return mine.casefold() == theirs.casefold() if letters else None
+    value = plain_number(_UNIT.sub("", mine))
+    if value is None:
+        return None
+    return True if value == target else (None if abs(value - target) < Fraction(1, 10**6) else False)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightrft.strategy.strategy_base import Lora
+from lightrft.strategy.base import Lora
 from lightrft.utils.errors import UserError
 
 
@@ -95,7 +95,7 @@ class RolloutEngine(Protocol):
     """An engine that lives in the training process. ``weight_version`` counts the updates it has received.
 
     Until the first of them an engine with weights of its own refuses to generate. The proof of the weight sync
-    (:mod:`lightrft.rollout.sync_proof`) asks it what it holds, under the names and in the order that it likes.
+    (:mod:`lightrft.rollout.weight_sync.verify`) asks it what it holds, under the names and in the order that it likes.
     """
     weight_version: int
 

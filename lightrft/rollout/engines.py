@@ -14,12 +14,12 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
         ValueError: there is no such engine.
     """
     if cfg.engine_type == "hf":
-        from lightrft.rollout.hf_engine import build_hf_engine
+        from lightrft.rollout.hf.engine import build_hf_engine
         return build_hf_engine(cfg, actor, strategy.device, tokenizer, bf16)
     if cfg.engine_type == "vllm":
-        from lightrft.rollout.vllm_engine import build_vllm_engine
+        from lightrft.rollout.vllm.engine import build_vllm_engine
         return build_vllm_engine(cfg, actor, strategy.device, tokenizer, bf16)
     if cfg.engine_type == "sglang":
-        from lightrft.rollout.sglang_engine import build_sglang_engine
+        from lightrft.rollout.sglang.engine import build_sglang_engine
         return build_sglang_engine(cfg, actor, strategy.device, tokenizer, bf16)
     raise UserError(f"unknown engine_type {cfg.engine_type!r}; known: hf, vllm, sglang")

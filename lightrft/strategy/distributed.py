@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.common import CommonStrategy
-from lightrft.strategy.fsdp import collectives, process_group
+from lightrft.strategy.local import CommonStrategy
+from lightrft.strategy import collectives
+from lightrft.strategy import process_group
 from lightrft.utils.env import set_threads
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightrft.strategy.common import CommonStrategy
+    from lightrft.strategy.local import CommonStrategy
 
 FILE_BYTES = 5 << 30
 

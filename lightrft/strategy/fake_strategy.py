@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.common import CommonStrategy, autocast
+from lightrft.strategy.local import CommonStrategy, autocast
 from lightrft.strategy.optimizer import create_optimizer, create_scheduler
-from lightrft.strategy.strategy_base import OptimSpec, Prepared
+from lightrft.strategy.base import OptimSpec, Prepared
 
 REDUCE_OPS = ("sum", "max", "min")
 

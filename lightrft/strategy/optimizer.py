@@ -1,13 +1,12 @@
-"""AdamW on the tensors a rank really holds, its schedule, the gradient norm and the optimizer's state under parameter
-names."""
+"""AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrft.strategy.strategy_base import OptimSpec, Part
+from lightrft.strategy.base import OptimSpec, Part
 from lightrft.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -144,3 +143,22 @@ def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale ``grads`` in place so that a global norm of ``norm`` becomes at most ``max_norm``; 0 is off."""
     if grads and 0 < max_norm < norm:
         torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory (on a machine without CUDA: the tensor itself)."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+def offload_optimizer(optimizer: LocalAdamW) -> None:
+    """Move both moments to host memory."""
+    for state in optimizer.state.values():
+        state.update({key: to_host(state[key]) for key in MOMENTS if key in state})
+
+
+def reload_optimizer(optimizer: LocalAdamW) -> None:
+    """Move both moments to where their parameters are."""
+    for shard, state in optimizer.state.items():
+        state.update({key: state[key].to(shard.device, non_blocking=True) for key in MOMENTS if key in state})

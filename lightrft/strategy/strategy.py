@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.config.strategy_rules import NO_DEEPSPEED
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.utils.errors import UserError
 
 

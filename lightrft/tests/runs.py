@@ -18,9 +18,9 @@ from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.parts import Part
+from lightrft.rewards.spec import Part
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.tests import tiny
 from lightrft.trainer import run_log
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models

@@ -21,7 +21,7 @@ from lightrft.algorithms.catalog import COLUMNS, fields_of, tuned_by  # noqa: E4
 from lightrft.config.algorithm_rules import AlgorithmFacts  # noqa: E402
 from lightrft.config.cli import parse_config  # noqa: E402
 from lightrft.config.options import options  # noqa: E402
-from lightrft.config.recipes import RECIPES  # noqa: E402
+from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
 from lightrft.config.validate import validate  # noqa: E402
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import BertConfig, T5Config
 
-from lightrft.strategy.checkpoint_files import folders, newest
+from lightrft.strategy.checkpoint import folders, newest
 from lightrft.tests import tiny
 from lightrft.tests.faults import BAD_LOSS, OPTIONS, rows, write_home, write_rows
 from lightrft.tests.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans

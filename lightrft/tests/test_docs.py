@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
-from lightrft.config.refused import ALIASES, REFUSED
+from lightrft.config.compat import ALIASES, REFUSED
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.rendering import Renderer
@@ -17,12 +17,12 @@ from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.mismatch import SUMS, mismatch_metrics
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.recipes import RECIPES
-from lightrft.rewards.user_file import SIGNATURES, load, signature_of
+from lightrft.rewards.spec import RECIPES
+from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
 from lightrft.tests import tiny
 from lightrft.tests.test_layering import LAYERS
 from lightrft.trainer.optimizer_step import StepResult, step_metrics
-from lightrft.trainer.tripwires import PATIENCE
+from lightrft.trainer.checks.tripwires import PATIENCE
 from lightrft.types import Experience
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 
 
 def test_merged_and_adapter_agree(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
-from lightrft.config.semantics import SEMANTICS
+from lightrft.config.presets import SEMANTICS
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import count
 from lightrft.ops.segment import masked_whiten

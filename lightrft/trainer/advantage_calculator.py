@@ -3,16 +3,16 @@
 Every rank holds the whole rollout batch when this runs, so batch statistics are global without any communication.
 """
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import ADVANTAGES
+from lightrft.algorithms.base import Advantage, ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.kl import kl_estimate
 from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, segment_sum
 from lightrft.ops.selection import largest, share
-from lightrft.trainer.running_moments import RunningMoments
 from lightrft.types import Experience
 
 
@@ -170,3 +170,69 @@ class AdvantageCalculator:
 def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> AdvantageCalculator:
     """The calculator of the configured estimator; an unknown name is an error that lists the known ones."""
     return AdvantageCalculator(cfg, reward, generate_max_len)
+
+
+def fill_inputs(exp: Experience, rows: list[dict[str, Any]], estimator: Advantage) -> dict[str, float]:
+    """Fill the fields that ``estimator`` needs, not shaped yet, from the rows of ``exp``; returns their metrics."""
+    if estimator.needs_parts:
+        exp.reward_parts, exp.part_weights = part_columns(rows)
+    return _fill_baseline(exp, rows) if estimator.needs_greedy else {}
+
+
+def part_columns(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """Values (NaN where a part does not judge the sample) and weights [B, K] of all parts, by name."""
+    names = sorted({name for row in rows for name in row["weights"]})
+    values = [[_number(row["parts"].get(name)) for name in names] for row in rows]
+    weights = [[row["weights"].get(name, 0.0) for name in names] for row in rows]
+    return torch.tensor(values, dtype=torch.float32), torch.tensor(weights, dtype=torch.float32)
+
+
+def _number(value: float | None) -> float:
+    return torch.nan if value is None else value
+
+
+def _fill_baseline(exp: Experience, rows: list[dict[str, Any]]) -> dict[str, float]:
+    exp.baseline_rewards = torch.tensor([_number(row.get("greedy_reward")) for row in rows], dtype=torch.float32)
+    exp.baseline_lengths = torch.tensor([row.get("greedy_length", 0) for row in rows], dtype=torch.float32)
+    of_prompts = {row["group_id"]: row.get("greedy_reward") for row in rows}
+    known = [reward for reward in of_prompts.values() if reward is not None]
+    return {
+        "reward/greedy_mean": sum(known) / max(len(known), 1), "reward/greedy_unscored": len(of_prompts) - len(known)
+    }
+
+
+class RunningMoments:
+    """Welford / Chan et al. (1979) parallel update, in float64; ``std`` is unbiased, 1 until two values were seen."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
+
+    def update(self, values: Tensor) -> None:
+        """Take in a batch (any shape); an empty one changes nothing."""
+        if values.numel() == 0:
+            return
+        values = values.double()
+        n, mean = float(values.numel()), values.mean().item()
+        delta, total = mean - self.mean, self.count + n
+        self.m2 += ((values - mean)**2).sum().item() + delta**2 * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation of everything seen."""
+        variance = self.m2 / (self.count - 1) if self.count > 1 else 1.0
+        return variance**0.5 if variance > 0 else 1.0
+
+    def normalise(self, values: Tensor, minus_mean: bool) -> Tensor:
+        """Values over the running std, centred when ``minus_mean``."""
+        centred = values - self.mean if minus_mean else values
+        return torch.div(centred, self.std)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint holds."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]

@@ -10,7 +10,7 @@ from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.optimizer import full_shape
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import Config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.samples import reward_input, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt, Sample
 

@@ -14,13 +14,13 @@ from lightrft.ops.segment import segment_sum
 from lightrft.rewards.base import Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
-from lightrft.trainer.estimator_inputs import fill_inputs
+from lightrft.trainer.advantage_calculator import fill_inputs
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.rollout_metrics import response_metrics, reward_metrics
+from lightrft.trainer.metric_sums import response_metrics, reward_metrics
 from lightrft.trainer.samples import (Ended, Rows, pack_samples, reward_input, sample_seed, set_rewards, stop_token_ids,
                                       to_samples)
 from lightrft.types import Experience, Prompt, Sample

@@ -1,5 +1,5 @@
-"""The no-grad forward passes over a rollout batch: old log-probs, reference log-probs, values."""
-from collections.abc import Callable
+"""The no-grad forward passes over a rollout batch, and the offload of the models while the engine generates."""
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -8,11 +8,38 @@ from torch import Tensor
 
 from lightrft.config.passes import bypasses, wanted_passes
 from lightrft.config.schema import Config
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer, plan_mini_batch, take
-from lightrft.trainer.residence import Residence
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer, take
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
+
+
+class Residence:
+    """With ``--offload_during_rollout`` models, gradients and optimizer states leave the device for every generation.
+
+    Both ways do nothing without the option, and nothing twice.
+    """
+
+    def __init__(self, config: Config, strategy: StrategyBase, prepared: Sequence[Prepared], timer: Timer) -> None:
+        self.strategy, self.timer, self.away = strategy, timer, False
+        self.prepared = prepared if config.rollout.offload_during_rollout else ()
+
+    def leave(self) -> None:
+        """Make room, before generation."""
+        self._move(away=True)
+
+    def come_back(self) -> None:
+        """Before a pass through the models, and before their weights are read."""
+        self._move(away=False)
+
+    def _move(self, away: bool) -> None:
+        if self.prepared and away != self.away:
+            move = self.strategy.offload if away else self.strategy.reload
+            with self.timer("offload"):
+                for each in self.prepared:
+                    move(each)
+            self.away = away
+
 
 Forward = Callable[[Experience], Tensor]  # -> [T] or [K, T] of its argument
 

@@ -8,19 +8,19 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import RolloutEngine
-from lightrft.rollout.sync_proof import get_sync_proof
-from lightrft.rollout.weight_sync import sync_weights
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.rollout.weight_sync.verify import get_sync_proof
+from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
-from lightrft.trainer.entropy_controller import get_entropy_controller
+from lightrft.trainer.controllers import get_entropy_controller
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
-from lightrft.trainer.group_source import get_group_source
-from lightrft.trainer.kl_controller import KLController
+from lightrft.trainer.prompt_source import get_group_source
+from lightrft.trainer.controllers import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
-from lightrft.trainer.step_facts import check_step_facts, facts_are_measured
-from lightrft.trainer.tripwires import Tripwires, UnscoredTraining
+from lightrft.trainer.checks.first_step import check_step_facts, facts_are_measured
+from lightrft.trainer.checks.tripwires import Tripwires, UnscoredTraining
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 

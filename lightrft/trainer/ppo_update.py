@@ -9,22 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.base import POLICY_LOSSES
 from lightrft.config.passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.trainer.live_samples import LiveSamples
+from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
-from lightrft.trainer.replay_buffer import take
-from lightrft.trainer.same_policy import SamePolicy
-from lightrft.trainer.optimizer_step import OptimizerStep, StepResult, step_metrics
+from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
+from lightrft.trainer.replay_buffer import MiniBatch, take
+from lightrft.trainer.checks.first_step import SamePolicy
 from lightrft.trainer.samples import sample_seed
-from lightrft.trainer.self_test import SelfTest
-from lightrft.trainer.token_selection import TokenSelection
+from lightrft.trainer.checks.gradient_invariance import SelfTest
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -205,3 +205,58 @@ def _critic_metrics(sums: MetricSums) -> dict[str, float]:
 
 def _peak(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.detach(), 0.0).max()
+
+
+class LiveSamples:
+    """All, or only those with an advantage, when the others would add exactly 0 to the gradient.
+
+    They add more with a KL or an entropy bonus in the loss (whose adaptive weight needs the entropy of every sample),
+    and with a policy loss that does something where the advantage is 0.
+    """
+
+    def __init__(self, config: Config) -> None:
+        algorithm = config.algorithm
+        regularised = algorithm.use_kl_loss or algorithm.entropy_coef or algorithm.entropy_target is not None
+        entry = POLICY_LOSSES.get(algorithm.policy_loss)
+        self.drops = config.train.drop_zero_advantage and entry.skips_zero and not regularised
+
+    def __call__(self, exp: Experience) -> Tensor:
+        """bool [B], the same on every rank."""
+        if not self.drops:
+            return torch.ones(exp.num_seqs, dtype=torch.bool)
+        return segment_sum(exp.loss_mask & (exp.advantages != 0), exp.cu_seqlens) > 0
+
+
+class TokenSelection:
+    """Sets ``exp.selected``, by statistics over the mini-batch of all ranks; does nothing for a loss that chooses none.
+
+    The result is the same on every rank and does not depend on the cut into micro-batches.
+    """
+
+    def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared) -> None:
+        self.config, self.strategy, self.actor = config, strategy, actor
+        self.selects = POLICY_LOSSES.get(config.algorithm.policy_loss).selects
+
+    def mark(self, exp: Experience, mini: MiniBatch, seed: int, fresh: bool) -> None:
+        """Choose among the tokens of ``mini`` (a collective).
+
+        Args:
+            exp: the whole rollout batch.
+            seed: of the choice, the same on every rank.
+            fresh: the policy is still the one of the rollout, so that the trainer's old log-probs are the current ones.
+        """
+        if self.selects is None:
+            return
+        known = fresh and exp.old_logprobs is not None and not bypasses(self.config)
+        logprobs = exp.old_logprobs if known else self._current(exp, mini)
+        member = torch.zeros(exp.num_seqs, dtype=torch.bool)
+        member[mini.samples] = True
+        mask = exp.loss_mask & member.repeat_interleave(exp.seq_lens.long())
+        exp.selected = self.selects(logprobs, replace(exp, loss_mask=mask), self.config.algorithm, seed)
+
+    def _current(self, exp: Experience, mini: MiniBatch) -> Tensor:
+        """Log-probs [T] of the policy now, 0 outside ``mini``."""
+        model = self.actor.model
+        model.eval()
+        return run_passes(self.strategy, exp, mini.micro_batches,
+                          lambda e: model(e, temperature=self.config.rollout.temperature)[0])

@@ -11,7 +11,7 @@ from lightrft.config.files import to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.ops.segment import segment_mean
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.experience_maker import Rollout
 from lightrft.utils.aside import move_aside
 from lightrft.utils.curve import plot_curve, read_metrics

@@ -20,7 +20,7 @@ from lightrft.config.schema import Config
 from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
 from lightrft.config.validate import validate, validate_sft
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.base import StrategyBase
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
 from lightrft.utils.logging import get_logger

@@ -1,7 +1,9 @@
-"""Errors that the person who started the run can mend. They end a run with one line, without a traceback."""
+"""Errors that the person who started the run can mend, reported in one line, and a fence around foreign code."""
 import errno
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -31,3 +33,23 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
             raise
         raise ExpectedError(f"cannot write to {folder}: {error}. Make room; --load_checkpoint goes on from the "
                             "newest checkpoint") from error
+
+
+class Caught:
+    """A ``with`` block around foreign code: whatever it raises ends the block, and is kept in ``cause``."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+
+    def __enter__(self) -> "Caught":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> bool:
+        self.cause = error
+        return error is not None
+
+    @property
+    def text(self) -> str:
+        """The traceback, for people."""
+        return "".join(traceback.format_exception(self.cause)) if self.cause is not None else ""

@@ -9,7 +9,7 @@ import pytest
 from lightrft.config.cli import group_from_args, parse_config
 from lightrft.config.flags import PRESETS
 from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
-from lightrft.config.refused import ALIASES, REFUSED
+from lightrft.config.compat import ALIASES, REFUSED
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.values import every_option, other_value, words

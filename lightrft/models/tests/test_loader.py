@@ -8,7 +8,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 from transformers import logging as hf_logging
 
 from lightrft.config.schema import ModelConfig
-from lightrft.models.chat_templates import CHAT_TEMPLATES
+from lightrft.models.loader import CHAT_TEMPLATES
 from lightrft.models.loader import check_context, load_actor, load_critic, load_tokenizer
 from lightrft.models.tests import naive
 from lightrft.tests import tiny

@@ -12,7 +12,7 @@ from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import action_mask
 from lightrft.algorithms.tests.rollouts import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, random_cut, rollout,
                                                 shuffled, swapped_in_groups, with_all_masked, without_gaps)
-from lightrft.config.recipes import RECIPES
+from lightrft.config.presets import RECIPES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, aggregate, count

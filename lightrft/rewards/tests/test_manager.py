@@ -10,8 +10,8 @@ from lightrft.rewards import manager as manager_module
 from lightrft.rewards.base import REWARDS, RewardInput
 from lightrft.rewards.manager import Handle
 from lightrft.rewards.probe import RewardProbeError
-from lightrft.rewards.recipes import RECIPES
-from lightrft.rewards.spread import check_spread
+from lightrft.rewards.spec import RECIPES
+from lightrft.rewards.manager import check_spread
 from lightrft.utils.errors import UserError
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
@@ -209,6 +209,7 @@ def test_a_registered_name_calls_the_rule():
 
 def test_worker_side_imports_no_torch():
     code = (
-        "import sys; import lightrft.rewards.worker, lightrft.rewards.rules, lightrft.rewards.manager, math_verify; "
+        "import sys; import lightrft.rewards.workers.worker, lightrft.rewards.rules, lightrft.rewards.manager; "
+        "import math_verify; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "torch or numpy was imported"

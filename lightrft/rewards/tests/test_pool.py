@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from lightrft.rewards.backlog import Backlog
+from lightrft.rewards.timeouts import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
-from lightrft.rewards.patience import Patience, Silence
-from lightrft.rewards.pool import calls
-from lightrft.rewards.worker import _bundles
+from lightrft.rewards.timeouts import Patience, Silence
+from lightrft.rewards.workers.pool import calls
+from lightrft.rewards.workers.worker import _bundles
 
 PARENT = """
 import sys, time

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.user_file import outcomes_of
+from lightrft.rewards.workers.user_file import outcomes_of
 
 ITEMS = [
     RewardInput(f"p{i}:", text, reference=str(i), data_source="src", label="lab", columns={"level": i})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 
 Named = Iterator[tuple[str, Tensor]]
 TARGET, TWIN = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"

@@ -6,11 +6,11 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.hf_engine import HFEngine
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
-from lightrft.rollout.weight_sync import sync_weights
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 

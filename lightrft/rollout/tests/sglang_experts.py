@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 
 from lightrft.rollout import SamplingParams
-from lightrft.rollout.sync_proof import get_sync_proof
+from lightrft.rollout.weight_sync.verify import get_sync_proof
 from lightrft.rollout.tests.engine_rig import EXACT, NEW, names_faults_of_experts, requests
 from lightrft.rollout.tests.sglang_rig import SIZES, Rig
 from lightrft.tests import tiny

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout import Request, SamplingParams, sglang_weights
-from lightrft.rollout.sglang_native import SGLangNative
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout.sglang import weights as sglang_weights
+from lightrft.rollout.sglang.client import SGLangNative
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
 from lightrft.rollout.tests.faulty_sync import TARGET
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.managers.load_snapshot import shm_path_for
 
-from lightrft.rollout import sglang_files
+from lightrft.rollout.sglang import launch as sglang_files
 from lightrft.rollout.tests.engine_faults import ended, launched, left
 from lightrft.tests.launch import preload
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lightrft.rollout.sglang_engine import SGLangEngine
+from lightrft.rollout.sglang.engine import SGLangEngine
 
 UPDATES = 20
 _generate = SGLangEngine.generate

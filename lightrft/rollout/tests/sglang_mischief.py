@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrft.rollout import sglang_child
-from lightrft.rollout.sglang_engine import SGLangEngine
+from lightrft.rollout.sglang import scheduler_patches as sglang_child
+from lightrft.rollout.sglang.engine import SGLangEngine
 from lightrft.tests.mischief import due
 
 _IN_MODEL = os.environ.get("MISCHIEF", "").startswith(("raise", "kill"))

@@ -9,15 +9,15 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import get_engine
-from lightrft.rollout.hf_engine import HFEngine
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
 from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.rollout.tests.faulty_sync import TARGET, break_sync
 from lightrft.rollout.tests.ranks import changed
 from lightrft.rollout.tests.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
-from lightrft.rollout.weight_sync import sync_weights
+from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer
 

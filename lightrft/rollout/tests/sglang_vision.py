@@ -4,7 +4,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from lightrft.rollout import get_engine
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
 from lightrft.rollout.tests import engine_rig
 from lightrft.rollout.tests.sglang_rig import CFG
 from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive

@@ -1,7 +1,7 @@
 """What is seen of a loader."""
 import torch
 
-from lightrft.rollout.copies import watched
+from lightrft.rollout.weight_sync.load_trace import watched
 
 
 def test_a_loader_is_watched():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightrft.rollout.engine import Request, SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
-from lightrft.rollout.kv_cache import KVPlan
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.hf.kv_cache import KVPlan
 from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.tests import tiny
 from lightrft.utils.env import total_memory
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_order_or_company():
 
 
 def test_each_prompt_is_prefilled_once(monkeypatch):
-    from lightrft.rollout import continuous
+    from lightrft.rollout.hf import continuous_batching as continuous
     seen = []
 
     class Counting(continuous.Prefill):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lightrft.rollout.engine import Request, SamplingParams
-from lightrft.rollout.hf_engine import HFEngine
+from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, requests
 from lightrft.tests import tiny
 from lightrft.utils.errors import UserError
@@ -62,7 +62,7 @@ def test_cuts_of_every_sample_elsewhere(family, kv_bytes):
 
 
 def test_long_prefixes_take_several_passes(monkeypatch):
-    monkeypatch.setattr("lightrft.rollout.continuous._PREFILL_TOKENS", 40)
+    monkeypatch.setattr("lightrft.rollout.hf.continuous_batching._PREFILL_TOKENS", 40)
     whole = engine().generate(requests(), sampling(stop_token_ids=()))
     check(requests(), whole, lambda i, j: 12, stop_token_ids=())
 
@@ -88,8 +88,8 @@ def test_abort_loses_no_token(enough, kv_bytes):
 
 
 def test_no_token_is_drawn_after_enough(monkeypatch):
-    drawn, record = [], "lightrft.rollout.continuous.sample"
-    from lightrft.rollout.continuous import sample
+    drawn, record = [], "lightrft.rollout.hf.continuous_batching.sample"
+    from lightrft.rollout.hf.continuous_batching import sample
     monkeypatch.setattr(record, lambda *args: drawn.append(len(args[0])) or sample(*args))
     ends = []
     engine(kv_bytes=TINY).generate(requests(), sampling(), lambda i, done: ends.append(len(drawn)) or True)

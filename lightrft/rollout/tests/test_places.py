@@ -6,10 +6,10 @@ from torch import nn
 from transformers import MixtralForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout.copies import watched
-from lightrft.rollout.layouts import Layouts
-from lightrft.rollout.named_weights import checkpoint_names, under_checkpoint_names
-from lightrft.rollout.places import Places
+from lightrft.rollout.weight_sync.load_trace import watched
+from lightrft.rollout.weight_sync.kernel_layouts import Layouts
+from lightrft.rollout.weight_sync.names import checkpoint_names, under_checkpoint_names
+from lightrft.rollout.weight_sync.weight_map import Places
 
 E, I, H = 5, 3, 4
 FUSED = {"up": torch.Size([E, 2 * I, H]), "down": torch.Size([E, H, I])}

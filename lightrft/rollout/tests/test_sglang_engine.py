@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout import sglang_files, sglang_native
-from lightrft.rollout.sglang_limits import check_window
-from lightrft.rollout.sglang_start import engine_arguments
-from lightrft.rollout.sglang_weights import buckets
+from lightrft.rollout.sglang import launch as sglang_files
+from lightrft.rollout.sglang import client as sglang_native
+from lightrft.rollout.sglang.launch import check_window
+from lightrft.rollout.sglang.launch import engine_arguments
+from lightrft.rollout.sglang.weights import buckets
 from lightrft.rollout.tests import sglang_experts
 from lightrft.tests import runs, tiny
 from lightrft.utils.env import World

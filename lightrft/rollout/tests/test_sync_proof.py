@@ -8,14 +8,16 @@ import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
-from lightrft.rollout import Request, SamplingParams, hf_engine, sync_proof
-from lightrft.rollout.hf_engine import HFEngine
-from lightrft.rollout.kv_cache import Prefill
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout.hf import engine as hf_engine
+from lightrft.rollout.weight_sync import verify as sync_proof
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.hf.kv_cache import Prefill
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
 from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
-from lightrft.rollout.weight_sync import sync_weights
+from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import launch
 from lightrft.types import Prompt

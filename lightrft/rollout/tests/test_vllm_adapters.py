@@ -8,10 +8,10 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.sync_proof import SyncProof, SyncProofError
-from lightrft.rollout.weight_sync import sync_weights
+from lightrft.rollout.weight_sync.verify import SyncProof, SyncProofError
+from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import launch
 from lightrft.types import Prompt

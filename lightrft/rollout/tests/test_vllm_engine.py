@@ -12,7 +12,8 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout import Request, SamplingParams, get_engine, vllm_start
+from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout.vllm import launch as vllm_start
 from lightrft.rollout.tests import vllm_ranks
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)

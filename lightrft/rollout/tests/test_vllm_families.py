@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout import SamplingParams, vllm_weights
-from lightrft.rollout.sync_proof import SyncProofError, get_sync_proof
+from lightrft.rollout import SamplingParams
+from lightrft.rollout.vllm import weights as vllm_weights
+from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
 from lightrft.rollout.tests import test_vllm_engine, vllm_ranks
 from lightrft.rollout.tests.faulty_sync import TARGET
 from lightrft.rollout.tests.engine_rig import EXACT, NEW, STOPS, names_a_fault, names_faults_of_experts, requests
 from lightrft.rollout.tests.test_vllm_engine import torchrun
 from lightrft.tests import tiny
-from lightrft.rollout.vllm_engine import VLLMEngine
+from lightrft.rollout.vllm.engine import VLLMEngine
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer

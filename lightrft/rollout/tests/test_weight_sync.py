@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.hf_engine import eos_ids
+from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.tests import ranks
-from lightrft.rollout.weight_sync import sync_weights
+from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.tests import tiny
 
 

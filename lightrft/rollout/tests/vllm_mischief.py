@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from lightrft.rollout.vllm_engine import VLLMEngine
+from lightrft.rollout.vllm.engine import VLLMEngine
 from lightrft.tests.mischief import due
 
 _LONG = os.environ.get("MISCHIEF", "").startswith("long")

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams as NativeParams
 from vllm.model_executor.models import registry
 
-from lightrft.rollout.sync_proof import SyncProofError
+from lightrft.rollout.weight_sync.verify import SyncProofError
 from lightrft.rollout.tests import test_vllm_families
 from lightrft.rollout.tests.test_vllm_families import without
 from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive

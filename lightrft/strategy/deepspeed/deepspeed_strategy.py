@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.common import autocast, untied_state
+from lightrft.strategy.local import autocast, untied_state
 from lightrft.strategy.deepspeed import backend, state as checkpoint
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.deepspeed.sizes import Sizes
 from lightrft.strategy.distributed import DistributedStrategy
-from lightrft.strategy.fsdp import collectives
+from lightrft.strategy import collectives
 from lightrft.strategy.mesh import shard_mesh
-from lightrft.strategy.offload import to_host
+from lightrft.strategy.optimizer import to_host
 from lightrft.strategy.optimizer import LocalAdamW, create_scheduler, set_schedule_step
-from lightrft.strategy.strategy_base import OptimSpec, Part, Prepared
+from lightrft.strategy.base import OptimSpec, Part, Prepared
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of what an update alone needs

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
-from lightrft.strategy.fsdp import collectives
+from lightrft.strategy import collectives
 from lightrft.strategy.optimizer import MOMENTS, full_shape
 
 BUCKET_BYTES = 64 << 20

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.distributed import DistributedStrategy
-from lightrft.strategy.fsdp import collectives
+from lightrft.strategy import collectives
 from lightrft.strategy.fsdp.wrap import Placement, WrapPolicy, shard
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.optimizer import create_optimizer, create_scheduler
-from lightrft.strategy.strategy_base import OptimSpec, Part, Prepared
+from lightrft.strategy.base import OptimSpec, Part, Prepared
 
 
 class FSDPV2Strategy(DistributedStrategy):

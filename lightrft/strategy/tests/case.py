@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
 from lightrft.strategy.optimizer import full_shape
-from lightrft.strategy.strategy_base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 
 

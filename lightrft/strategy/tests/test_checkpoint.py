@@ -13,9 +13,9 @@ import torch
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.checkpoint import CheckpointManager
-from lightrft.strategy.checkpoint_files import MARKER, folders, newest
+from lightrft.strategy.checkpoint import MARKER, folders, newest
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.strategy_base import Prepared
+from lightrft.strategy.base import Prepared
 from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM
 
 

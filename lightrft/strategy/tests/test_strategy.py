@@ -15,12 +15,12 @@ from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
-from lightrft.strategy.fsdp.process_group import local_world_size
+from lightrft.strategy.process_group import local_world_size
 from lightrft.strategy.fsdp.wrap import decoder_layers
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.optimizer import create_optimizer
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM
 from lightrft.utils.env import set_threads
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import OptimConfig, StrategyConfig
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.strategy_base import OptimSpec, Prepared, StrategyBase
+from lightrft.strategy.base import OptimSpec, Prepared, StrategyBase
 from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, StepResult, step_metrics
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer

@@ -6,7 +6,7 @@ import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.segment import last_token
 from lightrft.trainer.advantage_calculator import get_advantage_calculator, overlong_penalty, token_rewards
-from lightrft.trainer.running_moments import RunningMoments
+from lightrft.trainer.advantage_calculator import RunningMoments
 from lightrft.types import Experience
 
 

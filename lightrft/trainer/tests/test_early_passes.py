@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.tests import launch, runs, tiny
-from lightrft.trainer.early_exp_maker import EarlyExperienceMaker
+from lightrft.trainer.overlapped_passes import EarlyExperienceMaker
 
 no_picture = runs.no_picture
 OPTIONS = {"overlap_passes": True, "advantage_estimator": "gae", "init_kl_coef": 0.1, "high_entropy_token_ratio": 0.3,

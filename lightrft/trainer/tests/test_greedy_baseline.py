@@ -10,7 +10,7 @@ from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.tests import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.estimator_inputs import fill_inputs
+from lightrft.trainer.advantage_calculator import fill_inputs
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample

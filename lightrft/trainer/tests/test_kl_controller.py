@@ -4,7 +4,7 @@ import math
 import pytest
 
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.trainer.kl_controller import KLController, get_kl_controller
+from lightrft.trainer.controllers import KLController, get_kl_controller
 
 
 def test_fixed_without_a_target():

@@ -2,7 +2,7 @@
 import pytest
 
 from lightrft.config.schema import TrainConfig
-from lightrft.trainer.lr_schedule import lr_schedule, schedule_of
+from lightrft.trainer.optimizer_step import lr_schedule, schedule_of
 
 
 def factors(*args, steps):

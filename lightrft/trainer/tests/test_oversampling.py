@@ -10,7 +10,7 @@ import torch
 from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import finish
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.group_source import PromptSource
+from lightrft.trainer.prompt_source import PromptSource
 
 no_picture = runs.no_picture
 BATCH, PROMPTS, SIZE = 4, 22, 3

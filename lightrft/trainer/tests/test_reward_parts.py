@@ -5,10 +5,10 @@ import torch
 from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
-from lightrft.rewards.parts import Part
+from lightrft.rewards.spec import Part
 from lightrft.tests import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.estimator_inputs import fill_inputs, part_columns
+from lightrft.trainer.advantage_calculator import fill_inputs, part_columns
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
 GDPO = ADVANTAGES.get("gdpo")

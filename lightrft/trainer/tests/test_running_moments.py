@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from lightrft.trainer.running_moments import RunningMoments
+from lightrft.trainer.advantage_calculator import RunningMoments
 
 
 def test_equals_all_values_at_once():

@@ -14,10 +14,10 @@ from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
 from lightrft.tests import faults, runs
 from lightrft.tests.launch import launch
-from lightrft.trainer import self_test
+from lightrft.trainer.checks import gradient_invariance as self_test
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.replay_buffer import MicroBatchLimits
-from lightrft.trainer.self_test import SelfTestError, choose, cuts, formula, off_policy
+from lightrft.trainer.checks.gradient_invariance import SelfTestError, choose, cuts, formula, off_policy
 from lightrft.utils.env import rng_state
 from lightrft.utils.logging import get_logger
 

@@ -11,8 +11,8 @@ import pytest
 from lightrft.rewards.base import Outcome
 from lightrft.tests import runs
 from lightrft.tests.launch import errors, launch
-from lightrft.trainer import tripwires
-from lightrft.trainer.tripwires import PATIENCE, Tripwires, UnscoredTraining
+from lightrft.trainer.checks import tripwires
+from lightrft.trainer.checks.tripwires import PATIENCE, Tripwires, UnscoredTraining
 
 GOOD = {
     "rollout/samples": 8, "reward/unscored": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.deepspeed.sizes import Sizes
-from lightrft.strategy.strategy_base import OptimSpec
+from lightrft.strategy.base import OptimSpec
 from lightrft.strategy.tests.case import Case, assert_same
 from lightrft.strategy.tests.tiny_lm import TinyLM
 

@@ -1,0 +1,132 @@
+"""Reward parts of a run: from ``--reward`` entries and ``--remote_rm_url``, else from a row's label or data source."""
+import math
+import pickle
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lightrft.rewards.base import Outcome, RewardInput, REWARDS
+from lightrft.rewards.timeouts import Patience
+from lightrft.rewards.workers.pool import WorkerPool
+from lightrft.rewards.remote import RemoteReward
+from lightrft.rewards.rules import FAST
+from lightrft.rewards.workers.user_file import check_source
+from lightrft.rewards.workers.worker import Spec
+from lightrft.utils.errors import UserError
+
+Submit = Callable[[list[RewardInput], list[Patience]], list[Future[list[Outcome]]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parsed ``--reward`` entry: a registered ``name``, or a file and perhaps its function."""
+    name: str
+    weight: float = 1.0
+    path: str = ""
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``fast`` decides in this process or says None; then ``submit`` (a worker or a server) does.
+
+    ``together``: it may compare the responses to a prompt and is to have all of them; else ``submit`` gives a future
+    for each response.
+    """
+    name: str
+    fast: Callable[[RewardInput], Outcome | None] | None = None
+    submit: Submit | None = None
+    together: bool = False
+    warm: Callable[[], object] | None = None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the part is ours, so that a known-good answer must beat a known-bad one."""
+        return self.fast is not None
+
+
+def parse_entry(text: str) -> Entry:
+    """``name``, ``name=weight`` or ``path.py[:function][=weight]``; ``ValueError`` for anything else."""
+    match = re.fullmatch(r"(?P<what>.+?)(?:=(?P<weight>[^=]*))?", text.strip())
+    if match is None:
+        raise UserError("empty --reward entry. Remedy: 'name', 'name=weight' or 'path.py:function=weight'")
+    try:
+        weight = float(match["weight"]) if match["weight"] is not None else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(
+            f"--reward {text!r}: the weight {match['weight']!r} is no number. Remedy: for example {match['what']}=0.5")
+    file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", match["what"])
+    if file:
+        return Entry(
+            Path(file["path"]).stem, weight, str(Path(file["path"]).expanduser().resolve()), file["function"] or "")
+    return Entry(match["what"], weight)
+
+
+def named_part(name: str, pool: WorkerPool) -> Part:
+    """A registered reward. Built-in ones try to decide in this process; others run in the workers."""
+    reward = REWARDS.get(name)
+    if name == "math":
+        spec = Spec("math")
+        return Part(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
+    if name in FAST:
+        return Part(name, FAST[name])
+    try:
+        spec = Spec("callable", function=name, pickled=pickle.dumps(reward))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"reward {name!r} cannot be sent to a worker process ({error}). Remedy: make it a function or a class "
+            "at the top of an importable module") from error
+    pool.load(spec).result()
+    return Part(name, submit=partial(pool.submit_together, spec), together=True)
+
+
+def file_part(entry: Entry, pool: WorkerPool) -> Part:
+    """A user's file, checked and loaded in a worker now. ``ValueError`` with file, line and remedy when unfit."""
+    check_source(Path(entry.path))
+    spec = Spec("file", entry.path, entry.function)
+    info = pool.load(spec).result()
+    return Part(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
+                together=info.batched)
+
+
+def remote_part(remote: RemoteReward) -> Part:
+    """The reward servers, as the part ``remote``."""
+    return Part("remote", submit=remote.submit)
+
+
+Recipe = list[tuple[str, float]]
+
+_MATH_WITH_FORMAT: Recipe = [("math", 0.9), ("format", 0.1)]
+_EXACT: Recipe = [("exact", 1.0)]
+_MATH: Recipe = [("math", 1.0)]
+
+RECIPES: dict[str, Recipe] = {
+    "gsm8k_rule": _MATH_WITH_FORMAT,
+    "openai/gsm8k": _MATH_WITH_FORMAT,
+    "geo3k_rule": _MATH_WITH_FORMAT,
+    "hiyouga/geometry3k": _MATH_WITH_FORMAT,
+    "quickstart_rule": _EXACT,
+    "lightrft/quickstart": _EXACT,
+    "exact_rule": _EXACT,
+    "format_rule": [("format", 1.0)],
+    "math_rule": _MATH,
+    "accuracy_rule": _MATH,
+    "HuggingFaceH4/MATH-500": _MATH,
+    "DigitalLearningGmbH/MATH-lighteval": _MATH,
+}
+"""Label or data source -> [(reward part, weight)]. Plugins may add entries."""
+
+
+def recipe_for(item: RewardInput) -> Recipe:
+    """The recipe of a row. ``ValueError`` naming the known ones when neither label nor data source has one."""
+    for key in (item.label, item.data_source):
+        if key in RECIPES:
+            return RECIPES[key]
+    raise UserError(f"no reward recipe for label {item.label!r} or data source {item.data_source!r}. Known recipes: "
+                    f"{', '.join(sorted(RECIPES))}. Remedy: name the reward, for example --reward math or "
+                    "--reward my_reward.py, or set the row's label to one of the known recipes")

@@ -1,0 +1,265 @@
+"""Killable worker processes. One thread of the trainer owns one process: starts, feeds and kills it.
+
+Processes are fresh interpreters (no fork of a process that runs torch threads, no import of the training script), start
+with the first task, and are replaced when they hang or die.
+"""
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from multiprocessing import Pipe
+from typing import Any
+
+from lightrft.rewards.timeouts import Backlog
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.utils.errors import Caught
+from lightrft.rewards.timeouts import NOT_TRIED, Patience
+from lightrft.rewards.workers.worker import Info, Spec
+from lightrft.utils.errors import UserError
+
+LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
+MAX_CHUNK = 8  # responses per message, of those that are scored one by one
+MAX_CALL = 64  # responses per call, of a function that takes lists; a group that is larger is cut
+
+
+class LoadError(UserError):
+    """A worker could not load what it was asked to."""
+
+
+class WorkerDied(RuntimeError):
+    """The worker process ended in the middle of a task."""
+
+
+@dataclass
+class Task:
+    """Responses for one reward, each with the patience of its group; in one call, or one by one."""
+    spec: Spec
+    rows: list[tuple[RewardInput, Patience]]
+    together: bool
+    future: "Future[list[Outcome]]" = field(default_factory=Future)
+    info: "Future[Info]" = field(default_factory=Future)
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = Pipe()
+        code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.rewards.workers.worker import main; "
+                f"main({theirs.fileno()}, {os.getpid()})")
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
+                                        stdin=subprocess.DEVNULL, start_new_session=True, env=env)
+        theirs.close()
+
+    def signal_kill(self) -> None:
+        """End the process and what it started, at once; from any thread."""
+        if self.process.returncode is None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended by itself
+
+    def discard(self) -> None:
+        """Kill, and give back the process entry and the pipe."""
+        self.signal_kill()
+        self.process.wait()
+        self.pipe.close()
+
+    def receive(self, limit_s: float) -> Any:
+        """The next message. ``TimeoutError`` after ``limit_s``, ``WorkerDied`` when the process has ended."""
+        try:
+            if not self.pipe.poll(limit_s):
+                raise TimeoutError
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise WorkerDied(f"the worker process ended with exit code {self.process.wait()}") from error
+
+    def start(self, spec: Spec, batch: list[RewardInput]) -> Info:
+        """Send a chunk and wait until the reward is loaded (first time only)."""
+        try:
+            self.pipe.send((spec, batch))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDied("the worker process had ended") from error
+        try:
+            word, answer = self.receive(LOAD_LIMIT_S)
+        except TimeoutError as error:
+            raise LoadError(f"{spec.path or spec.kind} was not imported within {LOAD_LIMIT_S:.0f} s") from error
+        if word == "failed":
+            raise LoadError(answer)
+        return answer
+
+
+class WorkerPool:
+    """``count`` worker processes behind one queue, ``limit_s`` seconds per response (or per batch in one call)."""
+
+    def __init__(self, count: int, limit_s: float) -> None:
+        self.count, self.limit_s = count, limit_s
+        self._backlog: Backlog[Task] = Backlog(count)
+        self._threads: list[threading.Thread] = []
+        self._workers: dict[int, Worker] = {}
+        self._suspects: set[Spec] = set()  # rewards that have hung or died; their responses are sent one by one
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that have been started."""
+        return [worker.process.pid for worker in list(self._workers.values())]
+
+    def submit(self, spec: Spec, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+        """Score each response by itself; one future for each."""
+        tasks = [Task(spec, [row], False) for row in zip(batch, patience, strict=True)]
+        self._put(tasks, spec)
+        return [task.future for task in tasks]
+
+    def submit_together(self, spec: Spec, batch: list[RewardInput],
+                        patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+        """Score ``batch`` in calls that tear no group apart; the futures hold their outcomes in order."""
+        rows = iter(zip(batch, patience, strict=True))
+        sizes = calls([item.prompt for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
+        tasks = [Task(spec, list(islice(rows, size)), True) for size in sizes]
+        for task in tasks:
+            self._put([task], object())
+        return [task.future for task in tasks]
+
+    def load(self, spec: Spec) -> "Future[Info]":
+        """Start the workers that do not run yet and let them import ``spec``, in the background."""
+        tasks = [Task(spec, [], True) for _ in range(self.count)]
+        for task in tasks:
+            self._put([task], object())
+        return tasks[0].info
+
+    def shutdown(self) -> None:
+        """Kill the workers. What they were scoring comes back unscored."""
+        self._backlog.close()
+        with self._lock:
+            self._closed = True
+        for worker in list(self._workers.values()):
+            worker.signal_kill()
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+
+    def _put(self, tasks: list[Task], kind: object) -> None:
+        self._backlog.put(tasks, kind)
+        with self._lock:
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, args=(slot, ), daemon=True) for slot in range(self.count)
+                ]
+                for thread in self._threads:
+                    thread.start()
+
+    def _run(self, slot: int) -> None:
+        while tasks := self._backlog.take(MAX_CHUNK):
+            whole = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
+            with Caught() as caught:
+                outcomes = self._score(slot, whole)
+            if caught.cause is not None:
+                cause = "load" if isinstance(caught.cause, LoadError) else "shutdown" if self._closed else "internal"
+                outcomes = [Outcome(None, cause, caught.text)] * len(whole.rows)
+            if not whole.info.done():
+                whole.info.set_exception(caught.cause or RuntimeError("the reward workers have been shut down"))
+            left = iter(outcomes)
+            for task in tasks:
+                task.future.set_result(list(islice(left, len(task.rows))))
+        self._discard(slot)
+
+    def _score(self, slot: int, task: Task) -> list[Outcome]:
+        """Outcomes of a chunk. Who hangs or kills the process is left out and the rest goes on in a fresh one.
+
+        In a chunk of several it is not known who did: outcomes travel together. What has not come is asked again, one
+        by one.
+        """
+        done: list[Outcome] = []
+        singly = task.spec in self._suspects
+        while not self._closed:
+            rest = task.rows[len(done):]
+            if rest and rest[0][1].deadline_s() == 0:
+                done.append(NOT_TRIED)
+            else:
+                asked = rest[:1] if singly else rest
+                scored, failure = self._attempt(slot, task, asked)
+                done += scored
+                if failure is not None and len(asked) > 1:
+                    singly = True
+                    if not task.together:
+                        self._suspects.add(task.spec)
+                elif failure is not None:
+                    done.append(failure)
+            if len(done) >= len(task.rows):
+                return done
+        return done + [Outcome(None, "shutdown")] * (len(task.rows) - len(done))
+
+    def _attempt(self, slot: int, task: Task, asked: list[tuple[RewardInput,
+                                                                Patience]]) -> tuple[list[Outcome], Outcome | None]:
+        """What the worker said before it was through (None), hung or died."""
+        scored: list[Outcome] = []
+        worker = self._ready(slot, task, [item for item, _ in asked])
+        start = time.monotonic()
+        try:
+            while len(scored) < len(asked):
+                patience = asked[len(scored)][1]
+                deadline = patience.deadline_s() or patience.limit_s / 10
+                outcomes = worker.receive(deadline)
+                for _, patience in asked[len(scored):len(scored) + len(outcomes)]:
+                    patience.answered()
+                scored += outcomes
+                start = time.monotonic()
+            return scored, None
+        except TimeoutError:
+            failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
+            asked[len(scored)][1].streak += 1
+        except WorkerDied as error:
+            failure = Outcome(None, "worker_died", str(error))
+        asked[len(scored)][1].silence.add((time.monotonic() - start) / self.count)
+        self._discard(slot)
+        return scored, failure
+
+    def _ready(self, slot: int, task: Task, asked: list[RewardInput]) -> Worker:
+        """A worker that has loaded the reward and is scoring ``asked``; one that died while idle is replaced."""
+        for fresh in ([False, True] if slot in self._workers else [True]):
+            worker = self._spawn(slot) if fresh else self._workers[slot]
+            with Caught() as caught:
+                info = worker.start(task.spec, asked)
+            if caught.cause is None:
+                if not task.info.done():
+                    task.info.set_result(info)
+                return worker
+            self._discard(slot)
+            if not isinstance(caught.cause, WorkerDied):
+                raise caught.cause
+        raise LoadError(
+            f"the worker process ended while it imported {task.spec.path or task.spec.kind}: {caught.cause}")
+
+    def _spawn(self, slot: int) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward workers have been shut down")
+            self._workers[slot] = Worker()
+            return self._workers[slot]
+
+    def _discard(self, slot: int) -> None:
+        worker = self._workers.pop(slot, None)
+        if worker is not None:
+            worker.discard()
+
+
+def calls(groups: list[str], size: int) -> list[int]:
+    """How many responses each call takes: about ``size``, at most ``MAX_CALL``, and equal ``groups`` that stand
+    together stay together, unless they are more than that."""
+    found, open_ = list[int](), 0
+    for group in (len(list(run)) for _, run in groupby(groups)):
+        if open_ and open_ + group > MAX_CALL:
+            found, open_ = [*found, open_], 0
+        open_ += group
+        while open_ > MAX_CALL:
+            found, open_ = [*found, MAX_CALL], open_ - MAX_CALL
+        if open_ >= size:
+            found, open_ = [*found, open_], 0
+    return [*found, open_] if open_ else found

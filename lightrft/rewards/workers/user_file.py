@@ -1,0 +1,235 @@
+"""A user's reward file: three signatures, told apart by their parameter names. Runs in worker processes.
+
+- ``reward_func(queries, prompts, labels)``: lists in; a list, a tensor or ``{"rewards": ...}`` out.
+  A query is prompt + response; a label is the row's reference, or its label where it has none.
+- ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``: one response; a number out,
+  or ``{"score": ...}``, whose other numbers become metrics.
+- ``f(prompts, completions, **columns)``: lists in, a list out; may be ``async``; None leaves a response unscored.
+"""
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.utils.errors import Caught
+from lightrft.utils.errors import UserError
+
+SIGNATURES = {
+    "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"), "completions": ("completions", )
+}
+"""Signature -> the parameter names that tell it."""
+EXPECTED = (
+    "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None) "
+    "or f(prompts, completions, **columns)")
+Scorer = Callable[[list[RewardInput]], Iterator[Outcome | None]]
+"""Yields one Outcome per response in order; a None restarts the deadline."""
+
+
+def check_source(path: Path) -> None:
+    """``ValueError`` naming file and line when ``path`` is missing, no text or no Python."""
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except FileNotFoundError as error:
+        raise UserError(
+            f"reward file {path} does not exist. Remedy: give --reward the path of a Python file") from error
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError(f"reward file {path}{line}: {error}. Remedy: correct the file") from error
+    except OSError as error:
+        raise UserError(f"reward file {path} cannot be read: {error}") from error
+
+
+def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
+    """Import the file and wrap its function: (scorer, function's name, whether it takes a whole batch)."""
+    module = _import(Path(path))
+    chosen = _choose(module, path, function)
+    kind = signature_of(chosen)
+    if kind is None:
+        raise UserError(
+            f"reward file {path}, line {chosen.__code__.co_firstlineno}: {chosen.__name__}{inspect.signature(chosen)} "
+            f"has none of the known signatures. Remedy: {EXPECTED}")
+    if kind == "compute_score":
+        return _each(chosen), chosen.__name__, False
+    arguments = _query_arguments if kind == "reward_func" else _completion_arguments
+    return _batched(chosen, arguments), chosen.__name__, True
+
+
+def signature_of(function: Callable[..., Any]) -> str | None:
+    """The key of ``SIGNATURES`` that the parameter names of ``function`` tell; None when they tell none."""
+    names = set(inspect.signature(function).parameters)
+    return next((kind for kind, told in SIGNATURES.items() if names.issuperset(told)), None)
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"lightrft_reward_{path.stem}_{abs(hash(str(path)))}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"reward file {path} is no Python file. Remedy: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))
+    with Caught() as caught:
+        spec.loader.exec_module(module)
+    if caught.cause is not None:
+        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{caught.text}")
+    return module
+
+
+def _choose(module: ModuleType, path: str, function: str) -> Callable[..., Any]:
+    own = {
+        name: value for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    known = f"Its functions: {', '.join(own) or 'none'}"
+    if function:
+        if not inspect.isfunction(vars(module).get(function)):
+            raise UserError(f"reward file {path} has no function {function!r}. {known}")
+        return vars(module)[function]
+    fitting = [own[name] for name in ("reward_func", "compute_score") if name in own][:1]
+    fitting = fitting or [value for value in own.values() if signature_of(value)]
+    if len(fitting) != 1 and len(own) != 1:
+        raise UserError(
+            f"reward file {path}: cannot tell which function is the reward. {known}. Remedy: path.py:function, where "
+            f"the function is {EXPECTED}")
+    return fitting[0] if fitting else next(iter(own.values()))
+
+
+def _query_arguments(batch: list[RewardInput]) -> dict[str, Any]:
+    return _columns(batch) | {
+        "queries": [item.prompt + item.response for item in batch],
+        "prompts": [item.prompt for item in batch],
+        "labels": [item.label if item.reference is None else item.reference for item in batch],
+    }
+
+
+def _completion_arguments(batch: list[RewardInput]) -> dict[str, Any]:
+    return _columns(batch) | {
+        "prompts": [item.messages or item.prompt for item in batch],
+        "completions": [[{"role": "assistant", "content": item.response}] if item.messages else item.response
+                        for item in batch],
+    }
+
+
+def _columns(batch: list[RewardInput]) -> dict[str, Any]:
+    """Columns of the data as lists; ``reference`` also goes by the names that functions tend to give it."""
+    answers = [item.reference for item in batch]
+    own = {
+        name: [item.columns.get(name) for item in batch] for name in {key: 0 for item in batch for key in item.columns}
+    }
+    return {"ground_truth": answers, "solution": answers, "answer": answers, "references": answers} | own | {
+        "data_source": [item.data_source for item in batch],
+        "label": [item.label for item in batch],
+        "reference": answers,
+    }
+
+
+@lru_cache(maxsize=None)
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of what it takes; None: anything. (Looking takes longer than many a reward.)"""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if takes_all else frozenset(parameters)
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    names = _parameters(function)
+    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    result = function(**_accepted(function, arguments))
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _each(function: Callable[..., Any]) -> Scorer:
+
+    def score(batch: list[RewardInput]) -> Iterator[Outcome]:
+        for item in batch:
+            with Caught() as caught:
+                extra = {**item.columns, **(item.columns.get("extra_info") or {})}
+                result = _call(
+                    function, {
+                        "data_source": item.data_source, "solution_str": item.response, "ground_truth": item.reference,
+                        "extra_info": extra
+                    })
+                outcome = outcome_of(result)
+            yield Outcome(None, "exception", caught.text) if caught.cause is not None else outcome
+
+    return score
+
+
+def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput]], dict[str, Any]]) -> Scorer:
+
+    def once(batch: list[RewardInput]) -> list[Outcome]:
+        with Caught() as caught:
+            return outcomes_of(_call(function, arguments(batch)), len(batch))
+        return [Outcome(None, "exception", caught.text)] * len(batch)
+
+    def score(batch: list[RewardInput]) -> Iterator[Outcome | None]:
+        outcomes = once(batch)
+        if len(batch) == 1 or not all(outcome.error in ("exception", "wrong_length") for outcome in outcomes):
+            yield from outcomes
+            return
+        for item in batch:  # one response spoils the batch: find out which
+            yield None
+            yield from once([item])
+
+    return score
+
+
+def outcomes_of(result: Any, size: int) -> list[Outcome]:
+    """A batch's answer as outcomes: a list, a tensor, or a dict with ``rewards`` (or ``scores``) and ``extra_logs``."""
+    extras: dict[str, Any] = {}
+    if isinstance(result, dict):
+        extras = dict(
+            result.get("extra_logs") or {},
+            **({"scores": result["scores"]} if {"rewards", "scores"} <= result.keys() else {}))
+        result = result.get("rewards", result.get("scores"))
+    values = _listed(result)
+    if values is None:
+        return [
+            Outcome(None, "none" if result is None else "wrong_type",
+                    f"expected a list of {size} numbers, got {result!r:.200}")
+        ] * size
+    if len(values) != size:
+        return [Outcome(None, "wrong_length", f"{len(values)} rewards for {size} responses")] * size
+    columns = {name: _listed(value) if _listed(value) is not None else [value] * size for name, value in extras.items()}
+    return [
+        outcome_of(value,
+                   {name: column[i] for name, column in columns.items() if column is not None and len(column) == size})
+        for i, value in enumerate(values)
+    ]
+
+
+def outcome_of(result: Any, extra: dict[str, Any] | None = None) -> Outcome:
+    """One answer as an outcome: a number, or a dict with ``score`` whose other numbers become metrics."""
+    extra = dict(extra or {})
+    if isinstance(result, dict):
+        extra |= {name: value for name, value in result.items() if name != "score"}
+        result = result.get("score")
+    if result is None:
+        return Outcome(None, "none", "the reward returned None")
+    value = _number(result)
+    if value is None:
+        return Outcome(None, "wrong_type", f"expected a number, got {result!r:.200}")
+    if not math.isfinite(value):
+        return Outcome(None, "not_finite", f"the reward is {value}")
+    numbers = {name: _number(item) for name, item in extra.items()}
+    return Outcome(value,
+                   extra={name: item for name, item in numbers.items() if item is not None and math.isfinite(item)})
+
+
+def _listed(value: Any) -> list[Any] | None:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, (list, tuple)) else None
+
+
+def _number(value: Any) -> float | None:
+    value = value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,137 @@
+"""The process that scores: may be killed at any moment, dies with its parent, imports neither torch nor the script.
+
+Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loaded", info)`` or ``("failed", text)``; then the outcomes in
+lists, each of which restarts the parent's deadline.
+"""
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.utils.errors import Caught
+from lightrft.rewards.workers.user_file import Scorer, load, outcomes_of
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TOGETHER_S = 1e-3  # outcomes that come faster than this travel together: a message costs both sides more than they do
+_MATH_BYTES = 2 << 30  # what one algebra call may allocate: 9**9**9 must not take the machine's memory
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is to load: ``math``, a user's ``file`` (path, function) or a pickled ``callable``."""
+    kind: str
+    path: str = ""
+    function: str = ""
+    pickled: bytes = b""
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a worker found: the name of the function, and whether it takes a whole batch in one call."""
+    name: str
+    batched: bool
+
+
+def resolve(spec: Spec) -> tuple[Scorer, Info]:
+    """Import what ``spec`` names."""
+    if spec.kind == "file":
+        scorer, name, batched = load(spec.path, spec.function)
+        return scorer, Info(name, batched)
+    if spec.kind == "callable":
+        reward = pickle.loads(spec.pickled)
+
+        def whole(batch: list[RewardInput]) -> Iterator[Outcome]:
+            with Caught() as caught:
+                outcomes = outcomes_of(reward(batch), len(batch))
+            yield from ([Outcome(None, "exception", caught.text)] *
+                        len(batch) if caught.cause is not None else outcomes)
+
+        return whole, Info(spec.function, True)
+    next(_math([RewardInput("", r"\boxed{\frac{1}{2}}",
+                            reference=r"\sqrt{4}")]))  # imports and caches, before any deadline
+    return _math, Info("math", False)
+
+
+def _math(batch: list[RewardInput]) -> Iterator[Outcome]:
+    from lightrft.rewards.rules import verify_math
+    for item in batch:
+        with Caught() as caught, _memory_cap(_MATH_BYTES):
+            outcome = verify_math(item)
+        yield Outcome(None, "exception", caught.text) if caught.cause is not None else outcome
+
+
+@contextmanager
+def _memory_cap(more: int) -> Iterator[None]:
+    """Allocations beyond what the process holds now plus ``more`` bytes raise ``MemoryError`` (Linux)."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = int(statm.read_text().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft < 0 else min(soft, wanted), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def serve(pipe: Connection) -> None:
+    """Answer requests until the parent closes the pipe."""
+    loaded: dict[Spec, tuple[Scorer, Info]] = {}
+    while True:
+        spec, batch = pipe.recv()
+        if spec not in loaded:
+            with Caught() as caught:
+                loaded[spec] = resolve(spec)
+            if caught.cause is not None:
+                pipe.send(("failed", str(caught.cause) if isinstance(caught.cause, ValueError) else caught.text))
+                continue
+        scorer, info = loaded[spec]
+        pipe.send(("loaded", info))
+        for outcomes in _bundles(scorer(batch) if batch else ()):
+            pipe.send(outcomes)
+
+
+def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
+    """Lists of them; a None, before what may take long, and a slow outcome end one."""
+    ready, sent = list[Outcome](), time.monotonic()
+    for outcome in outcomes:
+        ready += [] if outcome is None else [outcome]
+        if outcome is None or time.monotonic() - sent > _TOGETHER_S:
+            yield ready
+            ready, sent = [], time.monotonic()
+    if ready:
+        yield ready
+
+
+def die_with(parent: int) -> None:
+    """End this process, however busy, when the process ``parent`` ends (on Linux by the kernel, else by looking)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def main(fd: int, parent: int) -> None:
+    """Entry of the process: ``fd`` is its end of the pipe."""
+    die_with(parent)
+    try:
+        serve(Connection(fd))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone or has closed the pipe

@@ -1,0 +1,186 @@
+"""The embedded rollout engine: continuous batching on a ``transformers`` causal language model, in this process."""
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightrft.config.memory import HF_CACHE_PART
+from lightrft.config.schema import RolloutConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout.hf.continuous_batching import Generation
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
+from lightrft.rollout.weight_sync.names import checked
+from lightrft.strategy.optimizer import is_whole
+from lightrft.utils.env import World, total_memory
+from lightrft.utils.errors import UserError
+
+_MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def _inference(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device.type
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class HFEngine:
+    """A rollout engine that runs ``hf_model`` itself, with the "packed" attention.
+
+    Args:
+        hf_model: a causal language model whose attention implementation is "packed".
+        eos_token_ids: tokens that end every response.
+        kv_bytes: most bytes of key-value cache; 0 takes ``1 / share`` of a quarter of the device's memory (of all of
+            it, not of what is free: a resumed run then batches as the first one did, to the last bit).
+        owns_model: the model is this engine's own copy, filled by :meth:`update_weights`; else it is the trainer's.
+        autocast: compute dtype when it differs from that of the weights.
+        share: engines that share this device's memory.
+    """
+
+    def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
+                 autocast: torch.dtype | None = None, share: int = 1) -> None:
+        if hf_model.config._attn_implementation != "packed":
+            raise ValueError(f"the HF engine needs a model with attn_implementation='packed', "
+                             f"not {hf_model.config._attn_implementation!r}")
+        self.model, self.eos_token_ids = hf_model, frozenset(eos_token_ids)
+        self.kv_bytes, self.owns_model, self.autocast, self.share = kv_bytes, owns_model, autocast, share
+        self.weight_version = 0
+        self._device = next(hf_model.parameters()).device
+        self._ready, self._asleep = not owns_model, False
+        self._spec: KVSpec | None = None
+        self._cache: KVCache | None = None
+
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`.
+
+        Raises:
+            RuntimeError: while asleep, or before the first weights of an engine that owns its model.
+            ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
+        """
+        self._check(requests, params)
+        if not requests:
+            return []
+        with _inference(self.model, self.autocast):
+            cache = self._cache_for(requests, params)
+            return Generation(self.model, cache, requests, params, self._stop_mask(params), on_finished,
+                              on_arrived).run()
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        if self._asleep:
+            raise RuntimeError("the HF engine is asleep: call wake() before generate()")
+        if not self._ready:
+            raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
+        check_requests(requests, params, "HF", len(self.model.get_input_embeddings().weight))
+
+    def _stop_mask(self, params: SamplingParams) -> Tensor:
+        mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+        mask[stop_ids(self.eos_token_ids, params, len(mask))] = True
+        return mask.to(self._device)
+
+    def _cache_for(self, requests: list[Request], params: SamplingParams) -> KVCache:
+        """The cache of the last call when it fits, else a new one of as many slots as are needed and affordable."""
+        if self._spec is None:
+            self._spec = probe_spec(self.model)
+        if not self.kv_bytes:
+            self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
+        prompt, token = max(len(request.token_ids) for request in requests), self._spec.bytes_per_token
+        plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
+                          max(1, params.max_new_tokens - 1))
+        if plan.slots < 1:
+            raise UserError(f"one sequence of {prompt} prompt + {params.max_new_tokens} new tokens needs "
+                            f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
+                            f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
+                            f"--generate_max_len")
+        if self._cache is None or self._cache.plan != plan:
+            self._cache = None  # freed before the new one is allocated
+            self._cache = KVCache(self._spec, plan, self._device)
+        return self._cache
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over full weights under their HF names; an engine on the trainer's model only notes the version.
+
+        Raises:
+            ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
+        """
+        if self.owns_model:
+            self._ready = False
+            held = dict(self.model.named_parameters())
+            for name, tensor in checked(named_tensors, {name: weight.shape for name, weight in held.items()}):
+                held[name].copy_(tensor)
+            self._ready = True
+        self.weight_version = version
+
+    def shared_storage(self) -> set[int]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        return set() if self.owns_model else {parameter.data_ptr() for parameter in self.model.parameters()}
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`; every weight can be read."""
+        return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        held = dict(self.model.named_parameters(remove_duplicate=False))
+        return fingerprints([Piece(held[name]) for name in names]).cpu()
+
+    def sleep(self) -> None:
+        """Free the key-value cache; a copy of the weights on a GPU moves to host memory."""
+        self._cache, self._asleep = None, True
+        if self.owns_model and self._device.type == "cuda":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        if self._asleep and self.owns_model and self._device.type == "cuda":
+            self.model.to(self._device)
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """Free the cache, and the model if it is the engine's own."""
+        self.sleep()
+        self._ready = False
+        if self.owns_model:
+            self.model = nn.Module()
+
+
+def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
+                    bf16: bool) -> HFEngine:
+    """An engine on the actor's own model when that is whole, else on a full copy built from its config."""
+    source = actor.hf_model
+    sharded = not all(map(is_whole, source.parameters()))
+    model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
+    share = World.from_env().local_world_size if device.type == "cpu" else 1
+    return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded,
+                    autocast=torch.bfloat16 if bf16 and not sharded else None, share=share)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Tokens that end a response: the tokenizer's and those of the model's generation config."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = declared if isinstance(declared, list) else [declared]
+    return {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
+
+
+def _empty_copy(source: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same architecture whose weights are still meaningless; the random state is left alone."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        config = copy.deepcopy(source.config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)
+    return model.to(device).requires_grad_(False)

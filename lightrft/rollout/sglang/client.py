@@ -1,0 +1,183 @@
+"""SGLang's ``Engine`` in a thread of its own, and one call of ``generate`` on it.
+
+The thread leaves the trainer's signals, children and environment alone.
+"""
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar
+
+import torch
+
+from lightrft.rollout.engine import Completion, Request, SamplingParams
+from lightrft.rollout.weight_sync.names import Sent
+from lightrft.rollout.sglang.launch import start_engine, surroundings
+from lightrft.rollout.collector import Ended
+from lightrft.utils.errors import UserError
+
+T = TypeVar("T")
+_LOOK_S = 1.0  # between looks whether the schedulers are alive
+_SILENT = "it told no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
+
+
+class SGLangNative:
+    """SGLang, whose scheduler processes are children of this one, and ours to end.
+
+    SGLang would take over SIGTERM and end this process when a child of its fails, but only in the main thread. So it
+    lives in another; a child that fails sends a SIGQUIT, for which there is a handler here that does nothing, and is
+    noticed where its answer is awaited. SGLang's own shutdown ends all children of the process and is not used. What it
+    leaves in this process, also after a start that failed, is undone by :meth:`shutdown`.
+
+    Raises:
+        UserError: SGLang is missing, does not know an argument, or cannot run the model with them.
+    """
+
+    def __init__(self, arguments: dict[str, Any], weights: Sent, device: torch.device) -> None:
+        self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _deafen), None
+        self.leftovers, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
+        self._words = ""
+        self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
+        before = set(multiprocessing.active_children())
+        try:
+            with surroundings(device, arguments.get("tp_size", 1)) as port, theirs:
+                self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, weights, theirs,
+                                                 self.leftovers).result()
+        except UserError:
+            raise
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            raise UserError(f"SGLang cannot run {arguments['model_path']}: {self._said() or error}") from error
+        finally:
+            self.processes = list(set(multiprocessing.active_children()) - before)
+            if self.engine is None:
+                self.shutdown()
+
+    @property
+    def manager(self) -> Any:
+        """What the requests go to, from coroutines for :meth:`run`."""
+        return self.engine.tokenizer_manager
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the first scheduler said of itself when it was ready."""
+        return dict(self.engine._scheduler_init_result.scheduler_infos[0])
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the coroutine ``work()`` returns; nothing of SGLang in this process goes on between two calls.
+
+        Raises:
+            RuntimeError: a scheduler has ended.
+        """
+        return self.thread.submit(lambda: self.engine.loop.run_until_complete(self._watched(work()))).result()
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            for process in self.processes:
+                if not process.is_alive():
+                    task.cancel()
+                    raise RuntimeError(f"SGLang's scheduler (process {process.pid}) has ended with exit code "
+                                       f"{process.exitcode}: {self._said() or _SILENT}")
+            await asyncio.wait([task], timeout=_LOOK_S)
+        return task.result()
+
+    def _said(self) -> str:
+        """The error by which a scheduler ended, the first where several did; empty where one was killed."""
+        if not self._words and self.last_words.poll():
+            with suppress(EOFError):
+                self._words = str(self.last_words.recv())
+        return self._words
+
+    def shutdown(self) -> None:
+        """End the schedulers; what they held on the device is free afterwards."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.thread.submit(self.leftovers.close).result()
+        self.thread.shutdown()
+        self.last_words.close()
+        signal.signal(signal.SIGQUIT, self._on_quit)
+
+
+_KILLED = (
+    "-9: killed, perhaps for lack of memory (see --engine_mem_util, --engine_kv_mib); if not, its last words are "
+    "above")
+
+
+def _deafen() -> None:
+    """Children of this thread, the schedulers, do not hear by which signals a launcher asks all processes of a rank to
+    stop: the trainer ends them once it has saved."""
+    resource_tracker.ensure_running()  # whose start would let the thread hear them again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
+class SGLangRun:
+    """Every sample is an SGLang request of its own, with its own seed; samples of one prompt share its cached prefix.
+
+    What a seed draws for a token hangs on the token's place in the sequence, so that a response goes on from a prefix
+    as it would have in one go. With ``params.first_temperature`` a response takes two requests, one for its first
+    token.
+    """
+
+    def __init__(self, native: SGLangNative, requests: list[Request], params: SamplingParams,
+                 stop_ids: list[int]) -> None:
+        self.native, self.requests, self.params, self.stop_ids = native, requests, params, stop_ids
+        self.drawing: dict[asyncio.Task[Completion], tuple[int, int]] = {}
+        self.begun = self.enough = False
+
+    def ended(self) -> Ended:
+        """Waits for responses; those that are done by now and were not before."""
+        return self.native.run(self._some)
+
+    def abort(self) -> Ended:
+        """Stop what is under way; it counts as it is."""
+        return self.native.run(self._rest) if self.drawing else []
+
+    async def _some(self) -> Ended:
+        if not self.begun:
+            pairs = [(i, j) for i, request in enumerate(self.requests) for j in range(len(request.seeds))]
+            self.drawing = {asyncio.ensure_future(self._draw(i, j)): (i, j) for i, j in pairs}
+            self.begun = True
+        return self._take((await asyncio.wait(self.drawing, return_when=asyncio.FIRST_COMPLETED))[0])
+
+    async def _rest(self) -> Ended:
+        self.enough = True
+        self.native.manager.abort_request(abort_all=True)
+        return self._take((await asyncio.wait(self.drawing))[0])
+
+    def _take(self, done: set["asyncio.Task[Completion]"]) -> Ended:
+        return sorted((*self.drawing.pop(task), task.result()) for task in done)
+
+    async def _draw(self, i: int, j: int) -> Completion:
+        request, p = self.requests[i], self.params
+        begun = request.prefixes[j] if request.prefixes else []
+        left = p.max_new_tokens - len(begun)
+        if p.first_temperature is None or begun:
+            return await self._ask(request.token_ids + begun, request.seeds[j], p.temperature, left)
+        first = await self._ask(request.token_ids, request.seeds[j], p.first_temperature, 1)
+        if first.finish_reason != "length" or left == 1:
+            return first
+        if self.enough:
+            return Completion(first.token_ids, first.logprobs, "abort")
+        rest = await self._ask(request.token_ids + first.token_ids, request.seeds[j], p.temperature, left - 1)
+        return Completion(first.token_ids + rest.token_ids, first.logprobs + rest.logprobs, rest.finish_reason)
+
+    async def _ask(self, token_ids: list[int], seed: int, temperature: float, new_tokens: int) -> Completion:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        p = self.params
+        sampling: dict[str, Any] = {
+            "max_new_tokens": new_tokens, "temperature": temperature, "top_p": p.top_p, "top_k": p.top_k or -1,
+            "min_p": p.min_p, "stop_token_ids": self.stop_ids, "sampling_seed": seed if temperature else -1
+        }  # yapf: disable
+        asked = GenerateReqInput(input_ids=token_ids, sampling_params=sampling, return_logprob=True)
+        answer = await anext(self.native.manager.generate_request(asked, None))
+        told, drawn = answer["meta_info"], list(answer["output_ids"])
+        reason = told["finish_reason"]["type"]
+        if reason == "abort":  # it may come after the end
+            ended = drawn and drawn[-1] in self.stop_ids
+            reason = "stop" if ended else "length" if len(drawn) == new_tokens else "abort"
+        return Completion(drawn, [entry[0] for entry in told.get("output_token_logprobs") or []], reason)

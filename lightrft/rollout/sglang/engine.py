@@ -1,0 +1,205 @@
+"""SGLang as the rollout engine: its schedulers are children of this process, or of the first of a group of ranks."""
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout.sglang import weights as sglang_weights
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.tp_group import (all_of_group, completions_of_first, group_of, object_of_first, share_requests,
+                                       tensor_of_first)
+from lightrft.rollout.hf.engine import eos_ids
+from lightrft.rollout.sglang.launch import check_window
+from lightrft.rollout.sglang.client import SGLangNative
+from lightrft.rollout.sglang.client import SGLangRun
+from lightrft.rollout.sglang.launch import engine_arguments
+from lightrft.rollout.weight_sync.names import Sent, checked, checkpoint_names, exported_shapes, under_checkpoint_names
+from lightrft.rollout.collector import Told
+from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
+
+
+class SGLangEngine:
+    """A rollout engine on SGLang, whose weights mean nothing until the first update.
+
+    Asleep it keeps nothing: weights and cache are given back (on CUDA), and come again in the order weights, update,
+    cache, so that the cache is never there beside a bucket of the trainer's weights.
+
+    Args:
+        native: SGLang; None on the ranks that another one generates for.
+        weights: what an update brings; SGLang takes it under the names that it has in checkpoints.
+        eos_token_ids: tokens that end every response.
+        vocabulary: tokens of the model.
+        longest: most tokens of a prompt and its response.
+        bucket_bytes: most bytes of weights that are handed over at once (or one weight).
+        sleeps: whether :meth:`sleep` frees memory (CUDA).
+        group: CPU process group of the ranks that share the engine, which lives on its first; None: this rank alone.
+    """
+
+    def __init__(self, native: SGLangNative | None, weights: Sent, eos_token_ids: Iterable[int], vocabulary: int,
+                 longest: int, bucket_bytes: int, sleeps: bool = False, group: dist.ProcessGroup | None = None) -> None:
+        self.native, (self.shapes, self.names), self.eos_token_ids = native, weights, frozenset(eos_token_ids)
+        self.vocabulary, self.longest, self.bucket_bytes = vocabulary, longest, bucket_bytes
+        self.sleeps, self.group = sleeps, group
+        self.weight_version = 0
+        self._ready = self._asleep = self._cache_asleep = False
+        try:
+            self._dtypes = object_of_first({name: dtype for name, (dtype, _) in self._held().items()}, group)
+        except UserError:
+            self.shutdown()
+            raise
+
+    def _held(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Type and fingerprint of every weight that can be read; nothing on a rank without SGLang."""
+        if self.native is None:
+            return {}
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+        asked, manager = CheckWeightsReqInput(action="checksum", selector="target"), self.native.manager
+        success, message, ranks, _ = self.native.run(lambda: manager.check_weights(asked))
+        if not success:
+            raise RuntimeError(f"SGLang does not show its weights: {message}")
+        first, *others = (rank["checksums"] for rank in ranks)
+        if "" in first:
+            raise UserError(first[""])
+        wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # a copy: told by a
+        told = {name: text.split() for name, text in first.items()}  # number that no copy has
+        return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
+                for name, (dtype, value) in told.items()}  # yapf: disable
+
+    def shared_storage(self) -> set[int]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
+        return set()
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        return self._dtypes
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        held = self._held()
+        return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
+
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
+
+        Raises:
+            RuntimeError: while asleep, when no weights came since the start or the last sleep, or SGLang has ended.
+            ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is too long.
+        """
+        self._check(requests, params)
+        everyone, mine = share_requests(requests, self.group)
+        if not everyone:
+            return []
+        self._wake_cache()
+        run = SGLangRun(self.native, everyone, params, stop_ids(self.eos_token_ids, params,
+                                                                self.vocabulary)) if self.native else None
+        told = Told(everyone, mine, on_finished, on_arrived)
+        try:
+            self._collect(run, told)
+        finally:  # after an error too, or the next call would go on with what is left
+            rest = run.abort() if run else []
+        told.keep(completions_of_first(rest, self.group))
+        return told.own()
+
+    def _collect(self, run: SGLangRun | None, told: Told) -> None:
+        """Responses, round by round on all ranks of the group, until all are there or every rank has enough."""
+        complete = told.empty
+        while not (complete and all_of_group(told.enough(complete), self.group)):
+            complete = told.take(completions_of_first(run.ended() if run else [], self.group))
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        if self._asleep:
+            raise RuntimeError("the SGLang engine is asleep: call wake() and update_weights() before generate()")
+        if not self._ready:
+            raise RuntimeError("the SGLang engine has no weights yet: call update_weights() before generate()")
+        check_requests(requests, params, "SGLang", self.vocabulary, self.longest)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over full weights under their HF names and forget every cached prefix.
+
+        Raises:
+            RuntimeError: while asleep, or SGLang refuses or has ended.
+            ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
+        """
+        if self._asleep:
+            raise RuntimeError("the SGLang engine is asleep: call wake() before update_weights()")
+        self._ready = False
+        stream = checked(named_tensors, self.shapes)
+        if self.native is not None:
+            theirs = {
+                part: dtype for name, dtype in self._dtypes.items() for part, *_ in self.names.get(name, [(name, )])
+            }
+            sglang_weights.load(self.native, under_checkpoint_names(stream, self.names), theirs, self.bucket_bytes)
+        for _ in stream:  # gathering them takes all ranks
+            pass
+        self._ready, self.weight_version = True, version
+
+    def sleep(self) -> None:
+        """Forget weights and cache; their device memory is free afterwards (CUDA)."""
+        if self.sleeps and not self._asleep:
+            self._occupy("Release", ["kv_cache"] * (not self._cache_asleep) + ["weights"])
+        self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
+
+    def wake(self) -> None:
+        """Room for the weights again; :meth:`update_weights` fills it, the cache returns with the next request."""
+        if self.sleeps and self._asleep:
+            self._occupy("Resume", ["weights"])
+        self._asleep = False
+
+    def _wake_cache(self) -> None:
+        if self._cache_asleep:
+            self._occupy("Resume", ["kv_cache"])
+            self._cache_asleep = False
+
+    def _occupy(self, what: str, tags: list[str]) -> None:
+        """Release or resume memory. (SGLang ends when what it did not release is to be resumed.)"""
+        if self.native is None:
+            return
+        from sglang.srt.managers import io_struct
+        request = getattr(io_struct, f"{what}MemoryOccupationReqInput")(tags=tags)
+        call = getattr(self.native.manager, f"{what.lower()}_memory_occupation")
+        self.native.run(lambda: call(request))
+
+    def shutdown(self) -> None:
+        """End SGLang's processes, and no others."""
+        self._asleep, self._ready = True, False
+        if self.native is not None:
+            self.native.shutdown()
+            self.native = None
+
+
+def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
+                        bf16: bool) -> SGLangEngine:
+    """SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
+    weights = Sent(shapes, checkpoint_names(actor.hf_model, shapes))
+    if world.local_world_size % cfg.engine_tp_size:
+        raise UserError(f"--engine_tp_size {cfg.engine_tp_size}: SGLang's ranks have to share a machine, and this one "
+                        f"has {world.local_world_size}")
+    group, native = group_of(cfg.engine_tp_size, world), None
+    arguments = engine_arguments(cfg, config, device, bf16, world)
+    longest = cfg.prompt_max_len + cfg.generate_max_len
+    if world.rank % cfg.engine_tp_size == 0:
+        native = _native(arguments, weights, device, config, longest)
+    return SGLangEngine(native, weights, eos_ids(actor.hf_model, tokenizer),
+                        config.get_text_config().vocab_size, longest, cfg.sync_bucket_mib << 20,
+                        arguments["enable_memory_saver"], group)
+
+
+def _native(arguments: dict[str, Any], weights: Sent, device: torch.device, config: Any, longest: int) -> SGLangNative:
+    """SGLang, which has room for ``longest`` tokens and attends as the model of ``config`` does."""
+    native = SGLangNative(arguments, weights, device)
+    try:
+        check_window(config, longest, native.info["window"])
+        if (room := native.info["max_total_num_tokens"]) <= longest:
+            raise UserError(f"SGLang has room for {room} tokens, and a prompt with its response may have {longest}; "
+                            "raise --engine_mem_util or --engine_kv_mib")
+    except UserError:
+        native.shutdown()
+        raise
+    return native

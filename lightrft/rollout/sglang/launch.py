@@ -1,0 +1,255 @@
+"""Start of SGLang in this process: its environment, arguments, children and files, and the models that it refuses."""
+import asyncio
+import atexit
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, ExitStack, suppress
+from dataclasses import fields
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
+
+from lightrft.config.engine_rules import native_arguments
+from lightrft.config.install import INSTALL
+from lightrft.config.memory import host_cache
+from lightrft.config.options import did_you_mean
+from lightrft.config.schema import RolloutConfig
+from lightrft.rollout.sglang import scheduler_patches as sglang_child
+from lightrft.rollout.sglang import launch as sglang_files
+from lightrft.rollout.weight_sync.names import Sent
+from lightrft.rollout.vllm.launch import process_state_kept
+from lightrft.utils.env import total_memory, World
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+_MIB = 1 << 20
+_SPARE = 8  # tokens that SGLang keeps for itself at the end of a context
+_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+             "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # yapf: disable
+
+
+def _token_bytes(config: PretrainedConfig, bf16: bool, ranks: int) -> int:
+    """Of the keys and values of one token, on each of ``ranks``."""
+    c = config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * max(heads // ranks, 1) * dim * (2 if bf16 else 4)
+
+
+def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
+                     world: World) -> dict[str, Any]:
+    """What SGLang is started with for the HF folder that ``config`` is of. Its weights are random until the first
+    sync."""
+    room = _token_bytes(config, bf16, cfg.engine_tp_size)
+    cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len + _SPARE
+    arguments: dict[str, Any] = {
+        "model_path": config.name_or_path,
+        "dtype": "bfloat16" if bf16 else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",  # whose place our own sampler takes
+        "context_length": longest,
+        "tp_size": cfg.engine_tp_size,
+        "device": device.type,
+        "base_gpu_id": device.index or 0,
+        "enable_memory_saver": cuda and cfg.engine_sleep,
+        "mem_fraction_static": cfg.engine_mem_util,
+        "max_total_tokens": cfg.engine_kv_mib * _MIB // room or None,
+        "quantization": None if cfg.engine_quantization == "none" else cfg.engine_quantization,
+        "sleep_on_idle": True,  # a scheduler without work would keep a core busy
+        "log_level": "error",
+    }
+    if not cuda:
+        arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "disable_cuda_graph": True}
+        if not cfg.engine_kv_mib:
+            cache = host_cache(cfg, total_memory(device) / world.local_world_size)
+            arguments["max_total_tokens"] = int(cache) // room
+    if "hidden_activation" in (given := vars(config)) and "hidden_act" not in given:  # SGLang reads both of Gemma 2's
+        arguments["json_model_override_args"] = json.dumps({"hidden_act": config.hidden_activation})
+    arguments |= native_arguments(cfg.engine_args)
+    check_cap(config, arguments.get("attention_backend"))
+    return arguments
+
+
+def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connection, leftovers: ExitStack) -> "Engine":
+    """SGLang's engine, for a trainer that sends ``weights``.
+
+    Args:
+        last_words: of a scheduler that fails.
+        leftovers: undoes what outlasts the engine, or a start that fails.
+    """
+    try:
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
+    except ImportError as error:
+        raise UserError(f"--engine_type sglang: cannot import sglang ({error}); run: {INSTALL['sglang']}") from error
+    known = set(ServerArgs.__struct_fields__)
+    for name in set(arguments) - known:
+        raise UserError(f"--engine_args {name}: SGLang has no such argument{did_you_mean(name, known)}")
+    folder = sglang_files.claim()
+    leftovers.callback(sglang_files.remove, folder)
+
+    class OwnEngine(Engine):
+        """Without the process that would turn tokens into text, and without the end of all children."""
+        run_scheduler_process_func = staticmethod(partial(sglang_child.run_scheduler, weights, os.getpid(), last_words))
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+            sglang_files.move(port_args, folder)
+            return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
+
+        @staticmethod
+        def init_tokenizer_manager_func(*args: Any) -> Any:
+            manager, templates = Engine.init_tokenizer_manager_func(*args)
+            leftovers.callback(_close_sockets, manager.send_to_scheduler)
+            return manager, templates
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+        def shutdown(self) -> None:
+            """Registered by SGLang for the end of this process."""
+
+    engine = OwnEngine(**arguments)
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    leftovers.callback(_close_sockets, engine.send_to_rpc)
+    leftovers.callback(_end_tasks, engine.loop)
+    return engine
+
+
+def _close_sockets(one: Any) -> None:
+    """All of the context of this one. The garbage collector may come to the context before its sockets, and then waits
+    for them for ever."""
+    one.context.destroy(linger=0)
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    for task in (tasks := asyncio.all_tasks(loop)):
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+@contextmanager
+def surroundings(device: torch.device, tp_size: int) -> Iterator[int]:
+    """The process as SGLang needs it while it starts: without torchrun's variables, by which its children would look
+    for the trainer. Afterwards as it was. Yields a port where they can meet."""
+    root, method = logging.getLogger(), multiprocessing.get_start_method()
+    handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()
+    with process_state_kept(), _port() as port:
+        for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+            del os.environ[name]
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
+        os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # what a tower made of pictures would outlive its weights
+        if device.type == "cpu":
+            os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
+            if tp_size > 1:
+                os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(tp_size))
+        try:
+            yield port
+        finally:
+            multiprocessing.set_start_method(method, force=True)
+            asyncio.set_event_loop_policy(policy)
+            root.handlers[:], root.level = handlers, level
+
+
+@contextmanager
+def _port() -> Iterator[int]:
+    """A port that nobody else is given before the schedulers use it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # they may listen beside it, with the same option
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
+
+def _cores(parts: int) -> str:
+    """Those of this process, dealt to ``parts`` schedulers."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[i::parts] or cores)) for i in range(parts))
+
+
+_PREFIX, _IPC = "lightrft-sglang-", "ipc://"
+_SOCKET_PATH, _SOCKET_NAME = 107, len("/00")  # bytes that Linux takes, and what one adds to the folder
+
+
+def claim() -> Path:
+    """A folder for one engine. What processes left that were killed goes.
+
+    Raises:
+        UserError: sockets in it would have longer names than the system takes.
+    """
+    ours = f"{_PREFIX}{_here()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
+        if not Path("/proc", folder.name.removeprefix(ours).split("-")[0]).exists():
+            remove(folder)
+    folder = Path(tempfile.mkdtemp(prefix=f"{ours}{os.getpid()}-"))
+    atexit.register(remove, folder)
+    if (excess := len(os.fsencode(folder)) + _SOCKET_NAME - _SOCKET_PATH) > 0:
+        raise UserError(f"TMPDIR {folder.parent}: SGLang's sockets there would have names of more than {_SOCKET_PATH} "
+                        f"bytes; set TMPDIR to a path that is at least {excess} bytes shorter, such as /tmp")
+    return folder
+
+
+def _here() -> str:
+    """What tells the processes of this ``/proc`` from those of other machines and containers with the same TMPDIR."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # unknown: a name that is never met again, so that nothing is removed
+        return secrets.token_hex(4)
+    return hashlib.blake2s(f"{boot} {space} {os.uname().nodename}".encode(), digest_size=4).hexdigest()
+
+
+def move(ports: Any, folder: Path) -> None:
+    """Let SGLang's ``PortArgs`` name sockets in ``folder``, not files of a random name, and counters after it."""
+    for i, field in enumerate(fields(ports)):
+        name = getattr(ports, field.name)
+        if isinstance(name, str) and name.startswith(_IPC):
+            os.unlink(name.removeprefix(_IPC))
+            setattr(ports, field.name, f"{_IPC}{folder}/{i}")
+    ports.instance_id = folder.name
+
+
+def remove(folder: Path) -> None:
+    """The folder, and the counters in shared memory."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    with suppress(OSError):  # it is not there, or another user's
+        os.unlink(shm_path_for(folder.name))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+_REMEDY = "use --engine_type vllm or hf"
+
+
+def check_cap(config: PretrainedConfig, attention_backend: str | None) -> None:
+    """Refuse a model with capped attention logits (Gemma 2) where attention is torch's, as it is on a CPU."""
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap and attention_backend == "torch_native":
+        raise UserError(f"SGLang's attention_backend torch_native, the one without kernels, does not cap attention "
+                        f"logits, and this model does (attn_logit_softcapping {cap:g}); {_REMEDY}")
+
+
+def check_window(config: PretrainedConfig, longest: int, known: int | None) -> None:
+    """Refuse a model whose window is shorter than ``longest`` tokens where SGLang's, ``known``, is None."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    if window and slides and window < longest and known is None:
+        raise UserError(f"this model's attention reaches back {window} tokens (sliding_window), which SGLang does not "
+                        f"do for {text.model_type}, and a prompt with its response may have {longest}; shorten "
+                        f"--prompt_max_len or --generate_max_len, or {_REMEDY}")

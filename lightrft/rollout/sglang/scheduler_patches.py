@@ -1,0 +1,140 @@
+"""What SGLang's scheduler processes run: SGLang's own, taught to draw and to show its weights as the trainer needs."""
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.weight_sync.names import Sent, under_checkpoint_names
+from lightrft.rollout.sampling import sample, uniforms_at
+from lightrft.rollout.weight_sync.weight_map import Places
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+_PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # compute with weights as they come
+
+
+def run_scheduler(weights: Sent, parent: int, last_words: Connection, *args: Any) -> None:
+    """A scheduler process from its start to its end, for a trainer in the process ``parent`` that sends ``weights``. An
+    error that ends it is told there.
+
+    SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
+    top-k, top-p and min-p; its checksums are those of fused tensors.
+    """
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.managers import scheduler
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.utils.common import kill_itself_when_parent_died
+    from sglang.srt.utils.weight_checker import WeightChecker
+    kill_itself_when_parent_died()
+    if os.getppid() != parent:  # it died before
+        return
+    scheduler.get_exception_traceback = _told(last_words)
+    scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
+    Sampler.forward = _draw
+    SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
+    WeightChecker._compute_checksum = _checksums(weights)
+    WeightUpdater.update_weights_from_tensor = _waited(WeightUpdater.update_weights_from_tensor)
+    scheduler.run_scheduler_process(*args)
+
+
+def _told(last_words: Connection) -> Callable[[], str]:
+    """In the place of SGLang's way to format the error that it is about to log."""
+
+    def formatted() -> str:
+        last_words.send("".join(traceback.format_exception_only(sys.exc_info()[1])).strip())
+        return traceback.format_exc()
+
+    return formatted
+
+
+def _with_window(info: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """``info`` of a scheduler that is ready, with how far back its model's attention reaches at most, or None."""
+    return lambda one: info(one) | {"window": one.tp_worker.model_runner.sliding_window_size}
+
+
+def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,
+          token_ids_logprobs: Any, positions: Tensor) -> Tensor:
+    """In the place of SGLang's sampler: tokens int32 [n]. Requests differ in nothing but seed and temperature; greedy
+    ones have a seed below 0."""
+    logits, seeds = output.next_token_logits.float(), info.sampling_seed
+    params = SamplingParams(
+        1, 1.0, info.top_ps[0].item() if info.need_top_p_sampling else 1.0,
+        int(info.top_ks.max()) if info.need_top_k_sampling else 0,
+        info.min_ps[0].item() if info.need_min_p_sampling else 0.0)  # yapf: disable
+    tokens, logprobs = sample(logits / info.temperatures, uniforms_at(seeds, positions), params)
+    if info.is_any_greedy:
+        best, theirs = sample(logits, None, SamplingParams(1, 0.0))
+        tokens, logprobs = torch.where(seeds < 0, best, tokens), torch.where(seeds < 0, theirs, logprobs)
+    output.next_token_logprobs = logprobs
+    return tokens.to(torch.int32)
+
+
+def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "SamplingBatchInfo"]:
+    """``build`` with the seeds of the requests, which SGLang merges and filters with the batch."""
+
+    def seeded(batch: Any, vocab_size: int) -> "SamplingBatchInfo":
+        info = build(batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+        return info
+
+    return seeded
+
+
+def _checksums(weights: Sent) -> Callable[..., dict[str, Any]]:
+    """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read; under
+    no name, what is wrong with the others."""
+    found: list[Places] = []
+
+    def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
+        if not found:
+            found.append(_places(checker._get_model(), weights))
+        dtypes, values = found[0].dtypes, found[0].fingerprints(list(found[0].dtypes)).tolist()
+        told = {name: f"{str(dtype)[6:]} {value}" for (name, dtype), value in zip(dtypes.items(), values)}
+        place = checker._parallelism_info(role=role).model_dump()
+        if fault := found[0].fault("SGLang"):
+            told[""] = fault
+        return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place}
+
+    return checksums
+
+
+def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``load``, which answers when the weights are there: the trainer then writes others to the memory they were in."""
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        answer = load(*args, **kwargs)
+        torch.get_device_module().synchronize()
+        return answer
+
+    return loaded
+
+
+def _places(model: nn.Module, weights: Sent) -> Places:
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.runtime_context import get_parallel
+    group = get_parallel().tp_group.cpu_group
+    device = next(model.parameters()).device
+
+    def load(stream: Iterator[tuple[str, Tensor]]) -> None:
+        model.load_weights(under_checkpoint_names(stream, weights.names))
+
+    def reload(stream: Iterator[tuple[str, Tensor]]) -> None:
+        DefaultModelLoader.restore_weights_before_loading(model, device)
+        load(stream)
+        DefaultModelLoader.postprocess_weights(model, device)
+
+    methods = {layer: type(getattr(layer, "quant_method", None)).__name__ for layer in model.modules()}
+    experts = [layer for layer, method in methods.items() if method == "UnquantizedFusedMoEMethod"]
+    derived = [layer for layer, method in methods.items() if layer not in experts and method not in _PLAIN]
+    return Places(load, weights.shapes, group if dist.get_world_size(group) > 1 else None, derived, experts, reload,
+                  model)

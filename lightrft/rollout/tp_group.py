@@ -1,0 +1,101 @@
+"""Ranks that run one engine together: each brings its own prompts, all generate all of them, each keeps its own."""
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrft.rollout.engine import Completion, Request
+from lightrft.rollout.collector import Ended
+from lightrft.utils.env import World
+
+T = TypeVar("T")
+_REASONS = ("stop", "length", "abort")
+
+
+def _encode(requests: list[Request]) -> Tensor:
+    """int64: for each request how many tokens, seeds and prefixes it has and how long these are, then all of them."""
+    numbers: list[int] = []
+    for request in requests:
+        parts = [request.token_ids, request.seeds, *request.prefixes]
+        numbers += [len(parts), *map(len, parts), *chain.from_iterable(parts)]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _decode(numbers: list[int]) -> list[Request]:
+    requests, rest = [], iter(numbers)
+    for count in rest:
+        lengths = list(islice(rest, count))
+        token_ids, seeds, *prefixes = (list(islice(rest, length)) for length in lengths)
+        requests.append(Request(token_ids, seeds, prefixes=prefixes))
+    return requests
+
+
+def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], slice]:
+    """The text requests of all ranks of ``group`` (a CPU group), rank by rank, and where those of this rank are in
+    them. A collective of two all-gathers of tensors; without a group there is nothing to share."""
+    if group is None:
+        return requests, slice(0, len(requests))
+    mine, size = _encode(requests), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(int(length) for length in lengths)
+    rows = [torch.zeros(longest, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=group)
+    parts = [_decode(row[:int(length)].tolist()) for row, length in zip(rows, lengths)]
+    start = sum(len(part) for part in parts[:dist.get_rank(group)])
+    return [request for part in parts for request in part], slice(start, start + len(requests))
+
+
+def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``flag`` holds on every rank of ``group``. A collective."""
+    if group is None:
+        return flag
+    number = torch.tensor([int(flag)])
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return bool(number.item())
+
+
+def group_of(size: int, world: World) -> dist.ProcessGroup | None:
+    """CPU process group of this rank among ``size`` consecutive ones; None for 1. A collective of all ranks."""
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, world.world_size, size)
+              if size > 1]  # yapf: disable
+    return groups[world.rank // size] if groups else None
+
+
+def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """That of the first rank of ``group``, one-dimensional; on all of them. A collective."""
+    if group is None:
+        return tensor
+    length = torch.tensor([len(tensor)])
+    dist.broadcast(length, group=group, group_src=0)
+    tensor = tensor if dist.get_rank(group) == 0 else tensor.new_empty(int(length))
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor
+
+
+def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
+    """That of the first rank of ``group``; on all of them. A collective."""
+    box = [found]
+    if group is not None:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended:
+    """Responses of the first rank of ``group``; on all of them. A collective."""
+    if group is None:
+        return ended
+    numbers: list[float] = []
+    for i, j, one in ended:
+        numbers += [i, j, _REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
+    rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
+    return [(int(i), int(next(rest)), _completion(rest)) for i in rest]
+
+
+def _completion(numbers: Iterator[float]) -> Completion:
+    reason, length = int(next(numbers)), int(next(numbers))
+    token_ids = [int(number) for number in islice(numbers, length)]
+    return Completion(token_ids, list(islice(numbers, length)), _REASONS[reason])

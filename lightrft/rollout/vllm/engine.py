@@ -1,0 +1,207 @@
+"""vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
+import gc
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.rollout.vllm import weights as vllm_weights
+from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.tp_group import all_of_group, share_requests
+from lightrft.rollout.hf.engine import eos_ids
+from lightrft.rollout.weight_sync.names import Shapes, checked, exported_shapes
+from lightrft.rollout.collector import Told
+from lightrft.rollout.vllm.weights import MARK, Adapters, adapter_arguments, bare
+from lightrft.rollout.weight_sync.weight_map import Places
+from lightrft.rollout.vllm.generate import VLLMRun
+from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
+from lightrft.strategy.base import Lora
+from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class VLLMEngine:
+    """A rollout engine on ``native``, vLLM's own engine, whose weights mean nothing until the first update.
+
+    Asleep it keeps nothing: weights and cache are given back (on CUDA), and come again in the order weights, update,
+    cache, so that the cache is never there beside a bucket of the trainer's weights.
+
+    Args:
+        shapes: name and shape of every weight that an update brings.
+        eos_token_ids: tokens that end every response.
+        sleeps: whether :meth:`sleep` frees memory (CUDA).
+        group: CPU process group of the ranks that run this engine together; None: this rank alone.
+        owns_world: torch's process group was made by vLLM, and goes with it.
+        adapters: where LoRA lies beside the base weights, which come with the first update; None: nowhere.
+
+    Raises:
+        UserError: vLLM passes over a weight, or has no code of its own for the model.
+    """
+
+    def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
+                 group: dist.ProcessGroup | None = None, owns_world: bool = False,
+                 adapters: Adapters | None = None) -> None:
+        self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
+        self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
+        self.weight_version = 0
+        self.adapters = adapters
+        self._ready = self._has_base = self._asleep = self._cache_asleep = False
+        if vllm_weights.is_borrowed(self.model):
+            raise UserError("vLLM has no code of its own for this model. It would run that of transformers, which it "
+                            "changes in this process for the trainer as well: use --engine_type hf")
+        if not any(name.endswith("lm_head.weight") for name in shapes):
+            vllm_weights.tie_head(self.model)
+        with bare(self.model):
+            self._derived = vllm_weights.derived_layers(self.model)
+        if adapters and self._derived:
+            raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a form of its own, beside "
+                            "which no adapter was tried: use --lora_sync merged")  # yapf: disable
+        self.places = self._find_places()
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that vLLM runs on this rank: fused, and with tensor parallelism this rank's part of it."""
+        return self.native.model_executor.driver_worker.worker.get_model()
+
+    def _find_places(self) -> Places:
+        """Where every weight of the trainer is kept; vLLM fills the same tensors at every update. Nothing is known of
+        layers that compute with something derived from theirs, but for experts."""
+        known = vllm_weights.are_experts(self._derived)
+        with bare(self.model):
+            shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
+            places = Places(
+                lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
+                shapes, self.group, rearranged=self._derived if known else (),
+                reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
+                model=self.model if known else None)  # yapf: disable
+        if fault := places.fault("vLLM"):
+            raise UserError(fault)
+        return places
+
+    @property
+    def lora(self) -> Lora:
+        """See :class:`~lightrft.rollout.engine.TakesAdapters`."""
+        return "merged" if self.adapters is None else "alone" if self._has_base else "apart"
+
+    def _without_adapters(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return stream if self.adapters is None else self.adapters.take(stream)
+
+    def shared_storage(self) -> set[int]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
+        return set()
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        return self.places.dtypes
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        return self.places.fingerprints(names)
+
+    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
+
+        Raises:
+            RuntimeError: while asleep, or when no weights came since the start or the last sleep.
+            ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is longer than the
+                engine was started for.
+        """
+        self._check(requests, params)
+        everyone, mine = share_requests(requests, self.group)
+        if not everyone:
+            return []
+        if self._cache_asleep:
+            self.native.wake_up(["kv_cache"])
+            self._cache_asleep = False
+
+        told, agree = Told(everyone, mine, on_finished, on_arrived), partial(all_of_group, group=self.group)
+        stop = stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size())
+        with process_state_kept():  # vLLM draws from the global generators
+            return VLLMRun(self.native, told, params, stop, agree,
+                           self.adapters.request if self.adapters else None).run()
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        if self._asleep:
+            raise RuntimeError("the vLLM engine is asleep: call wake() and update_weights() before generate()")
+        if not self._ready:
+            raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
+        native = self.native.model_config
+        check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over full weights under their HF names and forget every cached prefix and picture.
+
+        Raises:
+            RuntimeError: while asleep.
+            ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
+        """
+        if self._asleep:
+            raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
+        self._ready = False
+        alone = self.lora == "alone"
+        shapes = {name: shape for name, shape in self.shapes.items() if MARK in name or not alone}
+        base = self._without_adapters(checked(named_tensors, shapes))
+        if alone:
+            for name, _ in base:  # which fills the adapters on its way
+                raise RuntimeError(f"{name} was sent again: the engine has the base weights")
+        else:
+            self._has_base = False
+            with bare(self.model):
+                vllm_weights.load(self.native, self.model, base, plain=not self._derived)
+            self._has_base = True
+        self.native.reset_encoder_cache()
+        if not self.native.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
+        self._ready, self.weight_version = True, version
+
+    def sleep(self) -> None:
+        """Forget weights and cache; their device memory is free afterwards (CUDA). Base weights that would not come
+        again wait in host memory."""
+        if self.sleeps and not self._asleep:
+            self.native.sleep(level=1 if self.adapters else 2)
+        self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
+
+    def wake(self) -> None:
+        """Room for the weights again; :meth:`update_weights` fills it, the cache returns with the next request."""
+        if self.sleeps and self._asleep:
+            self.native.wake_up(["weights"])
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
+        from vllm.distributed import parallel_state
+        client = self.native.engine_core
+        if client._finalizer.detach() is None:
+            return
+        self._asleep, self._ready = True, False
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+        parallel_state.destroy_model_parallel()
+        if self.owns_world:
+            parallel_state.destroy_distributed_environment()
+        gc.unfreeze()
+
+
+def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
+                      bf16: bool) -> VLLMEngine:
+    """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
+    apart = cfg.lora_sync == "adapter" and rank > 0
+    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
+    native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device)
+    group = None
+    if cfg.engine_tp_size > 1:
+        from vllm.distributed.parallel_state import get_tp_group
+        group = get_tp_group().cpu_group
+    return VLLMEngine(native, exported_shapes(actor, not apart), eos_ids(actor.hf_model, tokenizer),
+                      arguments["enable_sleep_mode"], group, owns_world,
+                      Adapters(native, rank) if apart else None)

@@ -1,0 +1,125 @@
+"""Weights that an engine rearranges for its kernels: where it puts each element is found by sending it numbers.
+
+A kernel may want the experts of a MoE in tiles, padded, or gates and ups in turns. However it does, it moves elements:
+of a weight whose elements are their own numbers, what lies in the engine afterwards tells where each of them went.
+"""
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.rollout.weight_sync.load_trace import Copy, Load
+
+Order = Tensor | None  # where in its slot, flat, the elements of a block lie: int64 [elements]; None: in their view
+
+
+class _Block(NamedTuple):
+    """What one copy brings to its slot, the place of one expert in a tensor of the layer. ``number``: that of the first
+    element of the rows and columns (``whole``) that it is a block of, from ``start``."""
+    weight: int
+    tensor: int
+    slot: int
+    number: int
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    view: tuple[tuple[int, ...], tuple[int, ...], int]  # shape, stride and offset in the slot
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for all experts."""
+        return self.tensor, *self[3:]
+
+    def numbers(self) -> Tensor:
+        """Of its elements: int64 [elements]."""
+        (row, column), (rows, columns) = self.start, self.shape
+        left = self.number + (torch.arange(row, row + rows) * self.whole[1] + column)
+        return (left[:, None] + torch.arange(columns)).flatten()
+
+
+class Layouts:
+    """Of the layers of one model. Those that are loaded alike are laid out alike: one of them is sent numbers, and
+    holds them until its weights come.
+
+    Args:
+        load: loads some weights as every sync does, with all that the engine derives from them.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self._known: dict[tuple[object, ...], list[Order] | None] = {}
+
+    def orders(self, layer: nn.Module, copies: Mapping[str, Sequence[Copy]]) -> list[Order] | None:
+        """Where the elements of each of ``copies`` into ``layer``, by name of their weight, lie; None: some are not
+        found, because they are not moved but changed."""
+        tensors = list(layer.parameters())
+        blocks = _blocks(tensors, copies)
+        key = (type(layer), *((one.shape, one.dtype) for one in tensors), *blocks)
+        if key not in self._known:
+            self._known[key] = self._measure(tensors, copies, blocks)
+        return self._known[key]
+
+    def _measure(self, tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]],
+                 blocks: list[_Block]) -> list[Order] | None:
+        kinds = {block.kind: block for block in reversed(blocks)}
+        lying = self._numbers_in([slot(tensors[one.tensor], one.slot) for one in kinds.values()], tensors, copies,
+                                 blocks)  # yapf: disable
+        orders = {}
+        for (kind, block), numbers in zip(kinds.items(), lying):
+            wanted, (known, at) = block.numbers().to(numbers.device), numbers.sort()
+            order = at[torch.searchsorted(known, wanted).clamp_(max=len(at) - 1)]
+            if not torch.equal(numbers[order], wanted):
+                return None
+            view = torch.arange(len(at), device=at.device).as_strided(*block.view).flatten()
+            orders[kind] = None if torch.equal(order, view) else order
+        return [orders[block.kind] for block in blocks]
+
+    def _numbers_in(self, slots: list[Tensor], tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]],
+                    blocks: list[_Block]) -> list[Tensor]:
+        """What lies in each of ``slots``, int64 like it: sent digit by digit, each small enough for the types."""
+        bits = min(1 - round(math.log2(torch.finfo(one.dtype).eps)) for one in tensors)
+        found = [torch.zeros(one.shape, dtype=torch.int64, device=one.device) for one in slots]
+        sent = {block.weight: block for block in blocks}
+
+        def stream(shift: int) -> Iterator[tuple[str, Tensor]]:
+            for i, (name, (copy, *_)) in enumerate(copies.items()):
+                block, target = sent[i], copy.view
+                numbers = torch.arange(math.prod(block.whole), device=target.device) + block.number
+                digit = (numbers >> shift) & ((1 << bits) - 1)
+                yield name, digit.to(target.dtype).view(copy.weight.shape[-2:]).expand(copy.weight.shape)
+
+        most = max(block.number + math.prod(block.whole) for block in blocks)
+        for shift in range(0, most.bit_length(), bits):
+            self.load(stream(shift))
+            for numbers, one in zip(found, slots):
+                numbers += one.long() << shift
+        return found
+
+
+def slot(tensor: Tensor, index: int) -> Tensor:
+    """The place of one expert, flat."""
+    return tensor.detach().flatten(1)[index]
+
+
+def slot_of(copy: Copy, tensor: Tensor) -> int:
+    """The index of the expert in ``tensor`` that ``copy`` goes to."""
+    return copy.view.storage_offset() // tensor.stride(0)
+
+
+def _blocks(tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]]) -> list[_Block]:
+    """Of all copies; weights that share a slot have numbers of their own."""
+    found, free = [], dict[tuple[int, int], int]()
+    index = {one.untyped_storage().data_ptr(): i for i, one in enumerate(tensors)}
+    for i, group in enumerate(copies.values()):
+        at = [index[copy.view.untyped_storage().data_ptr()] for copy in group]
+        slots = [(j, slot_of(copy, tensors[j])) for j, copy in zip(at, group)]
+        whole = (1, 1, *group[0].weight.shape)[-2:]
+        number = max(free.get(one, 1) for one in slots)
+        free |= dict.fromkeys(slots, number + math.prod(whole))
+        for copy, (j, k) in zip(group, slots):
+            start, shape = ((0, *copy.start)[-2:], (1, *copy.shape)[-2:])
+            view = tuple(copy.view.shape), copy.view.stride(), copy.view.storage_offset() - k * tensors[j].stride(0)
+            found.append(_Block(i, j, k, number, whole, start, shape, view))
+    return found

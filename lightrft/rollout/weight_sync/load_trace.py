@@ -1,0 +1,84 @@
+"""What an engine's loader does with full weights: which part of each it copies where, found without copying."""
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrft.rollout.weight_sync.names import Shapes
+from lightrft.utils.errors import UserError
+
+Load = Callable[[Iterator[tuple[str, Tensor]]], Any]  # gives weights to the engine's own loader
+
+
+class Copy(NamedTuple):
+    """``part`` of a full ``weight`` (both without data) went to ``view``, in the engine's model."""
+    view: Tensor
+    part: Tensor
+    weight: Tensor
+
+    @property
+    def start(self) -> tuple[int, ...] | None:
+        """Index in the weight of the part's first element; None where the part is not a block of it, as it lies and as
+        it came (SGLang's loader adds 1 to norms of Gemma)."""
+        ahead = self.weight.ndim - self.part.ndim
+        of_weight = self.part.untyped_storage()._cdata == self.weight.untyped_storage()._cdata
+        if not of_weight or self.weight._version or ahead < 0 or self.part.stride() != self.weight.stride()[ahead:]:
+            return None
+        if self.part.shape != self.view.shape:
+            return None
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(self.part.storage_offset()), self.weight.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part, with a 1 for every dimension that it lacks."""
+        return (1, ) * (self.weight.ndim - self.part.ndim) + tuple(self.part.shape)
+
+
+class _Watch(TorchDispatchMode):
+    """Does no copy of weights: notes for each where it would have gone and what would have been copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every operation."""
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:  # or the model copies what it has
+            self.found.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def watched(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
+    """What ``load`` does with weights of these ``shapes``.
+
+    Raises:
+        UserError: it refuses one.
+    """
+    found: dict[str, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+    watch = _Watch()
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            weight = torch.empty(shape, device="meta")
+            watch.found = []
+            found[name] = weight, watch.found
+            yield name, weight
+
+    try:
+        with watch:
+            load(stream())
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"the engine cannot load {next(reversed(found), 'weights')}: {error}; it has no place for the "
+                        "weights of this model as the trainer holds them, use another --engine_type") from error
+    return {
+        name: [Copy(view, part, weight) for view, part in _once(copies)] for name, (weight, copies) in found.items()
+    }
+
+
+def _once(copies: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Without repetitions: some loaders fill what tied weights share under either name."""
+    return {(view.data_ptr(), view.shape, part.storage_offset()): (view, part) for view, part in copies}.values()

@@ -1,0 +1,261 @@
+"""Verification that the engine samples from the trainer's weights, after every weight sync.
+
+Stale or half-loaded weights are silent: responses still look right. So after each sync a fingerprint of every weight is
+computed where it is stored, of the trainer's on the ranks that hold its parts (not of what was sent), of the engine's
+in the engine, and both must be equal bit for bit once the trainer's is rounded to the engine's type. Now and then
+canaries compare log-probs: a few real prompts that the engine continues and the trainer scores. They cover caches that
+outlive an update, layouts and quantization, and the engine's arithmetic itself. All ranks see all verdicts and stop
+together.
+"""
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import RolloutConfig
+from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
+from lightrft.strategy.base import Part, Prepared, StrategyBase
+from lightrft.types import Experience, Prompt
+from lightrft.utils.errors import ExpectedError
+from lightrft.utils.logging import get_logger
+from lightrft.utils.timer import Timer
+
+Named = Iterator[tuple[str, Tensor]]
+REMEDY = ("Nothing was learnt from these weights: --load_checkpoint goes on from the newest checkpoint. If it comes "
+          "back, this engine does not load this model as it should: see python -m lightrft.cli.doctor for the versions "
+          "that fit together, or choose another --engine_type")
+
+
+class SyncProofError(ExpectedError, RuntimeError):
+    """The engine does not hold, or does not compute with, the trainer's weights."""
+
+
+class Fingerprints:
+    """Compares every weight that the engine can read with the trainer's.
+
+    An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared.
+    With LoRA most engines get weights that the trainer never holds (merged ones); their fingerprints are taken from the
+    stream on its way to the engine (:meth:`watch`), on rank 0.
+    """
+
+    def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, timer: Timer) -> None:
+        self.strategy, self.prepared, self.engine, self.timer = strategy, prepared, engine, timer
+        self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
+        apart = isinstance(engine, TakesAdapters) and engine.lora != "merged"
+        self.merges = prepared.model.merges and not self.shared and not apart
+        self.trainer: dict[str, int] = {}  # of the last sync
+        self._seen: dict[str, Tensor] = {}  # of the last time that each weight was sent
+        self._ended = self._announced = False
+
+    def watch(self, stream: Named) -> Named:
+        """``stream``, seen on its way where it cannot be computed afterwards."""
+        self._ended = False
+        return self._watched(stream) if self.merges else stream
+
+    def _watched(self, stream: Named) -> Named:
+        for name, tensor in stream:
+            with self.timer("sync_proof"):
+                own = tensor if self.strategy.is_main else tensor[:0]
+                self._seen[name] = fingerprints([Piece(own, self.dtypes.get(name), tensor.shape)])[0]
+            yield name, tensor
+        self._ended = True
+
+    def _readable(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that can be compared; says once how many cannot."""
+        unread = [name for name in names if name not in self.dtypes]
+        if unread and not self._announced:
+            get_logger().info(f"sync proof: the engine holds {len(unread)} weights, {unread[0]} the first, in a form "
+                              "that cannot be compared; only canaries cover them (--sync_proof both)")
+        self._announced = True
+        return [name for name in names if name in self.dtypes]
+
+    def _mine(self) -> tuple[list[str], Tensor | None]:
+        """The names that are compared, and this rank's part of the trainer's fingerprints: int64 [names]."""
+        if self.merges:
+            names = self._readable(self._seen)
+            return names, torch.stack([self._seen[name] for name in names]) if names else None
+        parts = dict(self.strategy.parts(self.prepared.model))
+        names = self._readable(parts)
+        return names, self._of_parts([parts[name] for name in names], names) if names else None
+
+    def _of_parts(self, parts: list[Part], names: list[str]) -> Tensor:
+        """int64 [parts], each in the type in which the engine holds it."""
+        pieces = [(index, piece) for index, (part, name) in enumerate(zip(parts, names))
+                  for piece in slice_pieces(part.tensor, self.dtypes[name], part.shape, part.start)]  # yapf: disable
+        sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0].tensor.device)
+        if not pieces:
+            return sums
+        owners = torch.tensor([index for index, _ in pieces], device=sums.device)
+        return sums.index_add_(0, owners, fingerprints([piece for _, piece in pieces]))
+
+    def fault(self) -> str | None:
+        """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
+        if self.shared:
+            return self._elsewhere()
+        if self.merges and self.strategy.any_rank(not self._ended):
+            return "the engine did not take the weights to their end"
+        names, mine = self._mine()
+        if mine is None:
+            return None
+        table = torch.zeros(self.strategy.world_size + 1, len(names), dtype=torch.int64)
+        table[0], table[self.strategy.rank + 1] = mine.cpu(), self.engine.fingerprints(names)
+        table = self.strategy.all_reduce(table)
+        before, self.trainer = self.trainer, dict(zip(names, table[0].tolist()))
+        wrong = table[1:] != table[0]
+        return self._report(names, table[1:], wrong, before) if wrong.any() else None
+
+    def _report(self, names: list[str], held: Tensor, wrong: Tensor, before: dict[str, int]) -> str:
+        """The first column of ``wrong`` [ranks, names], where the engines' fingerprints ``held`` are not the
+        trainer's."""
+        first = int(wrong.any(0).nonzero()[0])
+        ranks = wrong[:, first].nonzero()[:, 0].tolist()
+        likely = self._likely(names[first], int(held[ranks[0], first]), before)
+        return (f"{_place(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
+                f"{likely}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
+
+    def _elsewhere(self) -> str | None:
+        """The first of the trainer's weights that the engine, which is to share them, does not compute with."""
+        addresses = self.engine.shared_storage()
+        for name, parameter in self.prepared.model.named_parameters():
+            if parameter.data_ptr() not in addresses:
+                return f"{_place(name)} is not shared: the engine computes with another tensor"
+        return None
+
+    def _likely(self, name: str, value: int, before: dict[str, int]) -> str:
+        if before.get(name) == value:
+            return "it still has the values of the sync before"
+        others = [other for other, theirs in self.trainer.items() if theirs == value]
+        if others:
+            return f"it has the values of {others[0]}"
+        return "its values are neither the ones before nor those of another weight (transposed, scaled, cut or mixed?)"
+
+
+def _place(name: str) -> str:
+    found = re.search(r"layers\.(\d+)\.", name)
+    return f"{name} (layer {found[1]})" if found else name
+
+
+class SyncProof:
+    """What ``--sync_proof`` asks for, at every sync of one engine.
+
+    Args:
+        cfg: the options; ``bf16``: the trainer computes in bfloat16.
+        prompts: of the training data; canaries are the first few.
+        timer: books the time on ``sync_proof``.
+    """
+
+    def __init__(self, cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
+                 prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> None:
+        self.every, self.timer = cfg.sync_canary_every, timer
+        self.wants_fingerprints = cfg.sync_proof in ("fingerprint", "both")
+        self.wants_canary = cfg.sync_proof in ("canary", "both")
+        self.fingerprints = Fingerprints(strategy, prepared, engine, timer)
+        self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, bf16)
+
+    def watch(self, stream: Named) -> Named:
+        """To be put around the stream of weights; see :class:`Fingerprints`."""
+        return self.fingerprints.watch(stream) if self.wants_fingerprints else stream
+
+    def check(self, version: int) -> dict[str, float]:
+        """Prove that the engine has the weights of ``version``; a collective. Returns the metrics.
+
+        Raises:
+            SyncProofError: on all ranks, naming the first weight that differs.
+        """
+        with self.timer("sync_proof"):
+            fault, metrics = self.fingerprints.fault() if self.wants_fingerprints else None, {}
+            if fault is None and self._canary_due(version):
+                gaps, limit = self.canary.measure(), self.canary.limit
+                metrics = {"rollout/canary_gap": max(gaps)}
+                if not max(gaps) <= limit:
+                    fault = self._of_canary(gaps, limit)
+        if fault is not None:
+            raise SyncProofError(f"weight sync {version}: {fault}. {REMEDY}")
+        return metrics
+
+    def _canary_due(self, version: int) -> bool:
+        """At the first sync, which sets the band, at the first that brings trained weights, then regularly: by the
+        version, so that a resumed run measures when the one that was not interrupted does."""
+        return self.wants_canary and (self.canary.band is None or version == 1 or version % self.every == 0)
+
+    def _of_canary(self, gaps: list[float], limit: float) -> str:
+        told = ", ".join(f"rank {rank} {gap:.3g}" for rank, gap in enumerate(gaps) if not gap <= limit)
+        named = self.fingerprints.fault()
+        return (
+            f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {told}); " +
+            (named or "every weight that can be compared is equal to what was sent, so a cache outlived the update "
+             "(prefixes, keys and values), the engine computes something else (type, attention, quantization)" +
+             (", or adapters were gathered or merged wrongly" if self.fingerprints.merges else "")))
+
+
+def get_sync_proof(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
+                   prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> SyncProof | None:
+    """What ``--sync_proof`` asks for; see :class:`SyncProof`."""
+    return None if cfg.sync_proof == "off" else SyncProof(cfg, strategy, prepared, engine, prompts, bf16, timer)
+
+
+PROMPTS, NEW_TOKENS = 4, 4
+# nats, mean |engine - trainer| over the tokens, without and with bfloat16. The first gap, with the weights that were
+# loaded, must stay below AT_START; it sets the band of the later ones: SLACK times itself, at least LEAST.
+AT_START, LEAST, SLACK = (1e-3, 0.2), (1e-4, 0.05), 10.0
+
+
+class Canary:
+    """Measures the gap between engine and trainer, and knows how wide it may be.
+
+    Args:
+        prompts: the first few are used, the same on every rank; ``new_tokens``: most of each response.
+        bf16: the trainer computes in bfloat16.
+
+    Attributes:
+        band: largest gap that is no fault; None before the first measurement.
+    """
+
+    def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
+                 new_tokens: int, bf16: bool) -> None:
+        self.strategy, self.prepared, self.engine, self.bf16 = strategy, prepared, engine, bf16
+        chosen = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
+        self.requests = [Request(prompt.token_ids, [i], prompt.mm_inputs) for i, prompt in enumerate(chosen)]
+        self.params = SamplingParams(min(NEW_TOKENS, new_tokens))
+        self.band: float | None = None
+
+    def measure(self) -> list[float]:
+        """The gap on every rank; a collective. The first call sets the band, if its own gap allows."""
+        mine = torch.zeros(self.strategy.world_size, dtype=torch.float64)
+        mine[self.strategy.rank] = self._gap()
+        gaps = self.strategy.all_reduce(mine).tolist()
+        if self.band is None and max(gaps) <= AT_START[self.bf16]:
+            self.band = max(LEAST[self.bf16], SLACK * max(gaps))
+        return gaps
+
+    @property
+    def limit(self) -> float:
+        """The band, or what the first gap must stay below."""
+        return AT_START[self.bf16] if self.band is None else self.band
+
+    @torch.no_grad()
+    def _gap(self) -> float:
+        """This rank's, in nats; infinite where a log-prob is not a number. The model's mode is put back."""
+        completions = [group[0] for group in self.engine.generate(self.requests, self.params)]
+        exp, model = self._packed(completions).to(self.strategy.device), self.prepared.model
+        training = model.training
+        model.eval()
+        scored = model(exp)[0][exp.loss_mask].double().cpu()
+        model.train(training)
+        self.strategy.free_full(model)
+        told = torch.tensor([value for one in completions for value in one.logprobs], dtype=torch.float64)
+        gap = (scored - told).abs().mean().item()
+        return gap if math.isfinite(gap) else math.inf
+
+    def _packed(self, completions: list[Completion]) -> Experience:
+        """Prompts with their responses; the mask keeps the responses."""
+        parts = [(request.token_ids, one.token_ids) for request, one in zip(self.requests, completions)]
+        lens = torch.tensor([0] + [len(prompt) + len(response) for prompt, response in parts])
+        return Experience(
+            token_ids=torch.tensor([token for prompt, response in parts
+                                    for token in [*prompt, *response]]), cu_seqlens=lens.cumsum(0).to(torch.int32),
+            loss_mask=torch.tensor([kept for p, r in parts for kept in [False] * len(p) + [True] * len(r)]),
+            mm_inputs=[request.mm_inputs for request in self.requests])

@@ -1,0 +1,196 @@
+"""Where an engine's model keeps each weight of the trainer: fused tensors, shards, copies."""
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout.weight_sync.load_trace import Copy, Load, watched
+from lightrft.rollout.weight_sync.kernel_layouts import Layouts, Order, slot, slot_of
+from lightrft.rollout.weight_sync.names import Shapes
+
+Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a block begins in the full weight, and its shape
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block of a full weight, ``shape`` large from the element at index ``start``, in the engine's model.
+
+    ``view``: the block; or, with ``order``, rows of memory, each of which has the elements of a matrix of the block at
+    these positions.
+    """
+    view: Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    order: Order = None
+
+    @property
+    def key(self) -> Key:
+        """Which block it is."""
+        return self.start, self.shape
+
+    def read(self) -> Tensor:
+        """The block, of its shape."""
+        return self.view if self.order is None else self.view[:, self.order].view(self.shape)
+
+
+def _place(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> Place | None:
+    """Of ``copy``, whose elements lie in its view, or in ``order`` in its slot in ``tensor``."""
+    if copy.start is None:
+        return None
+    if order is None or tensor is None:
+        return Place(copy.view.view(copy.shape), copy.start, copy.shape)
+    return Place(slot(tensor, slot_of(copy, tensor))[None], copy.start, copy.shape, order)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], rearranged: Iterable[nn.Module],
+            reload: Load) -> dict[str, list[Place | None]]:
+    """Of all copies, by name of the weight; for the arguments see :class:`Places`."""
+    hidden = {_address(parameter) for layer in derived for parameter in layer.parameters()}
+    places = {name: [None if _address(copy.view) in hidden else _place(copy) for copy in group]
+              for name, group in copies.items()}  # yapf: disable
+    layouts = Layouts(reload)
+    for layer in rearranged:
+        tensors = {_address(parameter): parameter for parameter in layer.parameters()}
+        inside = {name: group for name, group in copies.items() if group and _address(group[0].view) in tensors}
+        blocks = all(copy.start is not None for group in inside.values() for copy in group)
+        orders = layouts.orders(layer, inside) if inside and blocks else None
+        following = iter(orders or ())
+        places |= {name: [_place(copy, next(following), tensors[_address(copy.view)]) if orders else None
+                          for copy in group] for name, group in inside.items()}  # yapf: disable
+    return places
+
+
+def _joined(places: Iterable[Place]) -> list[Place]:
+    """Blocks of single experts become one, where all that differ in nothing else lie at even distances."""
+    groups: dict[tuple[object, ...], list[Place]] = {}
+    for one in sorted(places, key=lambda place: place.start):
+        like = id(one.order), one.start[1:], one.shape, _address(one.view), one.view.stride()
+        groups.setdefault(like, []).append(one)
+    return [place for group in groups.values() for place in _as_one(group)]
+
+
+def _as_one(group: list[Place]) -> list[Place]:
+    first, offsets = group[0], [one.view.storage_offset() for one in group]
+    step = (offsets[-1] - offsets[0]) // max(len(group) - 1, 1)
+    follow = all(one.shape[0] == 1 and one.start[0] == first.start[0] + i and offsets[i] == offsets[0] + i * step
+                 for i, one in enumerate(group))  # yapf: disable
+    if len(group) == 1 or not follow:
+        return group
+    view = first.view.as_strided((len(group), *first.view.shape[1:]), (step, *first.view.stride()[1:]), offsets[0])
+    return [Place(view, first.start, (len(group), *first.shape[1:]), first.order)]
+
+
+class Places:
+    """The weights that can be read back, by HF name. A collective of the ranks of ``group``, several of which may hold
+    the same part (norms, routers, key and value heads that are fewer than the ranks).
+
+    A weight whose parts are no blocks of it, do not cover it, lie twice on one rank or in one of the layers
+    ``derived``, cannot; without ``shapes`` none can.
+
+    Args:
+        load: the engine's own loader, which fills the tensors of its model.
+        model: the engine's, every parameter of which has to be filled; None: that is seen elsewhere.
+        rearranged: layers whose kernels may move the elements of their weights.
+        reload: loads some weights as every sync does (:class:`~lightrft.rollout.weight_sync.kernel_layouts.Layouts`);
+            those of a rearranged layer are numbers afterwards.
+
+    Attributes:
+        dtypes: what each is held in.
+        held: the parts that this rank holds.
+        lost: how many elements of each weight go nowhere, on none of the ranks; without those of which all go.
+        empty: parameters of the model that nothing goes to.
+    """
+
+    def __init__(self, load: Load, shapes: Shapes, group: dist.ProcessGroup | None = None,
+                 derived: Iterable[nn.Module] = (), rearranged: Iterable[nn.Module] = (), reload: Load | None = None,
+                 model: nn.Module | None = None) -> None:
+        self.group, self.shapes = group, shapes
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.held: dict[str, dict[Key, Place]] = {}
+        self.lost: dict[str, int] = {}
+        self._parts: dict[str, list[tuple[Key, bool]]] = {}  # of all ranks, and whether this one is the first with it
+        rank = dist.get_rank(group) if group else 0
+        copies = watched(load, shapes)
+        taken = {name: [(one.start or (-1 - rank, i), one.shape) for i, one in enumerate(some)]
+                 for name, some in copies.items()}  # yapf: disable
+        filled = {_address(copy.view) for some in copies.values() for copy in some}
+        self.empty = [name for name, parameter in (model.named_parameters() if model else ())
+                      if _address(parameter) not in filled and "scale" not in name]  # yapf: disable
+        places = _places(copies, derived, rearranged, reload or load)
+        here = {name: _joined(parts) for name, parts in places.items()
+                if None not in parts and len(set(taken[name])) == len(parts)}  # yapf: disable
+        keys = {name: [one.key for one in parts] for name, parts in here.items()}
+        everywhere = self._of_all_ranks((taken, keys))
+        for name, shape in shapes.items():
+            if _size(there.get(name, ()) for there, _ in everywhere) < shape.numel():
+                self.lost[name] = shape.numel() - _size(there.get(name, ()) for there, _ in everywhere)
+            elif all(name in there for _, there in everywhere):
+                self._keep(name, here[name], [set(there[name]) for _, there in everywhere], rank)
+
+    def _keep(self, name: str, parts: list[Place], ranks: list[set[Key]], rank: int) -> None:
+        if _size(ranks) == self.shapes[name].numel():
+            before = set().union(*ranks[:rank])
+            self.dtypes[name], self.held[name] = parts[0].view.dtype, {one.key: one for one in parts}
+            self._parts[name] = [(key, key in ranks[rank] and key not in before) for key in sorted(set().union(*ranks))]
+
+    def _of_all_ranks(self, mine: Any) -> list[Any]:
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def fault(self, engine: str) -> str:
+        """Why no run can use an ``engine`` that passes over a weight, or over a part of it, or has one of its own."""
+        said = f"{engine} has {self.empty[0]}, which the trainer sends nothing for" if self.empty else ""
+        for name, count in list(self.lost.items())[:1]:
+            others = f", nor for all of {len(self.lost) - 1} others" if len(self.lost) > 1 else ""
+            said = f"{engine} has no place for {count} of the {self.shapes[name].numel()} elements of {name}{others}"
+        return said and (
+            f"{said}: it would generate with random values. This release does not load the model as the trainer holds "
+            "it; see python -m lightrft.cli.doctor for the versions that fit together, or use another --engine_type")
+
+    def fingerprints(self, names: list[str]) -> Tensor:
+        """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group.
+
+        A rank takes the parts that it holds itself, and those it lacks from the first rank that has them: so a copy
+        that is wrong shows on the ranks that compute with it.
+        """
+        parts = [(i, key, first) for i, name in enumerate(names) for key, first in self._parts[name]]
+        here = torch.tensor([key in self.held[names[i]] for i, key, _ in parts], dtype=torch.bool)
+        values = torch.zeros(len(parts), dtype=torch.int64)
+        values[here] = self._own([(self.held[names[i]][key], self.shapes[names[i]])
+                                  for i, key, _ in parts if key in self.held[names[i]]])  # yapf: disable
+        if self.group is not None:
+            theirs = values * torch.tensor([first for *_, first in parts], dtype=torch.int64)
+            dist.all_reduce(theirs, group=self.group)
+            values = torch.where(here, values, theirs)
+        return torch.zeros(len(names),
+                           dtype=torch.int64).index_add_(0, torch.tensor([i for i, *_ in parts], dtype=torch.int64),
+                                                         values)
+
+    @staticmethod
+    def _own(held: list[tuple[Place, torch.Size]]) -> Tensor:
+        """Fingerprints of places in weights of these shapes. Those in an order of their own are copied to be read, so
+        they come one by one."""
+        values = torch.zeros(len(held), dtype=torch.int64)
+        plain = [i for i, (place, _) in enumerate(held) if place.order is None]
+        for some in (plain, *([i] for i in sorted({*range(len(held))} - {*plain}))):
+            if some:
+                pieces = [Piece(held[i][0].read(), None, held[i][1], held[i][0].start) for i in some]
+                values[some] = fingerprints(pieces).cpu()
+        return values
+
+
+def _size(keys: Iterable[Iterable[Key]]) -> int:
+    """Elements of the blocks together, each counted once."""
+    return sum(prod(shape) for _, shape in {key for some in keys for key in some})

@@ -1,0 +1,118 @@
+"""The no-grad passes on finished responses, while the engine decodes the others (``--overlap_passes``)."""
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from queue import SimpleQueue
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from lightrft.utils.errors import Caught
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.logprob_pass import Pass
+from lightrft.trainer.replay_buffer import MicroBatchLimits, take
+from lightrft.trainer.samples import pack_samples
+from lightrft.types import Experience, Prompt, Sample
+
+
+class EarlyPasses:
+    """A thread that runs ``passes`` on the samples it is given; to be entered around generation, once.
+
+    Samples are packed in the order in which they are finished, which with the HF engine and vLLM hangs on requests and
+    weights alone, so it makes no difference when a pass runs. Sharded forward passes are collectives: a round is one
+    pass on every rank; a rank that has a pack waits for those that have none yet, and joins in with empty ones when its
+    own are through. The collectives are those of this thread alone, for generating ranks have none in common.
+
+    Args:
+        n_per_prompt: samples of a group; with its number they tell samples apart.
+    """
+
+    def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits,
+                 n_per_prompt: int) -> None:
+        self.strategy, self.passes, self.limits, self.n_per_prompt = strategy, passes, limits, n_per_prompt
+        self.found: dict[int, Tensor] = {}  # by sample id: [fields, tokens]
+        self._open: list[Sample] = []
+        self._packs: SimpleQueue[list[Sample]] = SimpleQueue()  # the last one is empty
+        self._caught = Caught()
+        self._thread = threading.Thread(target=self._run, name="early passes", daemon=True)
+
+    def __enter__(self) -> "EarlyPasses":
+        self._stream = None
+        if self.strategy.device.type == "cuda":  # beside the engine's kernels, and after the weights are there
+            self._stream = torch.cuda.Stream(self.strategy.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.strategy.device))
+        self._thread.start()
+        return self
+
+    def add(self, samples: list[Sample]) -> None:
+        """Take finished samples of this rank; raises what a pass has raised."""
+        self._raise()
+        for sample in samples:
+            lens = [len(each.token_ids) for each in (*self._open, sample)]
+            if not self.limits.fit(list(range(len(lens))), lens):
+                self._send()
+            self._open.append(sample)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        """Wait for the passes that are left, of all ranks; not after an error, for other ranks may never come."""
+        if kind is None and self._open:
+            self._send()
+        self._packs.put([])
+        if kind is None:
+            self._thread.join()
+            self._raise()
+
+    def fill(self, exp: Experience) -> None:
+        """Put what was found into the fields of ``exp``, samples of this rank."""
+        names = [name for each in self.passes for name in each.fields]
+        rows = [torch.zeros(len(names), 0), *(self.found[number] for number in exp.sample_ids.tolist())]
+        vars(exp).update(zip(names, torch.cat(rows, 1)))
+
+    def _send(self) -> None:
+        self._packs.put(self._open)
+        self._open = []
+
+    def _raise(self) -> None:
+        if self._caught.cause is not None:
+            raise self._caught.cause
+
+    def _run(self) -> None:
+        with self._caught, torch.no_grad(), torch.cuda.stream(self._stream):  # errors belong to the main thread
+            self._rounds()
+
+    def _rounds(self) -> None:
+        exp = None
+        for pack in chain(iter(self._packs.get, []), repeat([])):
+            if not self.strategy.any_rank(bool(pack)):
+                return
+            exp = pack_samples(pack, self.n_per_prompt) if pack else take(exp, [])  # every rank has a prompt
+            found = torch.cat([each.forward(exp.to(self.strategy.device)) for each in self.passes]).float().cpu()
+            if pack:
+                self.found.update(zip(exp.sample_ids.tolist(), found.split(exp.seq_lens.tolist(), 1)))
+
+
+class EarlyExperienceMaker(FastExperienceMaker):
+    """What :class:`.logprob_pass.LogprobPass` would compute is there before the rollout is gathered."""
+
+    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
+        """As without the option; ends when all ranks' passes are through."""
+        rollout = self.config.rollout
+        size = rollout.n_samples_per_prompt
+        self.early = EarlyPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),
+                                 self.logprobs.limits, size)
+        with self.timer("early_passes"), self.early, self.timer("rollout"):
+            return super().generate_samples(groups, step)
+
+    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
+        return True
+
+    def _begin(self, fresh: list[tuple[int, Sample]]) -> None:
+        super()._begin(fresh)
+        self.early.add([sample for _, sample in fresh])
+
+    def _gather(self, local: Experience) -> Experience:
+        self.early.fill(local)
+        return super()._gather(local)
