@@ -28,7 +28,7 @@ napoleon_use_rtype = False
 
 def _tables() -> dict[str, str]:
     from algorithm_pages import index, pages
-    from lightrft.config.report import option_table, recipe_table, semantics_table
+    from lightrft.preflight.report import option_table, recipe_table, semantics_table
     from lightrft.config.schema import Config
     from lightrft.config.sft_schema import SFTConfig
     return {

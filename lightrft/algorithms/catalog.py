@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Correction, Surrogate
-from lightrft.config.no_effect import CRITIC_OPTIONS
+from lightrft.config.dependencies import CRITIC_OPTIONS
 from lightrft.utils.registry import Registry
 
 Entry = Advantage | Surrogate | Correction

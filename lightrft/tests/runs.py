@@ -12,8 +12,8 @@ import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
-from lightrft.config.algorithm_rules import AlgorithmFacts
-from lightrft.config.validate import validate
+from lightrft.preflight.algorithm_rules import AlgorithmFacts
+from lightrft.preflight.validate import validate
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.changes import changes, lost_length
+from lightrft.preflight.resume import changes, lost_length
 from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
 from lightrft.strategy.checkpoint import CheckpointManager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.config.passes import bypasses, wanted_passes
+from lightrft.config.forward_passes import bypasses, wanted_passes
 from lightrft.config.schema import Config
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer, take

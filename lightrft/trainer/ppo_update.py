@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.base import POLICY_LOSSES
-from lightrft.config.passes import bypasses
+from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
-from lightrft.config.estimate import gpu_name, peak_flops
+from lightrft.preflight.cost import gpu_name, peak_flops
 from lightrft.config.files import to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig

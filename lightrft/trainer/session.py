@@ -10,15 +10,15 @@ from pathlib import Path
 import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import ParsedConfig, exit_on_config_error
-from lightrft.config.estimate import batch_summary, gpu_name, model_size
+from lightrft.preflight.cost import batch_summary, gpu_name, model_size
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
-from lightrft.config.memory import room_here
+from lightrft.preflight.memory import room_here
 from lightrft.config.options import ConfigError
-from lightrft.config.report import describe, resolved
+from lightrft.preflight.report import describe, resolved
 from lightrft.config.schema import Config
-from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
-from lightrft.config.validate import validate, validate_sft
+from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_warnings
+from lightrft.preflight.validate import validate, validate_sft
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.base import StrategyBase
 from lightrft.utils.env import World, seed_everything, used_memory_gib

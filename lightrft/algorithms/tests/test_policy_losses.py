@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from lightrft.algorithms import POLICY_LOSSES
 from lightrft.algorithms.tests.naive_losses import NAIVE, covariances
-from lightrft.config.no_effect import LOSS_OPTIONS
+from lightrft.config.dependencies import LOSS_OPTIONS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, count

@@ -21,9 +21,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engine_rules import native_arguments
-from lightrft.config.install import INSTALL
-from lightrft.config.memory import host_cache
+from lightrft.rollout.engine import native_arguments
+from lightrft.rollout.engine import INSTALL
+from lightrft.rollout.engine import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches as sglang_child

@@ -112,7 +112,7 @@ def test_top_p_is_taken_after_top_k():
 
 
 def test_min_p_is_taken_after_top_p():
-    """In vLLM's order top-p would see 5/9, 2/9, 2/9 and keep two; config/engine_rules.py refuses the pair there."""
+    """In vLLM's order top-p would see 5/9, 2/9, 2/9 and keep two; preflight/engine_rules.py refuses the pair there."""
     logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
     assert support(logits, top_p=0.72, min_p=0.3)[0].tolist() == [True, True, True, False]
 

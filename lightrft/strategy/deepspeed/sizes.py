@@ -1,7 +1,7 @@
 """How much DeepSpeed moves at once."""
 from dataclasses import dataclass
 
-from lightrft.config.memory import REDUCED_AT_ONCE
+REDUCED_AT_ONCE = 50_000_000  # elements of gradients
 
 
 @dataclass(frozen=True)

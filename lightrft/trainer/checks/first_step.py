@@ -1,7 +1,7 @@
 """Checks of the first step: engine, trainer and reference agree, or the numbers that follow mean nothing."""
 from torch import Tensor
 
-from lightrft.config.passes import bypasses
+from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
 from lightrft.ops.packing import shift_right

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.base import POLICY_LOSSES
-from lightrft.config.passes import bypasses
+from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum

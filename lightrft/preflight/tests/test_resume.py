@@ -1,7 +1,7 @@
 """What is said about options that differ between a checkpoint and the run that goes on from it."""
 import pytest
 
-from lightrft.config.changes import FREE, FREE_GROUPS, FREE_SFT, changes, lost_length
+from lightrft.preflight.resume import FREE, FREE_GROUPS, FREE_SFT, changes, lost_length
 from lightrft.config.options import build, flatten, groups, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig

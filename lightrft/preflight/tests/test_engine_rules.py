@@ -2,12 +2,12 @@
 import pytest
 import torch
 
-from lightrft.config import engine_rules
+from lightrft.preflight import engine_rules
 from lightrft.config.cli import parse_config
-from lightrft.config.engine_rules import READ_BY, engine_problems, native_arguments
+from lightrft.preflight.engine_rules import READ_BY, engine_problems, native_arguments
 from lightrft.config.options import ConfigError, options
 from lightrft.config.schema import Config
-from lightrft.config.validate import validate
+from lightrft.preflight.validate import validate
 
 BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
 NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "engine_quantization": "fp8",

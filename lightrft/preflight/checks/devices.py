@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.cli.checks.finding import Finding, first_line
+from lightrft.preflight.checks.finding import Finding, first_line
 
 GIB = 2**30
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user

@@ -1,7 +1,7 @@
 """``--overlap_passes`` is refused where it cannot hold, and where there is nothing to overlap."""
 import pytest
 
-from lightrft.config.overlap_rules import overlap_problems
+from lightrft.preflight.engine_rules import overlap_problems
 from lightrft.config.schema import Config
 
 LORA = {"init_kl_coef": 0.1, "lora_rank": 4}

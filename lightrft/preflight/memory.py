@@ -1,13 +1,12 @@
 """What lies on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
 from dataclasses import dataclass
 
-from lightrft.config.estimate import GIB, MIB, ModelSize, is_sharded
-from lightrft.config.schema import Config, RolloutConfig, StrategyConfig
+from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
+from lightrft.config.schema import Config, StrategyConfig
+from lightrft.rollout.engine import host_cache
+from lightrft.strategy.deepspeed.sizes import REDUCED_AT_ONCE
 
-REDUCED_AT_ONCE = 50_000_000  # elements of gradients that DeepSpeed reduces together
 PHASES = ("generation", "log-probs", "update", "weight sync")
-HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
-MOST_HOST_CACHE = 4 * GIB  # of another engine, in the memory of the host
 ByPhase = tuple[float, float, float, float]
 
 
@@ -136,11 +135,6 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -
     if not room.cuda:
         return host_cache(r, room.total)
     return max(0.0, r.engine_mem_util * room.total - engine_weights(config, world_size, size))
-
-
-def host_cache(r: RolloutConfig, total: float) -> float:
-    """Bytes of the cache that an engine with one of its own takes of ``total`` bytes of host memory."""
-    return min(r.engine_mem_util * total, MOST_HOST_CACHE)
 
 
 def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: Room,

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import strategy_rules
-from lightrft.config.no_effect import CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS
+from lightrft.preflight import strategy_rules
+from lightrft.config.dependencies import CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tests.problems import CASES, EVAL, GOOD, KL
+from lightrft.preflight.tests.problems import CASES, EVAL, GOOD, KL
 from lightrft.config.tests.values import every_option
-from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_warnings
-from lightrft.config.validate import validate, validate_sft
+from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_warnings
+from lightrft.preflight.validate import validate, validate_sft
 from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(
@@ -98,7 +98,7 @@ def test_offload_needs_fsdp() -> None:
 def test_deepspeed_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy_rules, "find_spec", lambda name: None)
     assert problems(strategy="deepspeed") == [strategy_rules.NO_DEEPSPEED]
-    assert strategy_rules.NO_DEEPSPEED.endswith(f"pip install {strategy_rules.DEEPSPEED}")
+    assert strategy_rules.NO_DEEPSPEED.endswith("pip install deepspeed==0.19.8")
 
 
 def test_paths_that_exist(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_all_problems_at_once() -> None:
                                            ("use_tensorboard", "tensorboard"), ("use_liger", "liger_kernel")])
 def test_missing_packages(option: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    monkeypatch.setattr("lightrft.config.validate.find_spec", without(module))
+    monkeypatch.setattr("lightrft.preflight.validate.find_spec", without(module))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = problems(**{option: True})
     assert len(found) == 1 and f"--{option}" in found[0] and "pip install" in found[0], found
@@ -143,7 +143,7 @@ def without(module: str) -> Callable[[str], object | None]:
 
 def test_liger_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    monkeypatch.setattr("lightrft.config.validate.find_spec", without("nothing"))
+    monkeypatch.setattr("lightrft.preflight.validate.find_spec", without("nothing"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "need CUDA" in problems(use_liger=True)[0]
 

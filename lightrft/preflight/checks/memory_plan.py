@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightrft.cli.checks.devices import GIB, Device
-from lightrft.cli.checks.finding import Finding
-from lightrft.config.estimate import ModelSize, batch_summary, model_size
+from lightrft.preflight.checks.devices import GIB, Device
+from lightrft.preflight.checks.finding import Finding
+from lightrft.preflight.cost import ModelSize, batch_summary, model_size
 from lightrft.config.flags import show
-from lightrft.config.memory import HF_CACHE_PART, PHASES, Room, engine_cache, engine_weights, memory, peak
+from lightrft.rollout.engine import HF_CACHE_PART
+from lightrft.preflight.memory import PHASES, Room, engine_cache, engine_weights, memory, peak
 from lightrft.config.options import build, flatten
 from lightrft.config.schema import Config
 

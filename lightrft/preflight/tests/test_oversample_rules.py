@@ -1,7 +1,7 @@
 """``--oversample`` beside engines, whose packages need not be installed here; the rest is in problems.py."""
 import pytest
 
-from lightrft.config.oversample_rules import oversample_problems
+from lightrft.preflight.engine_rules import oversample_problems
 from lightrft.config.schema import Config, RolloutConfig
 
 

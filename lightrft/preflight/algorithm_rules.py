@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightrft.config.flags import show
-from lightrft.config.no_effect import CRITIC_OPTIONS, CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
+from lightrft.config.dependencies import CRITIC_OPTIONS, CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import Config
 from lightrft.utils.registry import Registry

@@ -1,8 +1,8 @@
 """What lies on a device in each phase of a step, against numbers computed by hand."""
 import pytest
 
-from lightrft.config.estimate import GIB, ModelSize
-from lightrft.config.memory import Room, memory, memory_lines, peak
+from lightrft.preflight.cost import GIB, ModelSize
+from lightrft.preflight.memory import Room, memory, memory_lines, peak
 from lightrft.config.options import build
 from lightrft.config.schema import Config
 

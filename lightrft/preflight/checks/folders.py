@@ -4,9 +4,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrft.cli.checks.devices import GIB
-from lightrft.cli.checks.finding import Finding
-from lightrft.config.estimate import ModelSize
+from lightrft.preflight.checks.devices import GIB
+from lightrft.preflight.checks.finding import Finding
+from lightrft.preflight.cost import ModelSize
 from lightrft.config.schema import Config
 
 SHM = Path("/dev/shm")

@@ -1,9 +1,9 @@
 """The option tree for people: the ``--dry_run`` report and the option tables of the docs."""
 from typing import Any
 
-from lightrft.config.engine_rules import NAMES
-from lightrft.config.estimate import ModelSize, batch_summary, time_line
-from lightrft.config.memory import UNKNOWN, Room, memory_lines
+from lightrft.rollout.engine import NAMES
+from lightrft.preflight.cost import ModelSize, batch_summary, time_line
+from lightrft.preflight.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show
 from lightrft.config.layers import preset_values
 from lightrft.config.options import group_options, groups, options
@@ -29,8 +29,8 @@ def describe(config: Config, provenance: dict[str, str], world_size: int, size: 
     """The report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
 
     Args:
-        size: parameter counts, from :func:`lightrft.config.estimate.model_size`; None when they are not known.
-        device: name of the GPU, from :func:`lightrft.config.estimate.gpu_name`; empty for a CPU.
+        size: parameter counts, from :func:`lightrft.preflight.cost.model_size`; None when they are not known.
+        device: name of the GPU, from :func:`lightrft.preflight.cost.gpu_name`; empty for a CPU.
         room: memory of that GPU, or of a CPU.
         critic: whether a critic of the same size is trained as well.
     """

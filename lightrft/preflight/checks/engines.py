@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import requires
 
-from lightrft.cli.checks.finding import Finding
-from lightrft.cli.checks.versions import distribution, installed
+from lightrft.preflight.checks.finding import Finding
+from lightrft.preflight.checks.versions import distribution, installed
 
 SHARED = ("torch", "transformers", "tokenizers", "numpy")  # what an engine and lightrft both depend on
 PROBES = {

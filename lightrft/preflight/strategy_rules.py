@@ -2,12 +2,11 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from lightrft.config.no_effect import changed
+from lightrft.config.dependencies import changed
 from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.strategy.strategy import NO_DEEPSPEED
 
-DEEPSPEED = "deepspeed==0.19.8"
-NO_DEEPSPEED = f"--strategy deepspeed: the package deepspeed is not installed; run: pip install {DEEPSPEED}"
 FSDP_OPTIONS = ("fsdp_shard_size", "fsdp_cpu_offload")
 ZERO_OPTIONS = ("zero_stage", "zpg", "overlap_comm")
 

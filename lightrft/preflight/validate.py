@@ -6,17 +6,17 @@ from importlib.util import find_spec
 from math import gcd, isqrt
 from pathlib import Path
 
-from lightrft.config.algorithm_rules import AlgorithmFacts, algorithm_problems
-from lightrft.config.engine_rules import engine_problems
-from lightrft.config.no_effect import best_metric, changed, unmet_needs
+from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_problems
+from lightrft.preflight.engine_rules import engine_problems
+from lightrft.config.dependencies import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
-from lightrft.config.oversample_rules import oversample_problems
-from lightrft.config.overlap_rules import overlap_problems
+from lightrft.preflight.engine_rules import oversample_problems
+from lightrft.preflight.engine_rules import overlap_problems
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig)
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.stages import length_problems
-from lightrft.config.strategy_rules import strategy_problems
+from lightrft.preflight.strategy_rules import strategy_problems
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 

@@ -1,21 +1,23 @@
-"""Options of the rollout engines that contradict each other, the machine or the engine."""
+"""Options of generation that contradict each other, the machine or the engine."""
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any
+from itertools import pairwise
 
 import yaml
 
-from lightrft.config.install import INSTALL
-from lightrft.config.no_effect import changed
+from lightrft.config.dependencies import changed
+from lightrft.config.options import ConfigError
+from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.schema import Config
+from lightrft.config.stages import Stages
+from lightrft.rollout.engine import INSTALL, NAMES, native_arguments
 
 # options that only some engines read
 READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("engine_tp_size", "engine_mem_util", "engine_sleep", "engine_quantization", "engine_args"), ("vllm", "sglang"))
-NAMES, EXAMPLE = {"vllm": "vLLM", "sglang":
-                  "SGLang"}, {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
+EXAMPLE = {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
 # native arguments that follow from options, and what to set in their place
 DECIDED: dict[str, dict[str, str]] = {
     "vllm": {
@@ -134,11 +136,6 @@ def _argument(entry: str, engine: str) -> Iterator[str]:
         yield from _unreadable(entry)
 
 
-def native_arguments(entries: list[str]) -> dict[str, Any]:
-    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
-    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
-
-
 def _unreadable(entry: str) -> Iterator[str]:
     try:
         native_arguments([entry])
@@ -157,3 +154,50 @@ def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
                "and this machine has none; drop it")
     if not c.rollout.engine_sleep:
         yield "--no_engine_sleep: has no effect without CUDA, where the engine never sleeps; drop it"
+
+
+def oversample_problems(c: Config) -> Iterator[str]:
+    """One sentence per problem."""
+    r, flag = c.rollout, f"--oversample {c.rollout.oversample:g}"
+    if r.oversample == 1:
+        for name, value in changed(c, ["max_staleness"]):
+            yield f"--{name} {value}: has no effect without --oversample; add --oversample 1.25 or drop --{name}"
+        return
+    if r.dynamic_sampling:
+        yield (f"{flag}: generation ends when enough groups are finished, and --dynamic_sampling knows which of them "
+               "count only after their rewards; drop one of them")
+    if c.train.max_steps == 1:
+        yield f"{flag}: has no effect in a single step, which nothing could follow; set --max_steps 2 or drop it"
+    yield from _shorter_stages(r.stages, flag)
+
+
+def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
+    try:
+        lengths = Stages(entries).lengths
+    except ConfigError:
+        return  # told elsewhere
+    if any(after < before for before, after in pairwise(lengths)):
+        yield (f"{flag}: --stages {','.join(entries)} gets shorter, and a response under way could be longer than the "
+               f"next stage allows; let the lengths rise, or drop --oversample")
+
+
+def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) -> Iterator[str]:
+    """One sentence per problem; ``critics`` are the advantage estimators that need values."""
+    r, flag = c.rollout, "--overlap_passes True: "
+    if not r.overlap_passes:
+        return
+    for name, carries in (("dynamic_sampling", r.dynamic_sampling), ("oversample", r.oversample > 1)):
+        if carries:
+            yield (f"{flag}--{name} carries groups over to later steps, whose old log-probs are those of other "
+                   "weights; drop one of them")
+    if r.offload_during_rollout:
+        yield f"{flag}the passes need the models that --offload_during_rollout takes off the device; drop one of them"
+    if r.engine_tp_size > 1:
+        yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other while they "
+               "generate, and would for the passes, in no common order; drop one of them")
+    shared = r.engine_type == "hf" and not c.strategy.divides_weights(world_size)
+    if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
+        yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
+               "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
+    if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, c.algorithm.advantage_estimator in critics):
+        yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"

@@ -1,7 +1,7 @@
 """Which passes run between rollout and update."""
 import pytest
 
-from lightrft.config.passes import wanted_passes
+from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.schema import Config
 
 OLD, REF, VALUES = "old_logprobs", "ref", "values"
