@@ -15,15 +15,15 @@ START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
 Results = list[dict[str, Any]]
 
 
-class Places(NamedTuple):
+class WeightMap(NamedTuple):
     """Where the docs keep the matrix; the first is the source of the others."""
     data: Path
     page: Path
     picture: Path
 
 
-PLACES = Places(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
-                ROOT / "docs" / "images" / "learning_matrix.png")
+PLACES = WeightMap(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
+                   ROOT / "docs" / "images" / "learning_matrix.png")
 
 
 def aliases() -> dict[str, list[list[str]]]:

@@ -22,7 +22,7 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import Completion, Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.trainer.overlapped_passes import EarlyPasses
+from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.logprob_pass import Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits
 from lightrft.trainer.samples import pack_samples
@@ -56,10 +56,10 @@ class Ways:
         return Sample(Prompt("", ids, ""), i, j, ids + one.token_ids, [False] * len(ids) + [True] * len(one.token_ids),
                       [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
 
-    def early(self, forward: Callable[..., torch.Tensor]) -> EarlyPasses:
+    def early(self, forward: Callable[..., torch.Tensor]) -> OverlappedPasses:
         """The trainer's own."""
         limits = MicroBatchLimits(0, self.tokens)
-        return EarlyPasses(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits, self.samples)
+        return OverlappedPasses(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits, self.samples)
 
     def overlapped(self) -> float:
         """Seconds."""

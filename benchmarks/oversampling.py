@@ -21,7 +21,7 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.trainer.partial_rollout import OpenGroup
+from lightrft.trainer.partial_rollout import PartialGroup
 from lightrft.trainer.partial_rollout import OversamplingSource
 from lightrft.trainer.partial_rollout import PartialExperienceMaker
 from lightrft.trainer.samples import Rows
@@ -43,7 +43,7 @@ class Generating(PartialExperienceMaker):
     def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
         return False
 
-    def _finish(self, i: int, group: OpenGroup) -> None:
+    def _finish(self, i: int, group: PartialGroup) -> None:
         """Nobody looks at its samples."""
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:

@@ -21,7 +21,7 @@ from bare_loop import warm_model
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
-from lightrft.rollout.collector import Told
+from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 from lightrft.trainer.session import training_session
@@ -48,7 +48,7 @@ class Ways:
         self.maker, self.groups, self.llm = maker, list(enumerate(prompts)), llm
         self.requests = maker._requests(self.groups, 0)
         stop = maker.engine._stop_ids(maker.sampling)
-        told = Told(self.requests, slice(0, len(self.requests)), None, None)
+        told = CompletionCollector(self.requests, slice(0, len(self.requests)), None, None)
         self.run = VLLMRun(maker.engine.native, told, maker.sampling, stop, lambda flag: flag)
 
     def trainer(self) -> int:

@@ -28,7 +28,7 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.weight_sync.verify import get_sync_proof
+from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.collectives import ALL_GATHER
 from lightrft.strategy.strategy import get_strategy
@@ -83,8 +83,8 @@ def all_gather(numel: int, strategy: StrategyBase) -> Variant:
 def variants(prepared: Prepared, engine: RolloutEngine, strategy: StrategyBase,
              buckets: list[int]) -> tuple[dict[str, Variant], int]:
     """What is timed, by name; and the bytes of the engine's weights."""
-    proof = get_sync_proof(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
-                           [Prompt("0", [1, 2, 3], "")], False, Timer())
+    proof = get_weight_sync_verifier(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
+                                     [Prompt("0", [1, 2, 3], "")], False, Timer())
     targets = [parameter.detach() for parameter in engine.model.parameters()]
     sources = [target.clone() for target in targets]
 

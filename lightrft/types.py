@@ -77,7 +77,7 @@ class Experience:
     token_rewards: Tensor = _per("T")
     advantages: Tensor = _per("T")
     entropies: Tensor = _per("T")  # of the old policy, in nats; set with high_entropy_token_ratio only
-    forking: Tensor = _per("T")  # bool [T], the tokens of high entropy, which alone get a policy gradient; None: all
+    high_entropy_mask: Tensor = _per("T")  # bool [T], the tokens that alone get a policy gradient; None: all
     selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
     mm_inputs: list[dict[str, Any]] | None = field(default=None, metadata={"axis": "list"})

@@ -31,7 +31,7 @@ class ActorLanguage(PackedModel):
         ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.drawn`` keeps t and t is not the first token
         of its sequence, else 0. Both are differentiable; a mask that keeps nothing gives zeros, and zero gradients.
         """
-        index, hidden = self.choosing_states(exp)
+        index, hidden = self.action_hidden_states(exp)
         head = self.modality.head(self.hf_model)
         hidden = hidden.to(head.weight.dtype)
         logprobs, entropies = chunked_logprobs(hidden * head.scale if head.scale != 1.0 else hidden, head.weight,

@@ -27,7 +27,7 @@ class Critic(PackedModel):
 
         0 outside ``exp.drawn`` and at the first token of every sequence. Differentiable, also when nothing is kept.
         """
-        index, hidden = self.choosing_states(exp)
+        index, hidden = self.action_hidden_states(exp)
         score = self.hf_model.score
         values = score(hidden.to(score.weight.dtype))[:, 0].float()
         return torch.zeros(exp.num_tokens, device=values.device).index_put((index, ), values)

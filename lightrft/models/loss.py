@@ -34,7 +34,7 @@ def _clean(exp: Experience) -> Experience:
 class PolicyLoss(nn.Module):
     """``aggregate(w * policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy)`` over the loss mask.
 
-    A token that ``w`` or ``exp.forking`` leaves out stays in the denominators and in the other two terms. With
+    A token that ``w`` or ``exp.high_entropy_mask`` leaves out stays in the denominators and the other two terms. With
     ``entropy_token_mean`` the entropy is aggregated apart, as a mean over tokens.
 
     Args:
@@ -78,8 +78,8 @@ class PolicyLoss(nn.Module):
         token_loss, metrics = self._policy_terms(logprobs, exp)
         weights, corrected = self._weights(exp)
         token_loss = token_loss * weights
-        if exp.forking is not None:
-            token_loss = torch.where(exp.forking, token_loss, 0)
+        if exp.high_entropy_mask is not None:
+            token_loss = torch.where(exp.high_entropy_mask, token_loss, 0)
         metrics = {**metrics, **corrected, "kl_old": kl_estimate(exp.old_logprobs, logprobs.detach(), "k3")}
         entropy_coef = self.cfg.entropy_coef if entropy_coef is None else entropy_coef
         token_loss, extra = self._with_kl(token_loss, logprobs, exp, kl_coef)

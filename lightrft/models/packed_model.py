@@ -38,7 +38,7 @@ class PackedModel(nn.Module):
         names = set(self.hf_model._no_split_modules or ())
         return [module for module in self.hf_model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
-    def choosing_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
+    def action_hidden_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
         """``(index [N], hidden [N, H])``: those of ``exp.drawn`` with a token before them, and the state after that.
 
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.

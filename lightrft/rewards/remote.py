@@ -12,7 +12,7 @@ import requests
 
 from lightrft.rewards.timeouts import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import Caught
+from lightrft.utils.errors import CaptureException
 from lightrft.rewards.timeouts import NOT_TRIED, Patience
 from lightrft.rewards.workers.user_file import outcomes_of
 
@@ -112,7 +112,7 @@ class RemoteReward:
     def _run(self) -> None:
         with requests.Session() as session:
             while rows := self._backlog.take(self.size.most):
-                with Caught() as caught:
+                with CaptureException() as caught:
                     outcomes = self._score(session, rows)
                 if caught.cause is not None:
                     outcomes = [Outcome(None, "internal", caught.text)] * len(rows)

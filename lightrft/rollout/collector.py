@@ -4,7 +4,7 @@ from lightrft.rollout.engine import Arrived, Completion, Finished, Request
 Ended = list[tuple[int, int, Completion]]  # request, place among its seeds, response
 
 
-class Told:
+class CompletionCollector:
     """Responses to the ``requests`` of all ranks that share an engine. A rank is told of its own, ``mine``, under its
     own numbers."""
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from lightrft.strategy import checkpoint as files
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.utils.aside import move_aside
+from lightrft.utils.aside import backup_path
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ def folders(parent: Path) -> list[Path]:
 
 def set_aside(parent: Path) -> Path | None:
     """Rename a folder that holds step folders to the first free ``NAME.1``, ``NAME.2``, ...; returns its new path."""
-    aside = move_aside(parent) if folders(parent) else None
+    aside = backup_path(parent) if folders(parent) else None
     if aside is None:
         return None
     logger.warning("this is a new run (no --load_checkpoint): the checkpoints in %s were moved to %s", parent, aside)

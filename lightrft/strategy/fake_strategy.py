@@ -12,7 +12,7 @@ from lightrft.strategy.base import OptimSpec, Prepared
 REDUCE_OPS = ("sum", "max", "min")
 
 
-class FakeStrategy(CommonStrategy):
+class SingleProcessStrategy(CommonStrategy):
     """The whole model on one device. With ``bf16`` the forward pass runs under autocast; weights stay float32."""
 
     def setup(self) -> None:
@@ -52,3 +52,6 @@ class FakeStrategy(CommonStrategy):
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
         """The live parameters, detached; nothing is copied."""
         return ((name, param.detach()) for name, param in model.named_parameters() if of in name)
+
+
+FakeStrategy = SingleProcessStrategy  # its name in LightRFT

@@ -101,8 +101,8 @@ def code_words(cell):
 
 
 def sources_of(*folders):
-    return "".join(
-        path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / "lightrft" / folder).glob("*.py"))
+    found = [path for folder in folders for path in (ROOT / "lightrft" / folder).rglob("*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in found if "tests" not in path.parts)
 
 
 def test_the_sample_rows_are_understood():

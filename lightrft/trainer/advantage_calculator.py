@@ -48,14 +48,14 @@ def _shape_each(exp: Experience, change: Callable[[Tensor], Tensor]) -> None:
         exp.baseline_rewards = change(exp.baseline_rewards)
 
 
-def teaches(exp: Experience, cfg: RewardConfig) -> Tensor:
+def trainable_samples(exp: Experience, cfg: RewardConfig) -> Tensor:
     """bool [B]: the samples that stay in the loss, the scored ones and, with ``mask_truncated``, not cut off."""
     return exp.scored & ~exp.truncated if cfg.mask_truncated else exp.scored
 
 
 class AdvantageCalculator:
-    """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns``, ``forking`` and the final ``loss_mask`` of a
-    rollout batch.
+    """Fills ``rewards``, ``token_rewards``, ``advantages``, ``returns``, ``high_entropy_mask`` and the final
+    ``loss_mask`` of a rollout batch.
 
     Args:
         cfg: estimator, KL and normalisation options.
@@ -82,7 +82,8 @@ class AdvantageCalculator:
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
         if exp.entropies is not None:
-            exp.forking = largest(exp.entropies, share(self.cfg.high_entropy_token_ratio, exp.loss_mask), exp.loss_mask)
+            exp.high_entropy_mask = largest(exp.entropies, share(self.cfg.high_entropy_token_ratio, exp.loss_mask),
+                                            exp.loss_mask)
         metrics |= self._group_metrics(exp) | self._normalise(exp)
         if kl is not None:
             metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()
@@ -125,7 +126,7 @@ class AdvantageCalculator:
 
     def _drop_from_loss(self, exp: Experience) -> None:
         """Unscored samples, and truncated ones when asked, teach nothing."""
-        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(teaches(exp, self.reward), exp.seq_lens)
+        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(trainable_samples(exp, self.reward), exp.seq_lens)
 
     def _reward_kl(self, exp: Experience) -> Tensor | None:
         if exp.ref_logprobs is None or self.cfg.use_kl_loss:
@@ -172,7 +173,7 @@ def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generat
     return AdvantageCalculator(cfg, reward, generate_max_len)
 
 
-def fill_inputs(exp: Experience, rows: list[dict[str, Any]], estimator: Advantage) -> dict[str, float]:
+def fill_reward_parts(exp: Experience, rows: list[dict[str, Any]], estimator: Advantage) -> dict[str, float]:
     """Fill the fields that ``estimator`` needs, not shaped yet, from the rows of ``exp``; returns their metrics."""
     if estimator.needs_parts:
         exp.reward_parts, exp.part_weights = part_columns(rows)

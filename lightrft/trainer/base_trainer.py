@@ -17,7 +17,7 @@ from lightrft.utils.errors import ExpectedError, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import progress
 from lightrft.utils.timer import Timer
-from lightrft.utils.watchdog import forget_stop, stop_requested
+from lightrft.utils.watchdog import clear_stop_request, stop_requested
 
 
 class BaseTrainer(ABC):
@@ -71,7 +71,7 @@ class BaseTrainer(ABC):
         if self.step >= self.total_steps:
             get_logger().info(f"already at step {self.step} of {self.total_steps}: nothing to do")
         if self.step > self.total_steps:  # the model of this many steps is not at hand; that of more stays as it is
-            forget_stop()
+            clear_stop_request()
             self.log.close()
             return
         self.before_loop(fresh)
@@ -111,18 +111,18 @@ class BaseTrainer(ABC):
                 self.export(f"hf_step_{self.step}")
 
     @property
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         """What is left of a run that ends early, once it is saved."""
         return "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
 
     def _finish(self) -> None:
         if self.step < self.total_steps:
             self.save()
-            get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {self.way_on}")
+            get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {self.resume_hint}")
         if self.checkpoints is not None:
             self.checkpoints.wait()
         if self.step >= self.total_steps:
-            forget_stop()
+            clear_stop_request()
             self.export("hf")
         self.log.close()
 

@@ -16,7 +16,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
-from lightrft.trainer.advantage_calculator import fill_inputs
+from lightrft.trainer.advantage_calculator import fill_reward_parts
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
@@ -156,7 +156,7 @@ class NaiveExperienceMaker:
 
     def _advantages(self, exp: Experience, rows: Rows, kl_coef: float) -> dict[str, float]:
         set_rewards(exp, rows)
-        metrics = reward_metrics(rows) | fill_inputs(exp, rows, self.calculator.estimator)
+        metrics = reward_metrics(rows) | fill_reward_parts(exp, rows, self.calculator.estimator)
         metrics |= self.calculator(exp, kl_coef)
         kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens) > 0
         return metrics | {"rollout/kept_samples": kept.sum().item()}

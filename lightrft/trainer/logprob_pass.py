@@ -14,31 +14,31 @@ from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
 
-class Residence:
+class ModelOffloader:
     """With ``--offload_during_rollout`` models, gradients and optimizer states leave the device for every generation.
 
     Both ways do nothing without the option, and nothing twice.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, prepared: Sequence[Prepared], timer: Timer) -> None:
-        self.strategy, self.timer, self.away = strategy, timer, False
+        self.strategy, self.timer, self.offloaded = strategy, timer, False
         self.prepared = prepared if config.rollout.offload_during_rollout else ()
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Make room, before generation."""
-        self._move(away=True)
+        self._move(offload=True)
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Before a pass through the models, and before their weights are read."""
-        self._move(away=False)
+        self._move(offload=False)
 
-    def _move(self, away: bool) -> None:
-        if self.prepared and away != self.away:
-            move = self.strategy.offload if away else self.strategy.reload
+    def _move(self, offload: bool) -> None:
+        if self.prepared and offload != self.offloaded:
+            move = self.strategy.offload if offload else self.strategy.reload
             with self.timer("offload"):
                 for each in self.prepared:
                     move(each)
-            self.away = away
+            self.offloaded = offload
 
 
 Forward = Callable[[Experience], Tensor]  # -> [T] or [K, T] of its argument
@@ -86,12 +86,12 @@ class LogprobPass:
 
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
-        residence: of these models.
+        offloader: of these models.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
-                 reference: Prepared | None, residence: Residence) -> None:
-        self.config, self.strategy, self.residence = config, strategy, residence
+                 reference: Prepared | None, offloader: ModelOffloader) -> None:
+        self.config, self.strategy, self.offloader = config, strategy, offloader
         self.actor, self.critic, self.reference = actor, critic, reference
         self.wants_entropies = config.algorithm.high_entropy_token_ratio > 0
         old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
@@ -109,7 +109,7 @@ class LogprobPass:
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute what is wanted and not there yet for the whole batch (a collective); every rank ends with all of
         it."""
-        self.residence.come_back()
+        self.offloader.reload()
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
         missing = [each for each in self.wanted(exp.num_seqs) if vars(exp)[each.fields[0]] is None]

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lightrft.utils.errors import Caught
+from lightrft.utils.errors import CaptureException
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.logprob_pass import Pass
@@ -17,7 +17,7 @@ from lightrft.trainer.samples import pack_samples
 from lightrft.types import Experience, Prompt, Sample
 
 
-class EarlyPasses:
+class OverlappedPasses:
     """A thread that runs ``passes`` on the samples it is given; to be entered around generation, once.
 
     Samples are packed in the order in which they are finished, which with the HF engine and vLLM hangs on requests and
@@ -35,10 +35,10 @@ class EarlyPasses:
         self.found: dict[int, Tensor] = {}  # by sample id: [fields, tokens]
         self._open: list[Sample] = []
         self._packs: SimpleQueue[list[Sample]] = SimpleQueue()  # the last one is empty
-        self._caught = Caught()
+        self._caught = CaptureException()
         self._thread = threading.Thread(target=self._run, name="early passes", daemon=True)
 
-    def __enter__(self) -> "EarlyPasses":
+    def __enter__(self) -> "OverlappedPasses":
         self._stream = None
         if self.strategy.device.type == "cuda":  # beside the engine's kernels, and after the weights are there
             self._stream = torch.cuda.Stream(self.strategy.device)
@@ -94,15 +94,15 @@ class EarlyPasses:
                 self.found.update(zip(exp.sample_ids.tolist(), found.split(exp.seq_lens.tolist(), 1)))
 
 
-class EarlyExperienceMaker(FastExperienceMaker):
+class OverlappedExperienceMaker(FastExperienceMaker):
     """What :class:`.logprob_pass.LogprobPass` would compute is there before the rollout is gathered."""
 
     def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
         """As without the option; ends when all ranks' passes are through."""
         rollout = self.config.rollout
         size = rollout.n_samples_per_prompt
-        self.early = EarlyPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),
-                                 self.logprobs.limits, size)
+        self.early = OverlappedPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),
+                                      self.logprobs.limits, size)
         with self.timer("early_passes"), self.early, self.timer("rollout"):
             return super().generate_samples(groups, step)
 

@@ -30,7 +30,7 @@ class Response(Completion):
 
 
 @dataclass
-class OpenGroup:
+class PartialGroup:
     """The responses to one prompt, on every rank."""
     number: int  # of the draw of its prompt
     prompt: Prompt
@@ -38,12 +38,12 @@ class OpenGroup:
     rows: Rows = field(default_factory=list)  # of the responses that are finished and scored
 
     @classmethod
-    def new(cls, number: int, prompt: Prompt, size: int) -> "OpenGroup":
+    def new(cls, number: int, prompt: Prompt, size: int) -> "PartialGroup":
         """Nothing is generated yet."""
         return cls(number, prompt, [Response([], [], "abort", []) for _ in range(size)])
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> "OpenGroup":
+    def load(cls, state: dict[str, Any]) -> "PartialGroup":
         """The inverse of :func:`dataclasses.asdict`."""
         responses = [Response(**response) for response in state["responses"]]
         return cls(state["number"], Prompt(**state["prompt"]), responses, state["rows"])
@@ -89,7 +89,7 @@ class PartialExperienceMaker(FastExperienceMaker):
     itself, after the same token in every run. What it has generated is gathered, so that nothing hangs on the rank.
     """
 
-    def advance(self, groups: list[OpenGroup], wanted: int, due: set[int]) -> Callable[[], Rows]:
+    def advance(self, groups: list[PartialGroup], wanted: int, due: set[int]) -> Callable[[], Rows]:
         """Generate until ``wanted`` of ``groups`` (none is finished) are, and those with a number in ``due`` as well.
 
         Returns:
@@ -109,7 +109,7 @@ class PartialExperienceMaker(FastExperienceMaker):
             group.responses = found[group.number]
         return lambda: self._gather_rows(samples, baseline)
 
-    def _drive(self, mine: list[OpenGroup], quota: int, due: set[int]) -> list[Sample]:
+    def _drive(self, mine: list[PartialGroup], quota: int, due: set[int]) -> list[Sample]:
         """The engine on this rank's groups; samples of which the rewards are under way now."""
         version, opened, done = self.engine.weight_version, [group.open for group in mine], set[int]()
         late = {group.number for group in mine} & due
@@ -142,14 +142,14 @@ class PartialExperienceMaker(FastExperienceMaker):
         alone = self.greedy is None and not any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts)
         return alone and super()._begins_early(prompts)
 
-    def _finish(self, i: int, group: OpenGroup) -> None:
+    def _finish(self, i: int, group: PartialGroup) -> None:
         """Score what is left of a group whose responses are all finished."""
         begun = {row["index"] for row in group.rows} | self._samples[i].keys()
         rest = [j for j in range(len(group.responses)) if j not in begun]
         self._begin([(i, sample) for sample in self.samples_of(map(group.ended, rest))])
         self.rewards.finish(self._handles[i])
 
-    def _continued(self, groups: list[OpenGroup]) -> list[Request]:
+    def _continued(self, groups: list[PartialGroup]) -> list[Request]:
         """What is left to generate; a response draws by the seed that it began with."""
         whole = self._requests([(group.number, group.prompt) for group in groups], "draw")
         return [
@@ -178,13 +178,13 @@ class OversamplingSource:
         self.batch, self.size, self.max_staleness = (rollout.rollout_batch_size, rollout.n_samples_per_prompt,
                                                      rollout.max_staleness)
         self.most = ceil(rollout.oversample * self.batch - 1e-9)  # 1.1 * 10 is 11
-        self.groups: list[OpenGroup] = []
+        self.groups: list[PartialGroup] = []
 
     def make(self, step: int, kl_coef: float = 0.0) -> Rollout:
         """The rollout of one step."""
         missing = min(self.most, (self.total_steps - step) * self.batch) - len(self.groups)
         self.groups += [
-            OpenGroup.new(number, prompt, self.size) for number, prompt in self.loader.draw(max(0, missing))
+            PartialGroup.new(number, prompt, self.size) for number, prompt in self.loader.draw(max(0, missing))
         ]
         running = [group for group in self.groups if group.open]
         due = {group.number for group in running if group.oldest(step) + self.max_staleness <= step}
@@ -201,7 +201,7 @@ class OversamplingSource:
         }
         return rollout
 
-    def _take(self, step: int) -> list[OpenGroup]:
+    def _take(self, step: int) -> list[PartialGroup]:
         """The batch of finished groups whose tokens are the oldest; the others stay, in the same order."""
         self.groups.sort(key=lambda group: (group.oldest(step + 1), group.number))
         chosen = [group for group in self.groups if not group.open][:self.batch]
@@ -209,7 +209,7 @@ class OversamplingSource:
         self.groups = [group for group in self.groups if group.number not in taken]
         return chosen
 
-    def _rows(self, rows: Rows, chosen: list[OpenGroup]) -> Rows:
+    def _rows(self, rows: Rows, chosen: list[PartialGroup]) -> Rows:
         """Give every group its new ``rows``; returns all those of ``chosen``, numbered by place."""
         groups = {group.number: group for group in (*chosen, *self.groups)}
         for row in rows:
@@ -219,7 +219,7 @@ class OversamplingSource:
             for row in sorted(group.rows, key=lambda row: row["index"])
         ]
 
-    def _metrics(self, chosen: list[OpenGroup], step: int) -> dict[str, float]:
+    def _metrics(self, chosen: list[PartialGroup], step: int) -> dict[str, float]:
         versions = [set(response.weight_versions) for group in chosen for response in group.responses]
         left = [group.responses[j] for group in self.groups for j in group.open if group.responses[j].token_ids]
         return {
@@ -236,7 +236,7 @@ class OversamplingSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; what this run cannot go on with is told and dropped."""
-        carried = [OpenGroup.load(each) for each in state.get("open", ())]
+        carried = [PartialGroup.load(each) for each in state.get("open", ())]
         if carried and (state["size"] != self.size or len(carried) > self.batch):
             get_logger().warning(
                 "the %d groups of %d samples under way in the checkpoint are dropped: now there are groups of %d and "

@@ -8,7 +8,7 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import RolloutEngine
-from lightrft.rollout.weight_sync.verify import get_sync_proof
+from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
@@ -36,11 +36,11 @@ class PPOTrainer(BaseTrainer):
                          config.eval.eval_steps)
         self.config, self.engine, self.maker, self.update = config, engine, maker, update
         self.loader, self.kl, self.evaluator = loader, kl, evaluator
-        self.residence = maker.logprobs.residence
+        self.offloader = maker.logprobs.offloader
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader, total_steps)
-        self.proof = get_sync_proof(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
-                                    config.model.bf16, timer)
+        self.proof = get_weight_sync_verifier(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
+                                              config.model.bf16, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
         self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
@@ -58,10 +58,10 @@ class PPOTrainer(BaseTrainer):
         """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
         coef, length = self.kl.value, self._begin_stage()
         self.prepared["actor"].model.eval()
-        self.residence.leave()
+        self.offloader.offload()
         rollout = self.source.make(self.step, coef)
         self.engine.sleep()  # both are done already, but in a step without a rollout
-        self.residence.come_back()
+        self.offloader.reload()
         with self.timer("update_other"):
             metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
                                          if rollout.rows else {})
@@ -84,7 +84,7 @@ class PPOTrainer(BaseTrainer):
         super()._end_step(metrics)
         if reason := self.tripwires.fatal(metrics):
             self.save()
-            raise UnscoredTraining(f"{reason}; {self.way_on}")
+            raise UnscoredTraining(f"{reason}; {self.resume_hint}")
 
     def _tell(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
         """Warn of the ``news`` of the tripwires, on one rank; returns their metrics."""
@@ -124,11 +124,11 @@ class PPOTrainer(BaseTrainer):
         if self.evaluator is None:
             return {}
         self.prepared["actor"].model.eval()
-        self.residence.leave()
+        self.offloader.offload()
         metrics, rows = self.evaluator.run()
-        if self.residence.away:  # there is no room for both
+        if self.offloader.offloaded:  # there is no room for both
             self.engine.sleep()
-            self.residence.come_back()
+            self.offloader.reload()
             self._wake_engine(self.step)
         if self.step in (0, self.total_steps):
             self.log.solutions(self.step, rows)

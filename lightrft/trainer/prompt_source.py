@@ -4,8 +4,8 @@ from typing import Any
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
-from lightrft.trainer.advantage_calculator import teaches
-from lightrft.trainer.overlapped_passes import EarlyExperienceMaker
+from lightrft.trainer.advantage_calculator import trainable_samples
+from lightrft.trainer.overlapped_passes import OverlappedExperienceMaker
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.dynamic_sampling import Groups, Tally, tell_dropped
@@ -89,7 +89,7 @@ class DynamicSource:
         groups = Groups(exp, rows_of(), self.waiting.size)
         set_rewards(exp, groups.rows)
         stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
-        taught = group_stats(teaches(exp, self.config.reward).float(), exp.group_ids, exp.scored).mean > 0
+        taught = group_stats(trainable_samples(exp, self.config.reward).float(), exp.group_ids, exp.scored).mean > 0
         good = groups.keep(taught & (stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread))
         tally.add(groups, len(good))
         self.waiting = self.waiting + good
@@ -123,7 +123,7 @@ class DynamicSource:
 def get_maker(config: Config) -> type[FastExperienceMaker]:
     """The class of experience makers that :func:`get_group_source` needs."""
     if config.rollout.overlap_passes:
-        return EarlyExperienceMaker
+        return OverlappedExperienceMaker
     return PartialExperienceMaker if config.rollout.oversample > 1 else FastExperienceMaker
 
 

@@ -13,7 +13,7 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.utils.aside import move_aside
+from lightrft.utils.aside import backup_path
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import peak_memory_gib
 from lightrft.utils.sinks import MetricSinks
@@ -128,7 +128,7 @@ class RolloutLog(RunLog):
         """See :class:`RunLog`; rollouts of an earlier run are moved aside when a new one starts."""
         super().start(step)
         if self.strategy.is_main and step == 0:
-            move_aside(self.trajectories.folder)
+            backup_path(self.trajectories.folder)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics that belong to no training step."""

@@ -24,7 +24,7 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
-from lightrft.trainer.logprob_pass import Residence
+from lightrft.trainer.logprob_pass import ModelOffloader
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
@@ -100,9 +100,9 @@ class SPMDPPOTrainer(PPOTrainer):
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
-        residence = Residence(config, strategy, [each for each in (actor, critic, reference) if each], timer)
+        offloader = ModelOffloader(config, strategy, [each for each in (actor, critic, reference) if each], timer)
         maker = get_maker(config)(config, strategy, engine, rewards, tokenizer,
-                                  LogprobPass(config, strategy, actor, critic, reference, residence),
+                                  LogprobPass(config, strategy, actor, critic, reference, offloader),
                                   get_advantage_calculator(config.algorithm, config.reward,
                                                            config.rollout.generate_max_len), timer, greedy)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None

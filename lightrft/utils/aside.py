@@ -3,7 +3,7 @@ import itertools
 from pathlib import Path
 
 
-def move_aside(path: Path) -> Path | None:
+def backup_path(path: Path) -> Path | None:
     """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; its new path, or None."""
     if not path.exists():
         return None

@@ -35,13 +35,13 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
                             "newest checkpoint") from error
 
 
-class Caught:
+class CaptureException:
     """A ``with`` block around foreign code: whatever it raises ends the block, and is kept in ``cause``."""
 
     def __init__(self) -> None:
         self.cause: BaseException | None = None
 
-    def __enter__(self) -> "Caught":
+    def __enter__(self) -> "CaptureException":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import IO, Any, Protocol
 
 from lightrft.utils.aliases import ALIASES, alias_metrics
-from lightrft.utils.aside import move_aside
+from lightrft.utils.aside import backup_path
 from lightrft.utils.logging import get_logger
 from lightrft.utils.step_table import StepTable
 from lightrft.utils.trajectory_saver import jsonable
@@ -192,7 +192,7 @@ class MetricSinks:
             raise RuntimeError("truncate_after must come before the first log")
         if step <= 0:
             for left in (self.path, self.folder / "tensorboard", self.folder / _WANDB_ID):
-                move_aside(left)
+                backup_path(left)
         if not self.path.exists():
             return
         part = self.path.with_suffix(".jsonl.part")

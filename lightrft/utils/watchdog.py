@@ -284,7 +284,7 @@ def stop_requested() -> bool:
     return _Stop.received != 0
 
 
-def forget_stop() -> None:
+def clear_stop_request() -> None:
     """To be called when the work is complete: a request that came too late to change anything is no failure."""
     _Stop.received = 0
 

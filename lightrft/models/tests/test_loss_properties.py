@@ -81,17 +81,17 @@ def check(exp, new, entropy, cfg, seed, garbage, spoil=lambda module: module):
     return want
 
 
-def prepared(exp, new, weight, fresh, forking):
+def prepared(exp, new, weight, fresh, high_entropy_mask):
     """The old log-probs as the trainer sets them, and the tokens that get a policy gradient."""
     old = exp.rollout_logprobs if weight == "bypass" else None if fresh else exp.old_logprobs
-    return replace(exp, old_logprobs=old, forking=exp.loss_mask & (new > -1.5) if forking else None)
+    return replace(exp, old_logprobs=old, high_entropy_mask=exp.loss_mask & (new > -1.5) if high_entropy_mask else None)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_combination_is_invariant(loss):
     for number, (weight, aggregation) in enumerate(product(WEIGHTS, AGGREGATIONS)):
         exp, new, entropy = rollout(FIXED, 8)
-        exp, cfg = prepared(exp, new, weight, fresh=False, forking=False), config(loss, weight, aggregation)
+        exp, cfg = prepared(exp, new, weight, fresh=False, high_entropy_mask=False), config(loss, weight, aggregation)
         _, gradient, _ = check(exp, new, entropy, cfg, number, GARBAGE[number % 3])
         rest = learn(replace(exp, advantages=torch.zeros_like(new)), new, entropy, cfg)[1]
         assert not torch.allclose(gradient, rest), "only the KL has a gradient"
@@ -102,9 +102,9 @@ COMBINATIONS = st.builds(config, st.sampled_from(LOSSES), st.sampled_from(WEIGHT
 
 @settings(PROFILE, max_examples=150)
 @given(COMBINATIONS, SAMPLES, SEEDS, st.booleans(), st.booleans(), st.sampled_from(GARBAGE))
-def test_random_batches_are_invariant(cfg, samples, seed, fresh, forking, garbage):
+def test_random_batches_are_invariant(cfg, samples, seed, fresh, high_entropy_mask, garbage):
     exp, new, entropy = rollout(samples, seed)
-    check(prepared(exp, new, cfg.rollout_correction, fresh, forking), new, entropy, cfg, seed, garbage)
+    check(prepared(exp, new, cfg.rollout_correction, fresh, high_entropy_mask), new, entropy, cfg, seed, garbage)
 
 
 @settings(PROFILE, max_examples=100)

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightrft.rewards.timeouts import Backlog
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import Caught
+from lightrft.utils.errors import CaptureException
 from lightrft.rewards.timeouts import NOT_TRIED, Patience
 from lightrft.rewards.workers.worker import Info, Spec
 from lightrft.utils.errors import UserError
@@ -158,7 +158,7 @@ class WorkerPool:
     def _run(self, slot: int) -> None:
         while tasks := self._backlog.take(MAX_CHUNK):
             whole = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
-            with Caught() as caught:
+            with CaptureException() as caught:
                 outcomes = self._score(slot, whole)
             if caught.cause is not None:
                 cause = "load" if isinstance(caught.cause, LoadError) else "shutdown" if self._closed else "internal"
@@ -225,7 +225,7 @@ class WorkerPool:
         """A worker that has loaded the reward and is scoring ``asked``; one that died while idle is replaced."""
         for fresh in ([False, True] if slot in self._workers else [True]):
             worker = self._spawn(slot) if fresh else self._workers[slot]
-            with Caught() as caught:
+            with CaptureException() as caught:
                 info = worker.start(task.spec, asked)
             if caught.cause is None:
                 if not task.info.done():

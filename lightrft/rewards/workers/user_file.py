@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import Caught
+from lightrft.utils.errors import CaptureException
 from lightrft.utils.errors import UserError
 
 SIGNATURES = {
@@ -74,7 +74,7 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
-    with Caught() as caught:
+    with CaptureException() as caught:
         spec.loader.exec_module(module)
     if caught.cause is not None:
         raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{caught.text}")
@@ -151,7 +151,7 @@ def _each(function: Callable[..., Any]) -> Scorer:
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome]:
         for item in batch:
-            with Caught() as caught:
+            with CaptureException() as caught:
                 extra = {**item.columns, **(item.columns.get("extra_info") or {})}
                 result = _call(
                     function, {
@@ -167,7 +167,7 @@ def _each(function: Callable[..., Any]) -> Scorer:
 def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput]], dict[str, Any]]) -> Scorer:
 
     def once(batch: list[RewardInput]) -> list[Outcome]:
-        with Caught() as caught:
+        with CaptureException() as caught:
             return outcomes_of(_call(function, arguments(batch)), len(batch))
         return [Outcome(None, "exception", caught.text)] * len(batch)
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import Caught
+from lightrft.utils.errors import CaptureException
 from lightrft.rewards.workers.user_file import Scorer, load, outcomes_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,7 +51,7 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
         reward = pickle.loads(spec.pickled)
 
         def whole(batch: list[RewardInput]) -> Iterator[Outcome]:
-            with Caught() as caught:
+            with CaptureException() as caught:
                 outcomes = outcomes_of(reward(batch), len(batch))
             yield from ([Outcome(None, "exception", caught.text)] *
                         len(batch) if caught.cause is not None else outcomes)
@@ -65,7 +65,7 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
 def _math(batch: list[RewardInput]) -> Iterator[Outcome]:
     from lightrft.rewards.rules import verify_math
     for item in batch:
-        with Caught() as caught, _memory_cap(_MATH_BYTES):
+        with CaptureException() as caught, _memory_cap(_MATH_BYTES):
             outcome = verify_math(item)
         yield Outcome(None, "exception", caught.text) if caught.cause is not None else outcome
 
@@ -92,7 +92,7 @@ def serve(pipe: Connection) -> None:
     while True:
         spec, batch = pipe.recv()
         if spec not in loaded:
-            with Caught() as caught:
+            with CaptureException() as caught:
                 loaded[spec] = resolve(spec)
             if caught.cause is not None:
                 pipe.send(("failed", str(caught.cause) if isinstance(caught.cause, ValueError) else caught.text))

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft.rollout.engine import Completion, Request, SamplingParams
-from lightrft.rollout.weight_sync.names import Sent
-from lightrft.rollout.sglang.launch import start_engine, surroundings
+from lightrft.rollout.weight_sync.names import WeightManifest
+from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.rollout.collector import Ended
 from lightrft.utils.errors import UserError
 
@@ -36,16 +36,16 @@ class SGLangNative:
         UserError: SGLang is missing, does not know an argument, or cannot run the model with them.
     """
 
-    def __init__(self, arguments: dict[str, Any], weights: Sent, device: torch.device) -> None:
-        self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _deafen), None
-        self.leftovers, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
+    def __init__(self, arguments: dict[str, Any], weights: WeightManifest, device: torch.device) -> None:
+        self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _block_signals), None
+        self.cleanup, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
         self._words = ""
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
-            with surroundings(device, arguments.get("tp_size", 1)) as port, theirs:
+            with isolated_environment(device, arguments.get("tp_size", 1)) as port, theirs:
                 self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, weights, theirs,
-                                                 self.leftovers).result()
+                                                 self.cleanup).result()
         except UserError:
             raise
         except (ValueError, NotImplementedError, RuntimeError) as error:
@@ -97,7 +97,7 @@ class SGLangNative:
             process.kill()
         for process in self.processes:
             process.join()
-        self.thread.submit(self.leftovers.close).result()
+        self.thread.submit(self.cleanup.close).result()
         self.thread.shutdown()
         self.last_words.close()
         signal.signal(signal.SIGQUIT, self._on_quit)
@@ -108,7 +108,7 @@ _KILLED = (
     "above")
 
 
-def _deafen() -> None:
+def _block_signals() -> None:
     """Children of this thread, the schedulers, do not hear by which signals a launcher asks all processes of a rank to
     stop: the trainer ends them once it has saved."""
     resource_tracker.ensure_running()  # whose start would let the thread hear them again
@@ -175,9 +175,9 @@ class SGLangRun:
         }  # yapf: disable
         asked = GenerateReqInput(input_ids=token_ids, sampling_params=sampling, return_logprob=True)
         answer = await anext(self.native.manager.generate_request(asked, None))
-        told, drawn = answer["meta_info"], list(answer["output_ids"])
-        reason = told["finish_reason"]["type"]
+        found, drawn = answer["meta_info"], list(answer["output_ids"])
+        reason = found["finish_reason"]["type"]
         if reason == "abort":  # it may come after the end
             ended = drawn and drawn[-1] in self.stop_ids
             reason = "stop" if ended else "length" if len(drawn) == new_tokens else "abort"
-        return Completion(drawn, [entry[0] for entry in told.get("output_token_logprobs") or []], reason)
+        return Completion(drawn, [entry[0] for entry in found.get("output_token_logprobs") or []], reason)

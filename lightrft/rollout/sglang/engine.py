@@ -17,8 +17,9 @@ from lightrft.rollout.sglang.launch import check_window
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.sglang.client import SGLangRun
 from lightrft.rollout.sglang.launch import engine_arguments
-from lightrft.rollout.weight_sync.names import Sent, checked, checkpoint_names, exported_shapes, under_checkpoint_names
-from lightrft.rollout.collector import Told
+from lightrft.rollout.weight_sync.names import (WeightManifest, checked, checkpoint_names, exported_shapes,
+                                                under_checkpoint_names)
+from lightrft.rollout.collector import CompletionCollector
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
@@ -40,8 +41,9 @@ class SGLangEngine:
         group: CPU process group of the ranks that share the engine, which lives on its first; None: this rank alone.
     """
 
-    def __init__(self, native: SGLangNative | None, weights: Sent, eos_token_ids: Iterable[int], vocabulary: int,
-                 longest: int, bucket_bytes: int, sleeps: bool = False, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, native: SGLangNative | None, weights: WeightManifest, eos_token_ids: Iterable[int],
+                 vocabulary: int, longest: int, bucket_bytes: int, sleeps: bool = False,
+                 group: dist.ProcessGroup | None = None) -> None:
         self.native, (self.shapes, self.names), self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.vocabulary, self.longest, self.bucket_bytes = vocabulary, longest, bucket_bytes
         self.sleeps, self.group = sleeps, group
@@ -66,9 +68,9 @@ class SGLangEngine:
         if "" in first:
             raise UserError(first[""])
         wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # a copy: told by a
-        told = {name: text.split() for name, text in first.items()}  # number that no copy has
+        collector = {name: text.split() for name, text in first.items()}  # number that no copy has
         return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
-                for name, (dtype, value) in told.items()}  # yapf: disable
+                for name, (dtype, value) in collector.items()}  # yapf: disable
 
     def shared_storage(self) -> set[int]:
         """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
@@ -98,19 +100,19 @@ class SGLangEngine:
         self._wake_cache()
         run = SGLangRun(self.native, everyone, params, stop_ids(self.eos_token_ids, params,
                                                                 self.vocabulary)) if self.native else None
-        told = Told(everyone, mine, on_finished, on_arrived)
+        collector = CompletionCollector(everyone, mine, on_finished, on_arrived)
         try:
-            self._collect(run, told)
+            self._collect(run, collector)
         finally:  # after an error too, or the next call would go on with what is left
             rest = run.abort() if run else []
-        told.keep(completions_of_first(rest, self.group))
-        return told.own()
+        collector.keep(completions_of_first(rest, self.group))
+        return collector.own()
 
-    def _collect(self, run: SGLangRun | None, told: Told) -> None:
+    def _collect(self, run: SGLangRun | None, collector: CompletionCollector) -> None:
         """Responses, round by round on all ranks of the group, until all are there or every rank has enough."""
-        complete = told.empty
-        while not (complete and all_of_group(told.enough(complete), self.group)):
-            complete = told.take(completions_of_first(run.ended() if run else [], self.group))
+        complete = collector.empty
+        while not (complete and all_of_group(collector.enough(complete), self.group)):
+            complete = collector.take(completions_of_first(run.ended() if run else [], self.group))
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -177,7 +179,7 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
                         bf16: bool) -> SGLangEngine:
     """SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
-    weights = Sent(shapes, checkpoint_names(actor.hf_model, shapes))
+    weights = WeightManifest(shapes, checkpoint_names(actor.hf_model, shapes))
     if world.local_world_size % cfg.engine_tp_size:
         raise UserError(f"--engine_tp_size {cfg.engine_tp_size}: SGLang's ranks have to share a machine, and this one "
                         f"has {world.local_world_size}")
@@ -191,7 +193,8 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
                         arguments["enable_memory_saver"], group)
 
 
-def _native(arguments: dict[str, Any], weights: Sent, device: torch.device, config: Any, longest: int) -> SGLangNative:
+def _native(arguments: dict[str, Any], weights: WeightManifest, device: torch.device, config: Any,
+            longest: int) -> SGLangNative:
     """SGLang, which has room for ``longest`` tokens and attends as the model of ``config`` does."""
     native = SGLangNative(arguments, weights, device)
     try:

@@ -26,9 +26,9 @@ from lightrft.rollout.engine import INSTALL
 from lightrft.rollout.engine import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout.sglang import scheduler_patches as sglang_child
+from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang import launch as sglang_files
-from lightrft.rollout.weight_sync.names import Sent
+from lightrft.rollout.weight_sync.names import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
 from lightrft.utils.env import total_memory, World
 from lightrft.utils.errors import UserError
@@ -86,12 +86,13 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     return arguments
 
 
-def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connection, leftovers: ExitStack) -> "Engine":
+def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words: Connection,
+                 cleanup: ExitStack) -> "Engine":
     """SGLang's engine, for a trainer that sends ``weights``.
 
     Args:
         last_words: of a scheduler that fails.
-        leftovers: undoes what outlasts the engine, or a start that fails.
+        cleanup: undoes what outlasts the engine, or a start that fails.
     """
     try:
         from sglang.srt.entrypoints.engine import Engine
@@ -102,11 +103,12 @@ def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connectio
     for name in set(arguments) - known:
         raise UserError(f"--engine_args {name}: SGLang has no such argument{did_you_mean(name, known)}")
     folder = sglang_files.claim()
-    leftovers.callback(sglang_files.remove, folder)
+    cleanup.callback(sglang_files.remove, folder)
 
     class OwnEngine(Engine):
         """Without the process that would turn tokens into text, and without the end of all children."""
-        run_scheduler_process_func = staticmethod(partial(sglang_child.run_scheduler, weights, os.getpid(), last_words))
+        run_scheduler_process_func = staticmethod(
+            partial(scheduler_patches.run_scheduler, weights, os.getpid(), last_words))
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,7 @@ def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connectio
         @staticmethod
         def init_tokenizer_manager_func(*args: Any) -> Any:
             manager, templates = Engine.init_tokenizer_manager_func(*args)
-            leftovers.callback(_close_sockets, manager.send_to_scheduler)
+            cleanup.callback(_close_sockets, manager.send_to_scheduler)
             return manager, templates
 
         @classmethod
@@ -128,8 +130,8 @@ def start_engine(arguments: dict[str, Any], weights: Sent, last_words: Connectio
 
     engine = OwnEngine(**arguments)
     engine.tokenizer_manager._subprocess_watchdog.stop()
-    leftovers.callback(_close_sockets, engine.send_to_rpc)
-    leftovers.callback(_end_tasks, engine.loop)
+    cleanup.callback(_close_sockets, engine.send_to_rpc)
+    cleanup.callback(_end_tasks, engine.loop)
     return engine
 
 
@@ -146,7 +148,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 @contextmanager
-def surroundings(device: torch.device, tp_size: int) -> Iterator[int]:
+def isolated_environment(device: torch.device, tp_size: int) -> Iterator[int]:
     """The process as SGLang needs it while it starts: without torchrun's variables, by which its children would look
     for the trainer. Afterwards as it was. Yields a port where they can meet."""
     root, method = logging.getLogger(), multiprocessing.get_start_method()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.weight_sync.names import Sent, under_checkpoint_names
+from lightrft.rollout.weight_sync.names import WeightManifest, under_checkpoint_names
 from lightrft.rollout.sampling import sample, uniforms_at
-from lightrft.rollout.weight_sync.weight_map import Places
+from lightrft.rollout.weight_sync.weight_map import WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # compute with weights as they come
 
 
-def run_scheduler(weights: Sent, parent: int, last_words: Connection, *args: Any) -> None:
+def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, *args: Any) -> None:
     """A scheduler process from its start to its end, for a trainer in the process ``parent`` that sends ``weights``. An
     error that ends it is told there.
 
@@ -90,10 +90,10 @@ def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "Samplin
     return seeded
 
 
-def _checksums(weights: Sent) -> Callable[..., dict[str, Any]]:
+def _checksums(weights: WeightManifest) -> Callable[..., dict[str, Any]]:
     """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read; under
     no name, what is wrong with the others."""
-    found: list[Places] = []
+    found: list[WeightMap] = []
 
     def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
         if not found:
@@ -119,7 +119,7 @@ def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _places(model: nn.Module, weights: Sent) -> Places:
+def _places(model: nn.Module, weights: WeightManifest) -> WeightMap:
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.runtime_context import get_parallel
     group = get_parallel().tp_group.cpu_group
@@ -136,5 +136,5 @@ def _places(model: nn.Module, weights: Sent) -> Places:
     methods = {layer: type(getattr(layer, "quant_method", None)).__name__ for layer in model.modules()}
     experts = [layer for layer, method in methods.items() if method == "UnquantizedFusedMoEMethod"]
     derived = [layer for layer, method in methods.items() if layer not in experts and method not in _PLAIN]
-    return Places(load, weights.shapes, group if dist.get_world_size(group) > 1 else None, derived, experts, reload,
-                  model)
+    return WeightMap(load, weights.shapes, group if dist.get_world_size(group) > 1 else None, derived, experts, reload,
+                     model)

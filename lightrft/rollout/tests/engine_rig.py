@@ -9,7 +9,7 @@ from lightrft.models.loader import load_tokenizer
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
-from lightrft.rollout.weight_sync.verify import SyncProofError
+from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
@@ -120,7 +120,7 @@ def refuses_broken_streams(rig):
 def names_a_fault(rig, kind):
     """Of the next sync."""
     break_sync(rig.engine, kind)
-    with pytest.raises(SyncProofError) as caught:
+    with pytest.raises(WeightSyncError) as caught:
         rig.sync()
     said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
     assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
@@ -163,7 +163,7 @@ def names_faults_of_experts(rig):
         rig.learn()
         rig.engine.update_weights = lambda stream, version: right(
             ((one, change(tensor.clone(), before) if one == name else tensor) for one, tensor in stream), version)
-        with pytest.raises(SyncProofError) as caught:
+        with pytest.raises(WeightSyncError) as caught:
             rig.sync()
         rig.engine.update_weights = right
         said = str(caught.value)

@@ -7,7 +7,7 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.base import OptimSpec
@@ -37,7 +37,8 @@ def changed(model):
 
 def proof_of(strategy, prepared, engine):
     prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
-    return get_sync_proof(RolloutConfig(sync_canary_every=1), strategy, prepared, engine, prompts, False, Timer())
+    return get_weight_sync_verifier(RolloutConfig(sync_canary_every=1), strategy, prepared, engine, prompts, False,
+                                    Timer())
 
 
 def faulty_gather(strategy, prepared, engine, proof):
@@ -54,7 +55,7 @@ def faulty_gather(strategy, prepared, engine, proof):
     sync_weights(strategy, prepared, engine, 3, 1, proof)
     try:
         proof.check(3)
-    except SyncProofError as error:
+    except WeightSyncError as error:
         assert "model.layers.1.mlp.down_proj.weight (layer 1) differs between engine and trainer on rank 1" in str(
             error)
     else:

@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 
 from lightrft.rollout import SamplingParams
-from lightrft.rollout.weight_sync.verify import get_sync_proof
+from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.tests.engine_rig import EXACT, NEW, names_faults_of_experts, requests
 from lightrft.rollout.tests.sglang_rig import SIZES, Rig
 from lightrft.tests import tiny
@@ -26,7 +26,7 @@ def started(folder, monkeypatch, tied):
 
 def test_experts_arrive_and_a_wrong_one_is_named(tmp_path, monkeypatch):
     rig = started(tmp_path, monkeypatch, tied=False)
-    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    rig.proof = get_weight_sync_verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
     for _ in range(2):
         assert rig.sync() < 1e-5
         mean, largest = rig.gap(requests(1), SamplingParams(NEW))

@@ -22,7 +22,7 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.sglang import weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.tests.faulty_sync import TARGET
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
@@ -258,7 +258,7 @@ def proven(rig, monkeypatch):
     monkeypatch.setattr(rig.engine, "update_weights", rig.engine.update_weights)
     monkeypatch.setattr(rig, "proof", None)
     rig.engine.wake()
-    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    rig.proof = get_weight_sync_verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
     assert rig.sync() < 1e-5
     rig.learn()
     yield rig
@@ -274,7 +274,7 @@ def test_a_tensor_that_sglang_passes_over(proven, monkeypatch):
     monkeypatch.setattr(
         sglang_weights, "buckets", lambda *words:
         ((flat, [one for one in inside if one[0] != TARGET]) for flat, inside in right(*words)))
-    with pytest.raises(SyncProofError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
+    with pytest.raises(WeightSyncError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
         proven.sync()
 
 
@@ -288,7 +288,7 @@ def test_a_prefix_cache_that_outlives_the_update(proven, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "update_weights_from_tensor", kept)
-        with pytest.raises(SyncProofError, match="canaries differ .* a cache outlived the update"):
+        with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
             proven.sync()
     assert proven.sync() < 1e-5
 
@@ -364,7 +364,7 @@ def test_weights_of_a_family_arrive(family, tmp_path, monkeypatch):
     of Gemma 1, to which SGLang adds 1."""
     monkeypatch.setitem(tiny.FAMILIES, family, FAMILIES[family])
     rig = Rig(tiny.save_model(tmp_path, family, **SIZES))
-    rig.proof = get_sync_proof(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    rig.proof = get_weight_sync_verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
     for _ in range(2):
         assert rig.sync() < 1e-5
         mean, largest = rig.gap(requests(1), SamplingParams(NEW))

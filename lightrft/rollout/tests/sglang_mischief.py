@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrft.rollout.sglang import scheduler_patches as sglang_child
+from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang.engine import SGLangEngine
 from lightrft.tests.mischief import due
 
 _IN_MODEL = os.environ.get("MISCHIEF", "").startswith(("raise", "kill"))
-_generate, _run_scheduler = SGLangEngine.generate, sglang_child.run_scheduler
+_generate, _run_scheduler = SGLangEngine.generate, scheduler_patches.run_scheduler
 
 
 def _strikes(folder: Path = Path()) -> str:
@@ -49,4 +49,4 @@ def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: An
 
 SGLangEngine.generate = _harmed
 if _IN_MODEL:
-    sglang_child.run_scheduler = partial(run_harmed, Path.cwd(), int(os.environ.get("RANK", "0")))
+    scheduler_patches.run_scheduler = partial(run_harmed, Path.cwd(), int(os.environ.get("RANK", "0")))

@@ -10,7 +10,7 @@ from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import get_engine
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
 from lightrft.rollout.tests.faulty_sync import TARGET, break_sync
 from lightrft.rollout.tests.ranks import changed
@@ -44,7 +44,7 @@ class Ranks:
         """SGLang and the proof of its syncs."""
         cfg = RolloutConfig(engine_tp_size=tp_size, **OPTIONS)
         engine = get_engine(cfg, self.prepared.model, self.strategy, self.tokenizer)
-        return engine, get_sync_proof(cfg, self.strategy, self.prepared, engine, PROMPTS, False, Timer())
+        return engine, get_weight_sync_verifier(cfg, self.strategy, self.prepared, engine, PROMPTS, False, Timer())
 
     def sync(self, engine, proof):
         """The gap of the canaries."""
@@ -103,7 +103,7 @@ def facts(ranks, tp_size):
     try:
         ranks.sync(engine, proof)
         raise AssertionError("not noticed")
-    except SyncProofError as error:
+    except WeightSyncError as error:
         assert TARGET in str(error) and "on rank 0" in str(error), error
     engine.update_weights = right
     engine.shutdown()

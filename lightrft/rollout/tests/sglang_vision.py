@@ -4,7 +4,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from lightrft.rollout import get_engine
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.tests import engine_rig
 from lightrft.rollout.tests.sglang_rig import CFG
 from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive
@@ -21,7 +21,7 @@ class Rig(Sees, engine_rig.EngineRig):
     def __init__(self, folder):
         super().__init__(folder, self.load(folder))
         self.engine = get_engine(CFG, self.actor, self.strategy, self.tokenizer)
-        self.proof = get_sync_proof(CFG, self.strategy, self.prepared, self.engine, PROMPTS, False, Timer())
+        self.proof = get_weight_sync_verifier(CFG, self.strategy, self.prepared, self.engine, PROMPTS, False, Timer())
 
     def continued(self, picture):
         """SGLang's own request, because the engine takes text only so far: a greedy response and its log-probs."""
@@ -42,6 +42,6 @@ def test_a_model_that_sees(family, tied, tmp_path):
     right = rig.engine.update_weights
     rig.engine.update_weights = lambda stream, version: right(
         ((name, tensor * (1 + 1e-3) if name == TOWER else tensor) for name, tensor in stream), version)
-    with pytest.raises(SyncProofError, match=f": {TOWER} differs between engine and trainer on rank 0"):
+    with pytest.raises(WeightSyncError, match=f": {TOWER} differs between engine and trainer on rank 0"):
         rig.sync()
     rig.engine.shutdown()

@@ -8,7 +8,7 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.weight_sync.verify import SyncProof, SyncProofError
+from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.base import OptimSpec
@@ -39,8 +39,8 @@ class Rig:
                             lora_sync="adapter")
         self.engine = get_engine(cfg, self.actor, self.strategy, load_tokenizer(str(folder)))
         prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
-        self.proof = SyncProof(RolloutConfig(sync_proof="both", sync_canary_every=1), self.strategy, self.prepared,
-                               self.engine, prompts, False, Timer())
+        self.proof = WeightSyncVerifier(RolloutConfig(sync_proof="both", sync_canary_every=1), self.strategy,
+                                        self.prepared, self.engine, prompts, False, Timer())
         self.sent = []
 
     def learn(self):
@@ -132,7 +132,7 @@ def test_a_fault_is_named(name, rig):
         yield from FakeStrategy.full_params(rig.strategy, *args)
         place[1, 1] += 1e-3
 
-    with pytest.raises(SyncProofError, match=rf"{name} \(layer \d\) differs"):
+    with pytest.raises(WeightSyncError, match=rf"{name} \(layer \d\) differs"):
         rig.sync(harmed)
     if ".lora_" not in name:
         place.copy_(kept)
@@ -145,7 +145,8 @@ def test_an_adapter_that_vllm_passes_over_is_named(rig, monkeypatch):
     fill, name = rig.engine.adapters._fill, "model.layers.1.mlp.down_proj.lora_B.weight"
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.adapters, "_fill", lambda one, tensor: None if one == name else fill(one, tensor))
-        with pytest.raises(SyncProofError, match=f"{name} .* still has the values of the sync before. 1 of 54 weights"):
+        with pytest.raises(WeightSyncError,
+                           match=f"{name} .* still has the values of the sync before. 1 of 54 weights"):
             rig.sync()
     rig.sync()
 
@@ -155,7 +156,7 @@ def test_adapters_that_were_sent_as_they_were_before(rig):
     rig.sync()
     old = {name: tensor.clone() for name, tensor in rig.strategy.full_params(rig.actor, 1 << 20, "alone")}
     rig.learn()
-    with pytest.raises(SyncProofError, match=f"{next(iter(old))} .* of the sync before. 28 of 54 weights differ"):
+    with pytest.raises(WeightSyncError, match=f"{next(iter(old))} .* of the sync before. 28 of 54 weights differ"):
         rig.sync(lambda *_: iter(old.items()))
     rig.sync()
 

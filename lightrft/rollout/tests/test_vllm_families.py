@@ -11,7 +11,7 @@ import torch
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.vllm import weights as vllm_weights
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.tests import test_vllm_engine, vllm_ranks
 from lightrft.rollout.tests.faulty_sync import TARGET
 from lightrft.rollout.tests.engine_rig import EXACT, NEW, STOPS, names_a_fault, names_faults_of_experts, requests
@@ -49,7 +49,7 @@ class Rig(test_vllm_engine.Rig):
     def sync(self):
         if self.proof is None:
             cfg = RolloutConfig(sync_canary_every=1)
-            self.proof = get_sync_proof(cfg, self.strategy, self.prepared, self.vllm, PROMPTS, False, Timer())
+            self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.vllm, PROMPTS, False, Timer())
         return super().sync()
 
 
@@ -126,7 +126,7 @@ def test_a_wrong_expert_is_named(family, monkeypatch):
     family.vllm.model.load_weights = load
     with monkeypatch.context() as patch:
         patch.setattr(vllm_weights, "are_experts", lambda layers: False)  # the layout would not be made anew
-        with pytest.raises(SyncProofError, match="layers.0.mlp.experts.gate_up_proj .* 4 of 24 weights differ"):
+        with pytest.raises(WeightSyncError, match="layers.0.mlp.experts.gate_up_proj .* 4 of 24 weights differ"):
             family.sync()
     family.sync()
     before, _ = family.gap(requests(2), SamplingParams(NEW))
@@ -163,7 +163,7 @@ def test_a_tensor_that_vllm_passes_over(rig):
 def test_a_part_of_a_fused_tensor_that_vllm_passes_over(rig):
     """It does not notice."""
     rig.vllm.model.load_weights = without(TARGET, rig.vllm.model.load_weights)
-    with pytest.raises(SyncProofError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
+    with pytest.raises(WeightSyncError, match=re.escape(f"{TARGET} (layer 1) differs") + ".* still has the values"):
         rig.sync()
 
 
@@ -183,7 +183,7 @@ def test_no_engine_without_a_place_for_every_weight(rig):
 def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
     """All weights are right; keys and values of the canaries' prompts are those of the old ones."""
     monkeypatch.setattr(rig.vllm.native, "reset_prefix_cache", lambda: True)
-    with pytest.raises(SyncProofError, match="canaries differ .* a cache outlived the update"):
+    with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
         rig.sync()
     monkeypatch.undo()
     assert rig.sync() < 1e-5

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams as NativeParams
 from vllm.model_executor.models import registry
 
-from lightrft.rollout.weight_sync.verify import SyncProofError
+from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.rollout.tests import test_vllm_families
 from lightrft.rollout.tests.test_vllm_families import without
 from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive
@@ -33,7 +33,7 @@ def faults_are_named(rig):
     update, load = rig.vllm.update_weights, rig.vllm.model.load_weights
     rig.vllm.update_weights = lambda stream, version: update(
         ((name, tensor * (1 + 1e-3) if name == TOWER else tensor) for name, tensor in stream), version)
-    with pytest.raises(SyncProofError, match=f": {TOWER} differs between engine and trainer on rank 0"):
+    with pytest.raises(WeightSyncError, match=f": {TOWER} differs between engine and trainer on rank 0"):
         rig.sync()
     rig.vllm.update_weights, rig.vllm.model.load_weights = update, without(TOWER, load)
     with pytest.raises(ValueError, match="vLLM has weights that the trainer has not, e.g. 'visual.blocks.1.attn.qkv"):

@@ -15,9 +15,9 @@ from lightrft.rollout.engine import Arrived, Completion, Finished, Request, Samp
 from lightrft.rollout.tp_group import all_of_group, share_requests
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.names import Shapes, checked, exported_shapes
-from lightrft.rollout.collector import Told
+from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.weights import MARK, Adapters, adapter_arguments, bare
-from lightrft.rollout.weight_sync.weight_map import Places
+from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
 from lightrft.strategy.base import Lora
@@ -71,13 +71,13 @@ class VLLMEngine:
         """The module that vLLM runs on this rank: fused, and with tensor parallelism this rank's part of it."""
         return self.native.model_executor.driver_worker.worker.get_model()
 
-    def _find_places(self) -> Places:
+    def _find_places(self) -> WeightMap:
         """Where every weight of the trainer is kept; vLLM fills the same tensors at every update. Nothing is known of
         layers that compute with something derived from theirs, but for experts."""
         known = vllm_weights.are_experts(self._derived)
         with bare(self.model):
             shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
-            places = Places(
+            places = WeightMap(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
                 shapes, self.group, rearranged=self._derived if known else (),
                 reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
@@ -123,10 +123,11 @@ class VLLMEngine:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
 
-        told, agree = Told(everyone, mine, on_finished, on_arrived), partial(all_of_group, group=self.group)
+        collector = CompletionCollector(everyone, mine, on_finished, on_arrived)
+        agree = partial(all_of_group, group=self.group)
         stop = stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size())
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, told, params, stop, agree,
+            return VLLMRun(self.native, collector, params, stop, agree,
                            self.adapters.request if self.adapters else None).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:

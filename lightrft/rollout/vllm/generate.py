@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightrft.rollout.engine import Completion, SamplingParams
-from lightrft.rollout.collector import Told
+from lightrft.rollout.collector import CompletionCollector
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -28,15 +28,15 @@ class VLLMRun:
     anew).
 
     Args:
-        told: has the requests, and gets the responses as they end.
+        collector: has the requests, and gets the responses as they end.
         adapter: vLLM's ``LoRARequest`` of all samples, if any.
         agree: whether all ranks that run the engine together have enough; only then does it stop.
     """
 
-    def __init__(self, engine: "LLMEngine", told: Told, params: SamplingParams, stop_ids: list[int],
+    def __init__(self, engine: "LLMEngine", collector: CompletionCollector, params: SamplingParams, stop_ids: list[int],
                  agree: Callable[[bool], bool], adapter: Any = None) -> None:
-        self.engine, self.told, self.params, self.stop_ids = engine, told, params, stop_ids
-        self.requests, self.agree, self.adapter = told.requests, agree, adapter
+        self.engine, self.collector, self.params, self.stop_ids = engine, collector, params, stop_ids
+        self.requests, self.agree, self.adapter = collector.requests, agree, adapter
         self.drawing: dict[str, _Drawing] = {}
 
     def run(self) -> list[list[Completion]]:
@@ -45,19 +45,19 @@ class VLLMRun:
             self._draw_all()
         finally:  # after an error too, or the next call would go on with what is left
             self._abort()
-        return self.told.own()
+        return self.collector.own()
 
     def _draw_all(self) -> None:
         for i, request in enumerate(self.requests):
             for j in range(len(request.seeds)):
                 self._add(_Drawing(i, j, Completion([], [], "")))
-        complete = self.told.empty
+        complete = self.collector.empty
         while True:
-            enough = self.told.enough(complete)
+            enough = self.collector.enough(complete)
             if complete and self.agree(enough) or not self.engine.has_unfinished_requests():
                 return
             outputs = [output for output in self.engine.step() if output.finished]
-            complete = self.told.take([ended for ended in map(self._take, outputs) if ended is not None])
+            complete = self.collector.take([ended for ended in map(self._take, outputs) if ended is not None])
 
     def _add(self, drawing: _Drawing) -> None:
         request, j = self.requests[drawing.request], drawing.sample
@@ -105,7 +105,7 @@ class VLLMRun:
         states = self.engine.output_processor.request_states
         for drawing in self.drawing.values():
             output = states[drawing.native_id].make_request_output([], None, FinishReason.ABORT, None)
-            self.told.keep([(drawing.request, drawing.sample, _response(drawing, output))])
+            self.collector.keep([(drawing.request, drawing.sample, _response(drawing, output))])
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
 

@@ -52,7 +52,7 @@ class _Watch(TorchDispatchMode):
 
 
 @torch.no_grad()
-def watched(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
+def trace_loader(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
     """What ``load`` does with weights of these ``shapes``.
 
     Raises:

@@ -14,7 +14,7 @@ Shapes = dict[str, torch.Size]
 Names = dict[str, list[tuple[str, int, torch.Size]]]  # in checkpoints: name, first element, shape of each of its parts
 
 
-class Sent(NamedTuple):
+class WeightManifest(NamedTuple):
     """What an update brings: name and shape of every weight, and its names in checkpoints where they are others."""
     shapes: Shapes
     names: Names

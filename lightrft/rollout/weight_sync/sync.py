@@ -2,17 +2,17 @@
 import time
 
 from lightrft.rollout.engine import RolloutEngine, TakesAdapters
-from lightrft.rollout.weight_sync.verify import SyncProof
+from lightrft.rollout.weight_sync.verify import WeightSyncVerifier
 from lightrft.strategy.base import Prepared, StrategyBase
 
 
 def sync_weights(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, version: int, bucket_mib: int = 512,
-                 proof: SyncProof | None = None) -> float:
+                 proof: WeightSyncVerifier | None = None) -> float:
     """Stream the full weights of ``prepared.model`` into ``engine``, ``bucket_mib`` MiB at a time; seconds taken. An
     engine that takes adapters gets the base weights once.
 
     A collective when the model is sharded: every rank calls it, and each fills its own engine. With ``proof`` what is
-    sent is watched; :meth:`SyncProof.check` then has the last word.
+    sent is watched; :meth:`WeightSyncVerifier.check` then has the last word.
     """
     start = time.perf_counter()
     lora = engine.lora if isinstance(engine, TakesAdapters) else "merged"

@@ -29,7 +29,7 @@ REMEDY = ("Nothing was learnt from these weights: --load_checkpoint goes on from
           "that fit together, or choose another --engine_type")
 
 
-class SyncProofError(ExpectedError, RuntimeError):
+class WeightSyncError(ExpectedError, RuntimeError):
     """The engine does not hold, or does not compute with, the trainer's weights."""
 
 
@@ -138,7 +138,7 @@ def _place(name: str) -> str:
     return f"{name} (layer {found[1]})" if found else name
 
 
-class SyncProof:
+class WeightSyncVerifier:
     """What ``--sync_proof`` asks for, at every sync of one engine.
 
     Args:
@@ -163,7 +163,7 @@ class SyncProof:
         """Prove that the engine has the weights of ``version``; a collective. Returns the metrics.
 
         Raises:
-            SyncProofError: on all ranks, naming the first weight that differs.
+            WeightSyncError: on all ranks, naming the first weight that differs.
         """
         with self.timer("sync_proof"):
             fault, metrics = self.fingerprints.fault() if self.wants_fingerprints else None, {}
@@ -173,7 +173,7 @@ class SyncProof:
                 if not max(gaps) <= limit:
                     fault = self._of_canary(gaps, limit)
         if fault is not None:
-            raise SyncProofError(f"weight sync {version}: {fault}. {REMEDY}")
+            raise WeightSyncError(f"weight sync {version}: {fault}. {REMEDY}")
         return metrics
 
     def _canary_due(self, version: int) -> bool:
@@ -191,10 +191,11 @@ class SyncProof:
              (", or adapters were gathered or merged wrongly" if self.fingerprints.merges else "")))
 
 
-def get_sync_proof(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
-                   prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> SyncProof | None:
-    """What ``--sync_proof`` asks for; see :class:`SyncProof`."""
-    return None if cfg.sync_proof == "off" else SyncProof(cfg, strategy, prepared, engine, prompts, bf16, timer)
+def get_weight_sync_verifier(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
+                             prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> WeightSyncVerifier | None:
+    """What ``--sync_proof`` asks for; see :class:`WeightSyncVerifier`."""
+    return None if cfg.sync_proof == "off" else WeightSyncVerifier(cfg, strategy, prepared, engine, prompts, bf16,
+                                                                   timer)
 
 
 PROMPTS, NEW_TOKENS = 4, 4

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout.weight_sync.load_trace import Copy, Load, watched
+from lightrft.rollout.weight_sync.load_trace import Copy, Load, trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts, Order, slot, slot_of
 from lightrft.rollout.weight_sync.names import Shapes
 
@@ -17,7 +17,7 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a block begins in the ful
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightSlice:
     """A block of a full weight, ``shape`` large from the element at index ``start``, in the engine's model.
 
     ``view``: the block; or, with ``order``, rows of memory, each of which has the elements of a matrix of the block at
@@ -38,13 +38,13 @@ class Place:
         return self.view if self.order is None else self.view[:, self.order].view(self.shape)
 
 
-def _place(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> Place | None:
+def _place(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> WeightSlice | None:
     """Of ``copy``, whose elements lie in its view, or in ``order`` in its slot in ``tensor``."""
     if copy.start is None:
         return None
     if order is None or tensor is None:
-        return Place(copy.view.view(copy.shape), copy.start, copy.shape)
-    return Place(slot(tensor, slot_of(copy, tensor))[None], copy.start, copy.shape, order)
+        return WeightSlice(copy.view.view(copy.shape), copy.start, copy.shape)
+    return WeightSlice(slot(tensor, slot_of(copy, tensor))[None], copy.start, copy.shape, order)
 
 
 def _address(tensor: Tensor) -> int:
@@ -52,8 +52,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], rearranged: Iterable[nn.Module],
-            reload: Load) -> dict[str, list[Place | None]]:
-    """Of all copies, by name of the weight; for the arguments see :class:`Places`."""
+            reload: Load) -> dict[str, list[WeightSlice | None]]:
+    """Of all copies, by name of the weight; for the arguments see :class:`WeightMap`."""
     hidden = {_address(parameter) for layer in derived for parameter in layer.parameters()}
     places = {name: [None if _address(copy.view) in hidden else _place(copy) for copy in group]
               for name, group in copies.items()}  # yapf: disable
@@ -69,16 +69,16 @@ def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], 
     return places
 
 
-def _joined(places: Iterable[Place]) -> list[Place]:
+def _joined(places: Iterable[WeightSlice]) -> list[WeightSlice]:
     """Blocks of single experts become one, where all that differ in nothing else lie at even distances."""
-    groups: dict[tuple[object, ...], list[Place]] = {}
+    groups: dict[tuple[object, ...], list[WeightSlice]] = {}
     for one in sorted(places, key=lambda place: place.start):
         like = id(one.order), one.start[1:], one.shape, _address(one.view), one.view.stride()
         groups.setdefault(like, []).append(one)
     return [place for group in groups.values() for place in _as_one(group)]
 
 
-def _as_one(group: list[Place]) -> list[Place]:
+def _as_one(group: list[WeightSlice]) -> list[WeightSlice]:
     first, offsets = group[0], [one.view.storage_offset() for one in group]
     step = (offsets[-1] - offsets[0]) // max(len(group) - 1, 1)
     follow = all(one.shape[0] == 1 and one.start[0] == first.start[0] + i and offsets[i] == offsets[0] + i * step
@@ -86,10 +86,10 @@ def _as_one(group: list[Place]) -> list[Place]:
     if len(group) == 1 or not follow:
         return group
     view = first.view.as_strided((len(group), *first.view.shape[1:]), (step, *first.view.stride()[1:]), offsets[0])
-    return [Place(view, first.start, (len(group), *first.shape[1:]), first.order)]
+    return [WeightSlice(view, first.start, (len(group), *first.shape[1:]), first.order)]
 
 
-class Places:
+class WeightMap:
     """The weights that can be read back, by HF name. A collective of the ranks of ``group``, several of which may hold
     the same part (norms, routers, key and value heads that are fewer than the ranks).
 
@@ -115,11 +115,11 @@ class Places:
                  model: nn.Module | None = None) -> None:
         self.group, self.shapes = group, shapes
         self.dtypes: dict[str, torch.dtype] = {}
-        self.held: dict[str, dict[Key, Place]] = {}
+        self.held: dict[str, dict[Key, WeightSlice]] = {}
         self.lost: dict[str, int] = {}
         self._parts: dict[str, list[tuple[Key, bool]]] = {}  # of all ranks, and whether this one is the first with it
         rank = dist.get_rank(group) if group else 0
-        copies = watched(load, shapes)
+        copies = trace_loader(load, shapes)
         taken = {name: [(one.start or (-1 - rank, i), one.shape) for i, one in enumerate(some)]
                  for name, some in copies.items()}  # yapf: disable
         filled = {_address(copy.view) for some in copies.values() for copy in some}
@@ -136,7 +136,7 @@ class Places:
             elif all(name in there for _, there in everywhere):
                 self._keep(name, here[name], [set(there[name]) for _, there in everywhere], rank)
 
-    def _keep(self, name: str, parts: list[Place], ranks: list[set[Key]], rank: int) -> None:
+    def _keep(self, name: str, parts: list[WeightSlice], ranks: list[set[Key]], rank: int) -> None:
         if _size(ranks) == self.shapes[name].numel():
             before = set().union(*ranks[:rank])
             self.dtypes[name], self.held[name] = parts[0].view.dtype, {one.key: one for one in parts}
@@ -179,7 +179,7 @@ class Places:
                                                          values)
 
     @staticmethod
-    def _own(held: list[tuple[Place, torch.Size]]) -> Tensor:
+    def _own(held: list[tuple[WeightSlice, torch.Size]]) -> Tensor:
         """Fingerprints of places in weights of these shapes. Those in an order of their own are copied to be read, so
         they come one by one."""
         values = torch.zeros(len(held), dtype=torch.int64)

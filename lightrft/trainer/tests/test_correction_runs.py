@@ -104,7 +104,7 @@ def test_only_tokens_of_high_entropy_get_a_policy_gradient(options, home, tmp_pa
     kept = int(0.3 * int(exp.loss_mask.sum()))
     threshold = entropies[exp.loss_mask].sort(descending=True).values[kept - 1]
     high = exp.loss_mask & (entropies >= threshold)
-    assert torch.equal(exp.forking, high) and int(high.sum()) == kept
+    assert torch.equal(exp.high_entropy_mask, high) and int(high.sum()) == kept
     torch.testing.assert_close(exp.entropies[exp.loss_mask], entropies[exp.loss_mask])
     token = torch.where(high, -(logprobs - logprobs.detach()).exp() * exp.advantages, 0)
     if options:
@@ -121,9 +121,9 @@ def test_the_share_does_not_depend_on_the_cut(home, tmp_path):
     for rows in (8, 3, 1):
         trainer = build(home, tmp_path / str(rows), micro_train_batch_size=rows, self_test=False, max_epochs=2, **SHARE)
         rollout = make_rollout(trainer)
-        found.append((rollout.exp.forking, *gradients(trainer, rollout)))
-    for forking, metrics, grads in found[1:]:
-        assert torch.equal(forking, found[0][0])
+        found.append((rollout.exp.high_entropy_mask, *gradients(trainer, rollout)))
+    for high_entropy_mask, metrics, grads in found[1:]:
+        assert torch.equal(high_entropy_mask, found[0][0])
         assert largest_gap(grads, found[0][2]) < 1e-5
         assert metrics == pytest.approx(found[0][1], rel=1e-3, abs=1e-5)
     trainer = build(home, tmp_path / "all", self_test=False, max_epochs=2)

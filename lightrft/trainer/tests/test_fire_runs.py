@@ -3,7 +3,7 @@ import pytest
 
 from lightrft.tests import runs
 from lightrft.trainer.checks.first_step import StepFactError
-from lightrft.trainer.tests.test_step_facts import with_foreign_engine
+from lightrft.trainer.tests.test_first_step import with_foreign_engine
 
 FIRE = {"use_fire": True, "first_token_temperature": 20.0}
 

@@ -10,7 +10,7 @@ from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.tests import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.advantage_calculator import fill_inputs
+from lightrft.trainer.advantage_calculator import fill_reward_parts
 from lightrft.trainer.greedy_baseline import GreedyBaseline
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
@@ -151,7 +151,7 @@ def test_the_baseline_is_shaped_as_the_rewards_are():
 def test_a_group_carried_over_from_a_run_without_a_baseline_has_none():
     exp = batch([1.0, 0.0], groups=[0, 1])
     rows = [{"group_id": 0, "index": 0}, {"group_id": 1, "index": 0, "greedy_reward": 0.5, "greedy_length": 3}]
-    metrics = fill_inputs(exp, rows, ADVANTAGES.get("remax"))
+    metrics = fill_reward_parts(exp, rows, ADVANTAGES.get("remax"))
     assert metrics == {"reward/greedy_mean": 0.5, "reward/greedy_unscored": 1}
     assert exp.baseline_rewards.isnan().tolist() == [True, False] and exp.baseline_lengths.tolist() == [0, 3]
 

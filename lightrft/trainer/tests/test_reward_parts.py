@@ -8,7 +8,7 @@ from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import Part
 from lightrft.tests import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.advantage_calculator import fill_inputs, part_columns
+from lightrft.trainer.advantage_calculator import fill_reward_parts, part_columns
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
 GDPO = ADVANTAGES.get("gdpo")
@@ -64,7 +64,7 @@ def test_the_overlong_penalty_is_a_part():
     rows = [row({"a": 1.0}, {"a": 2.0}), row({"a": 0.0}, {"a": 2.0})]
     shaping = RewardConfig(overlong_buffer=True, overlong_buffer_len=20)
     exp = batch([2.0, 0.0], [90, 80])
-    fill_inputs(exp, rows, GDPO)
+    fill_reward_parts(exp, rows, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), shaping, 100)(exp)
     assert exp.reward_parts.tolist() == [[1.0, -0.5], [0.0, 0.0]] and exp.part_weights.tolist() == [[2.0, 1.0]] * 2
     assert per_sample(exp) == pytest.approx([1.0, -1.0], abs=1e-4), "2 / sqrt 2 - 1 / sqrt 2, whitened"
@@ -74,7 +74,7 @@ def test_samples_without_the_part_stay_out_of_its_statistics():
     rows = [row({"a": value}, {"a": 1.0})
             for value in (1.0, 0.0)] + [row({"b": value}, {"b": 5.0}) for value in (3., 4)]
     exp = batch([1.0, 0.0, 15.0, 20.0], groups=[0, 0, 1, 1])
-    fill_inputs(exp, rows, GDPO)
+    fill_reward_parts(exp, rows, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), RewardConfig(), 100)(exp)
     got = per_sample(exp)
     assert got[0] > 0 > got[1] and got[3] == pytest.approx(-got[2]) and got[3] == pytest.approx(5 * got[0], rel=1e-4)

@@ -1,13 +1,13 @@
 """Nothing of an earlier run is lost."""
-from lightrft.utils.aside import move_aside
+from lightrft.utils.aside import backup_path
 
 
 def test_files_and_folders_move_to_the_first_free_name(tmp_path):
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(str(number))
-        assert move_aside(tmp_path / "metrics.jsonl") == tmp_path / f"metrics.{number}.jsonl"
+        assert backup_path(tmp_path / "metrics.jsonl") == tmp_path / f"metrics.{number}.jsonl"
         (tmp_path / "rollouts").mkdir()
         (tmp_path / "rollouts" / "x").write_text(str(number))
-        assert move_aside(tmp_path / "rollouts") == tmp_path / f"rollouts.{number}"
+        assert backup_path(tmp_path / "rollouts") == tmp_path / f"rollouts.{number}"
     assert (tmp_path / "metrics.1.jsonl").read_text() == "1" and (tmp_path / "rollouts.2" / "x").read_text() == "2"
-    assert move_aside(tmp_path / "metrics.jsonl") is None
+    assert backup_path(tmp_path / "metrics.jsonl") is None

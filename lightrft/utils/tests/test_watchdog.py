@@ -127,5 +127,5 @@ def test_signals_ask_first_and_a_second_interrupt_aborts(name, again, code):
 def test_a_stop_that_comes_when_the_work_is_complete_is_no_failure(monkeypatch):
     monkeypatch.setattr(watchdog._Stop, "received", 15)
     assert watchdog.stop_requested() and watchdog.stop_exit_code() == 143
-    watchdog.forget_stop()
+    watchdog.clear_stop_request()
     assert not watchdog.stop_requested() and watchdog.stop_exit_code() == 0

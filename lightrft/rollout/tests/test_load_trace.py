@@ -1,7 +1,7 @@
 """What is seen of a loader."""
 import torch
 
-from lightrft.rollout.weight_sync.load_trace import watched
+from lightrft.rollout.weight_sync.load_trace import trace_loader
 
 
 def test_a_loader_is_watched():
@@ -19,7 +19,7 @@ def test_a_loader_is_watched():
                 fused[1:3].copy_(weight[2:])
                 fused[3:].copy_(weight[:2] * 2)
 
-    found = watched(load, {"norm": norm.shape, "half": torch.Size([4, 3])})
+    found = trace_loader(load, {"norm": norm.shape, "half": torch.Size([4, 3])})
     assert [copy.start for copy in found["norm"]] == [None] and [copy.start for copy in found["half"]] == [(2, 0), None]
     assert found["half"][0].view.data_ptr() == fused[1].data_ptr() and not fused.any()
     assert norm.tolist() == [1.0] * 3 and derived.tolist() == [2.0] * 3

@@ -13,7 +13,7 @@ from lightrft.rollout.hf import engine as hf_engine
 from lightrft.rollout.weight_sync import verify as sync_proof
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import Prefill
-from lightrft.rollout.weight_sync.verify import SyncProofError, get_sync_proof
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.fake_strategy import FakeStrategy
@@ -44,7 +44,7 @@ class Rig:
         own = source if shared else hf_engine._empty_copy(source, self.strategy.device, dtype)
         self.engine, self.timer = HFEngine(own, [3], 1 << 22, owns_model=not shared), Timer()
         cfg = RolloutConfig(sync_proof=mode, sync_canary_every=every)
-        self.proof = get_sync_proof(cfg, self.strategy, self.prepared, self.engine, PROMPTS, bf16, self.timer)
+        self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.engine, PROMPTS, bf16, self.timer)
         self.version = 0
 
     def learn(self, size=0.01):
@@ -73,7 +73,7 @@ def test_a_faulty_sync_is_named(folder, kind, bf16):
     rig.sync()
     rig.learn()
     break_sync(rig.engine, kind)
-    with pytest.raises(SyncProofError) as caught:
+    with pytest.raises(WeightSyncError) as caught:
         rig.sync()
     said, first = str(caught.value), {"swapped": f"{TWIN} (layer 0)", "stale": "model.embed_tokens.weight"}
     name = first.get(kind, f"{TARGET} (layer 1)")
@@ -86,7 +86,7 @@ def test_a_faulty_sync_is_named(folder, kind, bf16):
 def test_a_fault_at_the_first_sync(folder):
     rig = Rig(folder, "fingerprint")
     break_sync(rig.engine, "transposed")
-    with pytest.raises(SyncProofError, match="weight sync 1: " + re.escape(TARGET)):
+    with pytest.raises(WeightSyncError, match="weight sync 1: " + re.escape(TARGET)):
         rig.sync()
 
 
@@ -96,7 +96,7 @@ def test_canaries_alone_see_it_and_the_fingerprints_name_it(folder, kind):
     assert rig.sync()["rollout/canary_gap"] < 1e-5
     rig.learn()
     break_sync(rig.engine, kind)
-    with pytest.raises(SyncProofError, match=r"log-probs of canaries differ .* \(mean: rank 0 .*model\."):
+    with pytest.raises(WeightSyncError, match=r"log-probs of canaries differ .* \(mean: rank 0 .*model\."):
         rig.sync()
 
 
@@ -124,7 +124,7 @@ def test_a_cache_that_outlives_the_update(folder, monkeypatch):
         return out
 
     monkeypatch.setattr(Prefill, "attend", attend)
-    with pytest.raises(SyncProofError, match="canaries differ .* a cache outlived the update"):
+    with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
         rig.sync()
     assert rig.engine._cache is current, "the cache is a new one: nothing stale was read"
 
@@ -142,7 +142,7 @@ def test_shared_weights_are_proven_by_their_addresses(folder, monkeypatch):
         rig.learn()
         rig.sync()
     rig.engine.model = copy.deepcopy(rig.engine.model)
-    with pytest.raises(SyncProofError, match="model.embed_tokens.weight is not shared"):
+    with pytest.raises(WeightSyncError, match="model.embed_tokens.weight is not shared"):
         rig.sync()
 
 
@@ -153,7 +153,7 @@ def test_a_weight_that_cannot_be_read_is_left_to_the_canaries(folder, monkeypatc
     rig.sync()
     rig.learn(0.03)
     break_sync(rig.engine, "transposed")
-    with pytest.raises(SyncProofError, match="every weight that can be compared is equal"):
+    with pytest.raises(WeightSyncError, match="every weight that can be compared is equal"):
         rig.sync()
 
 
@@ -164,7 +164,7 @@ def test_merged_weights_that_the_engine_did_not_take(folder, take):
     rig.sync()
     rig.learn()
     rig.engine.update_weights = lambda stream, version: take(stream)
-    with pytest.raises(SyncProofError, match="did not take the weights to their end"):
+    with pytest.raises(WeightSyncError, match="did not take the weights to their end"):
         rig.sync()
 
 
@@ -173,7 +173,7 @@ def test_lora_is_proven_merged(folder):
     rig.sync()
     rig.learn()
     break_sync(rig.engine, "scaled")
-    with pytest.raises(SyncProofError, match=re.escape(TARGET)):
+    with pytest.raises(WeightSyncError, match=re.escape(TARGET)):
         rig.sync()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.tests import launch, runs, tiny
-from lightrft.trainer.overlapped_passes import EarlyExperienceMaker
+from lightrft.trainer.overlapped_passes import OverlappedExperienceMaker
 
 no_picture = runs.no_picture
 OPTIONS = {"overlap_passes": True, "advantage_estimator": "gae", "init_kl_coef": 0.1, "high_entropy_token_ratio": 0.3,
@@ -98,7 +98,7 @@ def test_timing_changes_nothing(home, tmp_path):
     second = runs.Run(made, tmp_path / "b")
     assert steady(first.lines) == steady(second.lines)
     assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
-    assert first.lines[0]["policy/first_ratio_gap"] < 1e-5 and isinstance(made.maker, EarlyExperienceMaker)
+    assert first.lines[0]["policy/first_ratio_gap"] < 1e-5 and isinstance(made.maker, OverlappedExperienceMaker)
     assert "time/early_passes_s" in first.metrics
 
 
@@ -151,7 +151,7 @@ def test_two_ranks_with_unequal_packs_learn_what_one_does(home, tmp_path):
 
 @pytest.mark.dist
 def test_a_pass_that_fails_on_one_rank_ends_all(home, tmp_path):
-    options = of_ranks(home, tmp_path / "a", plugin="lightrft.trainer.tests.early_mischief")
+    options = of_ranks(home, tmp_path / "a", plugin="lightrft.trainer.tests.overlapped_mischief")
     run = launch.launch(tmp_path / "a", options, 2, EARLY_MISCHIEF="1")
     assert all(run.wait(60)), run.output
     assert "the reference of this rank is a pumpkin" in run.log(1)

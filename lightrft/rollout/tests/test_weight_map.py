@@ -6,10 +6,10 @@ from torch import nn
 from transformers import MixtralForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout.weight_sync.load_trace import watched
+from lightrft.rollout.weight_sync.load_trace import trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts
 from lightrft.rollout.weight_sync.names import checkpoint_names, under_checkpoint_names
-from lightrft.rollout.weight_sync.weight_map import Places
+from lightrft.rollout.weight_sync.weight_map import WeightMap
 
 E, I, H = 5, 3, 4
 FUSED = {"up": torch.Size([E, 2 * I, H]), "down": torch.Size([E, H, I])}
@@ -77,7 +77,8 @@ def weights(shapes, dtype):
 def test_elements_are_found_wherever_a_kernel_wants_them(pack, shapes, dtype):
     """Each weight reads as it was sent, and a change of any element of the engine's that is no padding shows."""
     model, sent = Model(PACKS[pack], dtype), weights(shapes, dtype)
-    places = Places(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers, model.reload)
+    places = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
+                       model.reload)
     assert model.loads <= 1 and not places.fault("X") and set(places.dtypes.values()) == {dtype}
     model.reload(iter(sent.items()))
     expected = fingerprints([Piece(one) for one in sent.values()])
@@ -102,8 +103,8 @@ def test_numbers_of_many_digits():
     """More elements than a bfloat16 can count."""
     layer, swap = nn.Module(), torch.arange(5000).flip(0)
     layer.w = nn.Parameter(torch.zeros(1, 5000, 20, dtype=torch.bfloat16), requires_grad=False)
-    places = Places(lambda stream: [layer.w[0].copy_(one[0]) for _, one in stream], {"w": layer.w.shape}, None, (),
-                    [layer], lambda stream: [layer.w[0].copy_(one[0][swap]) for _, one in stream])  # yapf: disable
+    places = WeightMap(lambda stream: [layer.w[0].copy_(one[0]) for _, one in stream], {"w": layer.w.shape}, None, (),
+                       [layer], lambda stream: [layer.w[0].copy_(one[0][swap]) for _, one in stream])  # yapf: disable
     order = places.held["w"][((0, 0, 0), (1, 5000, 20))].order
     assert torch.equal(order, torch.arange(100_000).view(5000, 20)[swap].flatten())
 
@@ -111,22 +112,23 @@ def test_numbers_of_many_digits():
 def test_elements_that_are_changed_are_not_found():
     model = Model(lambda plane: plane * 2, torch.float32)
     sent = weights(FUSED, torch.float32)
-    places = Places(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers, model.reload)
+    places = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
+                       model.reload)
     assert places.dtypes == {} and not places.fault("X")
 
 
 def test_a_layer_of_which_a_part_came_changed_cannot_be_read():
     """Its kernel may have moved the rest."""
     model, shapes = Model(shuffled, torch.float32), {f"0.{name}": shape for name, shape in FUSED.items()}
-    places = Places(lambda stream: model.load((name, one * 2 if "down" in name else one) for name, one in stream),
-                    shapes, None, (), model.layers, model.reload)  # yapf: disable
+    places = WeightMap(lambda stream: model.load((name, one * 2 if "down" in name else one) for name, one in stream),
+                       shapes, None, (), model.layers, model.reload)  # yapf: disable
     assert places.dtypes == {} and not places.fault("X")
 
 
 def test_layers_that_are_loaded_alike_are_measured_once():
     model = Model(shuffled, torch.float32)
     layouts, found = Layouts(model.reload), []
-    copies = watched(model.load, {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()})
+    copies = trace_loader(model.load, {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()})
     for i, layer in enumerate(model.layers):
         found.append(layouts.orders(layer, {name: group for name, group in copies.items() if name[0] == str(i)}))
     assert model.loads == 1 and found[0] is found[1]
@@ -140,14 +142,14 @@ def test_layers_that_are_loaded_alike_are_measured_once():
 def test_what_an_engine_passes_over_is_refused(skipped, said):
     model, shapes = Model(None, torch.float32), APART if "third" in skipped[0] else FUSED
     shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
-    places = Places(lambda stream: model.load(one for one in stream if one[0] not in skipped), shapes)
+    places = WeightMap(lambda stream: model.load(one for one in stream if one[0] not in skipped), shapes)
     assert places.fault("X").startswith(said)
 
 
 def test_an_expert_that_an_engine_passes_over_is_refused():
     held = torch.zeros(E - 1, H, I)
-    places = Places(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
-                    {"down": FUSED["down"]})  # yapf: disable
+    places = WeightMap(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
+                       {"down": FUSED["down"]})  # yapf: disable
     assert places.fault("X").startswith("X has no place for 12 of the 60 elements of down: ") and not places.dtypes
 
 
@@ -155,7 +157,8 @@ def test_a_parameter_that_nothing_fills_is_refused():
     model = Model(None, torch.float32)
     model.head = nn.Parameter(torch.zeros(2))
     shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()}
-    assert Places(model.load, shapes, model=model).fault("X").startswith("X has head, which the trainer sends nothing")
+    assert WeightMap(model.load, shapes,
+                     model=model).fault("X").startswith("X has head, which the trainer sends nothing")
 
 
 @pytest.mark.parametrize("family", [Qwen3MoeForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM])
