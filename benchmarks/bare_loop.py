@@ -1,4 +1,4 @@
-"""The trainer against the same GRPO step as a minimal plain-PyTorch loop, paired in one run.
+"""Compare the trainer with the same GRPO step in a minimal plain-PyTorch loop, paired in one run.
 
     python benchmarks/bare_loop.py [--steps 20] [--pairs 3]
 
@@ -24,7 +24,7 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 2))  # of all 
 
 
 def bare_run(model_folder: str, data: str, steps: int) -> tuple[float, int]:
-    """Seconds and generated tokens of ``steps`` bare GRPO steps (after two that warm up)."""
+    """Measure seconds and generated tokens of ``steps`` bare GRPO steps (after two that warm up)."""
     import pyarrow.parquet as pq
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +43,7 @@ def bare_run(model_folder: str, data: str, steps: int) -> tuple[float, int]:
 
 
 def bare_step(model, tokenizer, optimizer, rows) -> int:
-    """One GRPO step; returns the number of generated tokens. (All prompts of the task have the same length.)"""
+    """Run one GRPO step; return the number of generated tokens. (All prompts of the task have the same length.)"""
     import torch
     from reward import exact_answer
     texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -85,7 +85,7 @@ def bare_generate(model, prompt, eos: int):
 
 
 def trainer_metrics(model: str, data: str, steps: int, ranks: int, script: list[str], flags: list[str]) -> list[dict]:
-    """The metrics of ``steps`` steps of a training script, after two that warm up."""
+    """Run a training script; return the metrics of ``steps`` steps, after two that warm up."""
     flags = ["--pretrain", model, "--prompt_data", data, "--max_steps", str(steps + 2), *flags]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     threads = {"OMP_NUM_THREADS": str(max(1, THREADS // ranks))}
@@ -99,7 +99,7 @@ def trainer_metrics(model: str, data: str, steps: int, ranks: int, script: list[
 
 
 def trainer_run(model: str, data: str, steps: int, ranks: int) -> tuple[float, int]:
-    """Seconds and generated tokens of ``steps`` steps of the trainer."""
+    """Measure seconds and generated tokens of ``steps`` steps of the trainer."""
     flags = (f"--rollout_batch_size {PROMPTS} --n_samples_per_prompt {GROUP} --train_batch_size {PROMPTS * GROUP} "
              f"--generate_max_len {MAX_NEW} --prompt_max_len 64 --actor_learning_rate 3e-4 --lr_scheduler constant "
              "--reward exact --disable_ckpt").split()
@@ -108,7 +108,7 @@ def trainer_run(model: str, data: str, steps: int, ranks: int) -> tuple[float, i
 
 
 def warm_model(folder: Path) -> tuple[str, str]:
-    """The quickstart's model after its supervised warm-up, and its training prompts."""
+    """Make the quickstart's model with its supervised warm-up; return its folder and its training prompts."""
     base, data, sft = str(folder / "base"), folder / "data", str(folder / "sft")
     prepare = ["examples/quickstart/prepare.py", "--out", str(folder)]
     flags = "--train_batch_size 32 --learning_rate 3e-3 --max_len 64 --disable_ckpt".split()
@@ -122,7 +122,7 @@ def warm_model(folder: Path) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each run")
     parser.add_argument("--pairs", type=int, default=3, help="repetitions; the median ratio counts")

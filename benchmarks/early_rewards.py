@@ -1,11 +1,12 @@
-"""How much of a slow reward is hidden behind generation: begun with every response, and begun with every group.
+"""Measure how much of a slow reward generation hides, if rewards begin with every response or every group.
 
     python benchmarks/early_rewards.py [--pairs 3] [--groups 32x8,8x32] [--slots 256,64] [--shares 0.5,1] [--workers 4]
 
 The smaller model of ``hf_engine.py`` counts down from a number that it draws log-uniformly from 8 to 256. The reward is
-a file whose function takes one response and sleeps, in real worker processes; ``work`` is what it takes in all of them
-together, a share of the time of generation. ``waiting`` is from the end of generation to the last reward, ``hidden``
-what is not waited for of the work; medians of pairs, in turns. Three minutes on two free cores.
+a file whose function takes one response and sleeps, in real worker processes. Its work is the time that all of them
+need together, a share of the time of generation. Waiting is the time from the end of generation to the last reward.
+Hidden is the share of the work that is not waited for. Medians of pairs, in alternating order. Three minutes on two
+free cores.
 """
 import argparse
 import statistics
@@ -33,7 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class Ways:
-    """The same rollout, whose rewards begin with responses or with groups."""
+    """One rollout whose rewards begin with responses or with groups."""
 
     def __init__(self, groups: int, samples: int, slots: int) -> None:
         self.requests = [
@@ -46,7 +47,7 @@ class Ways:
         self.engine = HFEngine(model, [END], slots * (PROMPT + LONGEST - 1) * per_token)
 
     def generation(self) -> float:
-        """Seconds without rewards."""
+        """Seconds of generation without rewards."""
         start = time.perf_counter()
         self.engine.generate(self.requests, SamplingParams(LONGEST))
         return time.perf_counter() - start
@@ -71,7 +72,7 @@ class Ways:
 
 
 def line(ways: Ways, name: str, share: float, workers: int, pairs: int) -> str:
-    """One row of the table."""
+    """Measure one row of the table."""
     generation = statistics.median(ways.generation() for _ in range(3))
     count, found = sum(map(len, ways.inputs)), []
     seconds = share * generation * workers / count
@@ -91,7 +92,7 @@ def line(ways: Ways, name: str, share: float, workers: int, pairs: int) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch")

@@ -1,9 +1,9 @@
-"""HFEngine against ``model.generate``: the same model, prompts, threads and key-value memory, paired in one run.
+"""Compare HFEngine with ``model.generate``: the same model, prompts, threads and key-value memory, paired in one run.
 
     python benchmarks/hf_engine.py [--repeats 3] [--seconds 40] [--rows 64] [--prompt 128] [--threads 2]
 
-The model announces a number, drawn log-uniformly from 8 to 256, and counts down from it to its end token: lengths are
-its own, and spread over that range within every group. Its embedding and head are written down rather than trained
+The model draws a number log-uniformly from 8 to 256 and counts down from it to its end token. So the model decides the
+lengths, and they spread over that range within every group. Its embedding and head are set by hand, not trained
 (attention and MLP run as in any model, their last matrices are 0). For equal lengths it runs without an end token.
 ``generate`` gets static batches of as many rows as the memory holds at the longest length (its best case: prompts of
 one length, no padding, no log-probs); the engine gets the same bytes. 64 prompts x 8 samples, 32 x 8 for the larger
@@ -35,7 +35,7 @@ SIZES = {
 
 @torch.no_grad()
 def counting_model(size: dict[str, int]) -> PreTrainedModel:
-    """Token k is followed by k - 1; a prompt by n with probability ~ 1 / n, SHORTEST <= n + 1 <= LONGEST."""
+    """Build a model: k - 1 follows token k, and n a prompt with probability ~ 1 / n, SHORTEST <= n + 1 <= LONGEST."""
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=LONGEST + 33, num_key_value_heads=size["num_attention_heads"],
                          tie_word_embeddings=False, **size)
@@ -56,7 +56,7 @@ def counting_model(size: dict[str, int]) -> PreTrainedModel:
 
 
 def run_generate(model: PreTrainedModel, requests: list[Request], rows: int, new: int, end: int | None) -> list[int]:
-    """Lengths of the responses of ``model.generate`` in static batches of ``rows``."""
+    """Run ``model.generate`` and return the lengths of its responses, in static batches of ``rows``."""
     model.set_attn_implementation("sdpa")
     prompts = torch.tensor([request.token_ids for request in requests for _ in request.seeds])
     lengths = []
@@ -70,14 +70,14 @@ def run_generate(model: PreTrainedModel, requests: list[Request], rows: int, new
 
 
 def run_engine(model: PreTrainedModel, requests: list[Request], kv_bytes: int, new: int, end: int | None) -> list[int]:
-    """Lengths of the responses of the HF engine within ``kv_bytes``."""
+    """Run the HF engine within ``kv_bytes`` and return the lengths of its responses."""
     model.set_attn_implementation("packed")
     engine = HFEngine(model, [] if end is None else [end], kv_bytes)
     return [len(c.token_ids) for group in engine.generate(requests, SamplingParams(new)) for c in group]
 
 
 def timed(clock: Any, function: Any, *args: Any) -> tuple[float, list[int]]:
-    """Tokens per second of ``clock``, and the lengths."""
+    """Call ``function``; return its tokens per second of ``clock``, and the lengths."""
     start = clock()
     lengths = function(*args)
     return sum(lengths) / (clock() - start), lengths
@@ -85,7 +85,7 @@ def timed(clock: Any, function: Any, *args: Any) -> tuple[float, list[int]]:
 
 def compare(model: PreTrainedModel, requests: list[Request], args: argparse.Namespace,
             end: int | None) -> dict[str, Any]:
-    """Paired repetitions; medians of tokens/s and of the ratio."""
+    """Run paired repetitions; return medians of tokens/s and all ratios."""
     config, new = model.config, LONGEST if end is not None else LONGEST // 2
     per_token = 2 * 4 * config.num_hidden_layers * config.hidden_size
     kv_bytes = args.rows * (args.prompt + new - 1) * per_token
@@ -106,7 +106,7 @@ def compare(model: PreTrainedModel, requests: list[Request], args: argparse.Name
 
 
 def spread(lengths: list[int]) -> str:
-    """Shortest, mean and longest."""
+    """Format the shortest, mean and longest length."""
     return f"{min(lengths)} / {statistics.mean(lengths):.0f} / {max(lengths)}"
 
 

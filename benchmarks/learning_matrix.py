@@ -1,10 +1,10 @@
-"""Every recipe on the quickstart task: the same warmed-up model, the same steps x prompts x samples, three seeds.
+"""Train every recipe on the quickstart task: the same warmed-up model, the same steps x prompts x samples, three seeds.
 
     python benchmarks/learning_matrix.py --out runs/matrix [--recipes grpo dapo] [--seeds 1 2 3] [--steps 60]
     python benchmarks/learning_matrix.py --out runs/matrix --all --docs
 
-A run is one process with one thread; ``--jobs`` of them go at a time. A finished run is kept in the folder and not
-repeated, so an interrupted matrix goes on where it stopped. ``--all`` adds the algorithms that no recipe uses, each put
+A run is one process with one thread; ``--jobs`` of them run at a time. A finished run is stored in the folder and not
+repeated, so an interrupted matrix resumes where it stopped. ``--all`` adds the algorithms that no recipe uses, each put
 into the defaults (grpo's advantage, ppo's loss, no KL) by its own flag. Writes ``results.json``, ``results.md`` and
 ``results.png``; ``--docs`` also puts them into the docs, where runs that are not repeated stay. Exits with 1 and their
 names if runs failed, or if recipes do not beat the warmed-up model by 0.25 with every seed.
@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from bare_loop import warm_model  # noqa: E402
 from matrix_report import draw_all, publish, single_runs, table, write  # noqa: E402
 
-# two optimizer steps per rollout, so that ratios move; at 3e-4 all are done after ten steps and look alike
+# two optimizer steps per rollout, so that ratios move; at 3e-4 all converge within ten steps and look alike
 COMMON = ("--rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64 --prompt_max_len 64 "
           "--generate_max_len 48 --actor_learning_rate 1e-4 --lr_scheduler linear --lr_warmup_ratio 0 --reward exact "
           "--eval_at_start --eval_steps 5 --max_eval_samples 500 --disable_ckpt").split()
@@ -57,26 +57,26 @@ class Run(NamedTuple):
     seed: int
 
     def flags(self, steps: int) -> list[str]:
-        """Everything that decides the result, except the model and the data."""
+        """List the flags that decide the result, except the model and the data."""
         option, _, value = self.name.rpartition("=")
         method = [f"--{option or 'recipe'}", value]
         return [*method, *COMMON, *SETTINGS.get(self.name, "").split(), "--seed", str(self.seed), "--max_steps",
                 str(steps)]  # yapf: disable
 
     def file(self, out: Path) -> Path:
-        """Where its result is kept."""
+        """Path of the stored result."""
         return out / "runs" / f"{self.name.replace('=', '-')}_{self.seed}.json"
 
 
 def kept(run: Run, out: Path, steps: int) -> dict[str, Any] | None:
-    """The result of an earlier call with the same flags."""
+    """Return the stored result of an earlier call with the same flags, else None."""
     path = run.file(out)
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if found and found["flags"] == run.flags(steps) else None
 
 
 def train(run: Run, out: Path, steps: int, timeout: float) -> dict[str, Any]:
-    """Train in a process of its own and keep the result. ``RuntimeError`` with the end of its log if it fails."""
+    """Train in a separate process and store the result. A failure is a ``RuntimeError`` with the end of the log."""
     path = run.file(out)
     data, log = out / "warm" / "data", path.with_suffix(".log")
     words = ["--pretrain", str(out / "warm" / "sft" / "hf"), "--prompt_data", str(data / "train.parquet"),
@@ -94,7 +94,7 @@ def train(run: Run, out: Path, steps: int, timeout: float) -> dict[str, Any]:
 
 
 def cpu_seconds(command: list[str], stream: IO[str], timeout: float) -> tuple[float, int]:
-    """CPU-seconds of a process and its children, which other work on the machine hardly changes, and its exit code."""
+    """Run a command; return CPU-seconds with its children, hardly changed by other work, and its exit code."""
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=stream,
                                stderr=stream)
     limit = threading.Timer(timeout, process.kill)
@@ -106,7 +106,7 @@ def cpu_seconds(command: list[str], stream: IO[str], timeout: float) -> tuple[fl
 
 
 def summary(run: Run, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """A run in numbers. The area is the mean sampled accuracy over the steps, of all that was generated."""
+    """Summarize a run. The area is the mean sampled accuracy over the steps, of all generated responses."""
     held_out = [[line["step"], line["eval/all/pass@1"]] for line in lines if "eval/all/pass@1" in line]
     rewards = [[line["step"], round(line.get("reward/generated_mean", line["reward/exact/mean"]), 3)]
                for line in lines if "reward/exact/mean" in line]  # yapf: disable
@@ -118,7 +118,7 @@ def summary(run: Run, lines: list[dict[str, Any]], seconds: float) -> dict[str, 
 
 
 def warm_up(out: Path, warm: Path | None) -> None:
-    """The model that all runs start from, in ``out``: made there, or linked."""
+    """Provide the model that all runs start from, in ``out``: train it there, or link it."""
     folder = out / "warm"
     if warm and not folder.exists():
         folder.symlink_to(warm.resolve())
@@ -129,7 +129,7 @@ def warm_up(out: Path, warm: Path | None) -> None:
 
 
 def train_all(runs: list[Run], args: argparse.Namespace) -> list[str]:
-    """Train what is not there yet, ``args.jobs`` at a time; the runs that failed. Prints progress."""
+    """Train the missing runs, ``args.jobs`` at a time, with progress; return the runs that failed."""
     todo = [run for run in runs if not kept(run, args.out, args.steps)]
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
     start, failed = time.perf_counter(), []
@@ -153,7 +153,7 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> list[str]:
 
 
 def report(runs: list[Run], args: argparse.Namespace) -> list[str]:
-    """Write results, table and picture; the recipes that gain too little."""
+    """Write results, table and picture; return the recipes that gain too little."""
     results = [found for run in runs if (found := kept(run, args.out, args.steps))]
     write(results, args.out / "results.json")
     (args.out / "results.md").write_text(table(results), encoding="utf-8")
@@ -166,7 +166,7 @@ def report(runs: list[Run], args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     from lightrft.config.presets import RECIPES
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "matrix", help="folder of the matrix")

@@ -1,10 +1,10 @@
-"""Peak memory and time of the chunked log-probs against log_softmax over the whole [N, V], forward and backward.
+"""Compare memory and time of chunked log-probs with log_softmax over the whole [N, V], forward and backward.
 
     python benchmarks/logprob_memory.py [--tokens 512] [--hidden 128] [--chunk_mib 32] [--vocabs 1024 8192 ...]
 
-Each cell runs in a process of its own. On CPU the peak is the process's (``ru_maxrss``) minus what it held before the
+Each cell runs in a separate process. On CPU the peak is the process's (``ru_maxrss``) minus what it held before the
 call; on CUDA ``torch.cuda.max_memory_allocated``, likewise. The gradient of the weight, [V, H], which anything must
-return, is taken off as well, so the column shows temporaries only. The chunked column stays at the chunk (and some
+return, is subtracted as well, so the column shows temporaries only. The chunked column stays at the chunk (and some
 MiB of the matmul library); a V whose whole [N, V] fits into the chunk needs less. Times on CPU are CPU-seconds of one
 thread, so that other work on the machine does not show.
 """
@@ -27,13 +27,13 @@ VOCABS = (1024, 4096, 16384, 32768, 65536, 151936)
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_mib: float) -> tuple[Tensor, Tensor]:
-    """What most trainers do: the whole [N, V], several times over."""
+    """Compute them as most trainers do: with several copies of the whole [N, V]."""
     logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_mib: float) -> tuple[Tensor, Tensor]:
-    """The library's."""
+    """Compute them with the library's function."""
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, chunk_mib=chunk_mib)
     assert entropy is not None, "asked for by default"
     return logprobs, entropy
@@ -43,14 +43,14 @@ METHODS = {"naive": naive, "chunked": chunked}
 
 
 def peak_bytes(device: str) -> int:
-    """The most this process has held until now."""
+    """Peak memory of this process until now."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def once(method: str, inputs: list[Tensor], chunk_mib: float) -> float:
-    """Seconds of one forward and backward pass: on CPU those of the processor, on CUDA those of the clock."""
+    """Time one forward and backward pass: CPU-seconds on CPU, wall time on CUDA."""
     clock = time.perf_counter if inputs[0].is_cuda else time.process_time
     start = clock()
     hidden, weight, targets = inputs
@@ -62,7 +62,7 @@ def once(method: str, inputs: list[Tensor], chunk_mib: float) -> float:
 
 
 def make(tokens: int, hidden: int, vocab: int, device: str) -> list[Tensor]:
-    """Hidden states, weight and targets."""
+    """Make hidden states, weight and targets."""
     x = torch.randn(tokens, hidden, device=device, requires_grad=True)
     weight = torch.randn(vocab, hidden, device=device).mul_(hidden**-0.5).requires_grad_()
     return [x, weight, torch.randint(vocab, (tokens, ), device=device)]
@@ -89,7 +89,7 @@ def measure(method: str, vocab: int, args: argparse.Namespace) -> dict[str, floa
 
 
 def parse() -> argparse.Namespace:
-    """Flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512, help="N, rows of hidden states")
     parser.add_argument("--hidden", type=int, default=128, help="H, width of the model")

@@ -1,4 +1,4 @@
-"""The learning matrix for people: which run measures which algorithm, the table, the pictures."""
+"""Report of the learning matrix: the run that measures each algorithm, the table, the pictures."""
 import json
 from pathlib import Path
 from statistics import mean
@@ -15,19 +15,19 @@ START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
 Results = list[dict[str, Any]]
 
 
-class WeightMap(NamedTuple):
-    """Where the docs keep the matrix; the first is the source of the others."""
+class Outputs(NamedTuple):
+    """Files of the matrix in the docs; the first is the source of the others."""
     data: Path
     page: Path
     picture: Path
 
 
-PLACES = WeightMap(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
-                   ROOT / "docs" / "images" / "learning_matrix.png")
+PLACES = Outputs(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
+                 ROOT / "docs" / "images" / "learning_matrix.png")
 
 
 def aliases() -> dict[str, list[list[str]]]:
-    """option -> the names of each algorithm that the package brings, not of plug-ins."""
+    """Map each option to the names of each algorithm of the package; plug-ins are left out."""
     found = {}
     for option, registry in REGISTRIES.items():
         names: dict[int, list[str]] = {}
@@ -39,38 +39,38 @@ def aliases() -> dict[str, list[list[str]]]:
 
 
 def run_of(option: str, names: list[str]) -> str:
-    """The run that shows an algorithm: the recipe of its name, else the first recipe with it, else one of its own."""
+    """Name the run of an algorithm: the recipe of its name, else the first recipe with it, else a separate run."""
     using = [recipe for recipe, found in RECIPES.items() if found.options.get(option) in names]
     return next((recipe for recipe in using if recipe in names), using[0] if using else f"{option}={names[0]}")
 
 
 def single_runs() -> list[str]:
-    """``option=name`` of every algorithm that no recipe uses."""
+    """List ``option=name`` of every algorithm that no recipe uses."""
     runs = [run_of(option, names) for option, found in aliases().items() for names in found]
     return [run for run in runs if "=" in run]
 
 
 def load() -> Results:
-    """The committed results; none before the matrix was run."""
+    """Load the committed results; empty before the matrix was run."""
     return json.loads(PLACES.data.read_text(encoding="utf-8")) if PLACES.data.exists() else []
 
 
 def write(results: Results, path: Path) -> None:
-    """One line per run, without what only resuming needs."""
+    """Write one line per run, without the flags that only resuming needs."""
     rows = [{key: value for key, value in result.items() if key != "flags"} for result in results]
     lines = [json.dumps(row, separators=(",", ":")) for row in rows]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def merge(old: Results, new: Results) -> Results:
-    """``new``, and of ``old`` the runs that are not in it and still exist; in the order of the recipes."""
+    """Add to ``new`` the runs of ``old`` that are not in it and still exist; in the order of the recipes."""
     order, names = [*RECIPES, *single_runs()], {result["run"] for result in new}
     found = [result for result in old if result["run"] in order and result["run"] not in names] + new
     return sorted(found, key=lambda result: (order.index(result["run"]), result["seed"]))
 
 
 def publish(results: Results) -> None:
-    """Write data, table and picture where the docs keep them; runs that were not repeated stay."""
+    """Write data, table and picture into the docs; runs that were not repeated stay."""
     merged = merge(load(), results)
     PLACES.data.parent.mkdir(exist_ok=True)
     write(merged, PLACES.data)
@@ -81,7 +81,7 @@ def publish(results: Results) -> None:
 
 
 def by_run(results: Results) -> dict[str, Results]:
-    """The seeds of each run."""
+    """Group the results by run, one per seed."""
     found: dict[str, Results] = {}
     for result in results:
         found.setdefault(result["run"], []).append(result)
@@ -89,7 +89,7 @@ def by_run(results: Results) -> dict[str, Results]:
 
 
 def table(results: Results) -> str:
-    """Markdown: a table of the recipes, and one of the algorithms alone if any was measured."""
+    """Render Markdown: a table of the recipes, and one of the single algorithms if any was measured."""
     found = by_run(results)
     parts = []
     for title, names in (("recipe", [name for name in found if "=" not in name]),
@@ -100,7 +100,7 @@ def table(results: Results) -> str:
 
 
 def row(seeds: Results) -> str:
-    """One run of the table, over its seeds."""
+    """Render one run of the table, over its seeds."""
     ends = " ".join(f"{seed['end']:.3f}" for seed in seeds)
     gain = min(seed["end"] - seed["start"] for seed in seeds)
     name = seeds[0]["run"].replace("=", " ")
@@ -110,13 +110,13 @@ def row(seeds: Results) -> str:
 
 
 def section(results: Results) -> str:
-    """What stands between the marks of the page of benchmarks."""
+    """Render the text between the marks of the page of benchmarks."""
     picture = "![held-out accuracy over the steps, a panel per run](images/learning_matrix.png)"
     return f"\n{table(results)}\n{picture}\n" if results else "\nNot measured yet.\n"
 
 
 def draw_all(results: Results, png: Path) -> None:
-    """A panel per run: held-out accuracy of each seed, and the mean of the first run in grey."""
+    """Draw a panel per run: held-out accuracy of each seed, and the mean of the first run in grey."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     found = by_run(results)
@@ -143,7 +143,7 @@ def draw_all(results: Results, png: Path) -> None:
 
 
 def draw_run(seeds: Results, png: Path) -> None:
-    """One run: sampled accuracy of each step, pale by seed and strong in the mean, and held-out accuracy by seed."""
+    """Draw a run: sampled accuracy of each step, pale by seed and strong in the mean, and held-out accuracy by seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = Figure(figsize=(5, 2.6), dpi=80, layout="constrained")
@@ -162,7 +162,7 @@ def draw_run(seeds: Results, png: Path) -> None:
 
 
 def average(seeds: Results, key: str) -> tuple[list[int], list[float]]:
-    """Steps and the mean over the seeds, where all of them have a point."""
+    """Compute steps and the mean over the seeds, where all of them have a point."""
     points = [dict(map(tuple, seed[key])) for seed in seeds]
     steps = sorted(set.intersection(*(set(point) for point in points)))
     return steps, [mean(point[step] for point in points) for step in steps]

@@ -1,8 +1,8 @@
-"""The formulas of verl and TRL, called with tensors: their own functions and methods, nothing of them is written again.
+"""Formulas of verl and TRL, called with tensors: their own functions and methods, not rewritten.
 
-Both come from the package registry without their dependencies (``make oracles``). What verl imports and this comparison
-never calls (ray, tensordict ...) is a stub; of TRL's trainers everything but the forward pass, generation and the
-reward functions is real.
+Both come from the package registry without their dependencies (``make oracles``). Packages that verl imports and this
+comparison never calls (ray, tensordict ...) are stubs. TRL's trainers are real except for the forward pass, generation
+and the reward functions.
 """
 import importlib.abc
 import importlib.machinery
@@ -38,7 +38,7 @@ class _Stub(types.ModuleType):
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what is missing."""
+    """Finds the missing packages and makes them stubs."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         top = fullname.partition(".")[0]
@@ -48,7 +48,7 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to execute."""
+        """Do nothing: a stub has no code."""
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class Verl:
         return rewards
 
     def advantage(self, batch: Any, name: str, kl: str = "", coef: float = 0.0, **more: Any) -> Tensor:
-        """[B, L] by the estimator ``name``."""
+        """[B, L]: advantages by the estimator ``name``."""
         config = {"gamma": 1.0, **more.pop("config", {})}
         known: dict[str, Any] = {
             "token_level_rewards": self.token_rewards(batch, kl, coef), "response_mask": batch.mask.to(batch.old),
@@ -96,8 +96,8 @@ class Verl:
         return fn(**{key: value for key, value in known.items() if key in takes})[0] * batch.mask
 
     def gdpo(self, batch: Any) -> Tensor:
-        """[B, L]: its own entry reads the parts from a dict of arrays."""
-        # a prompt of one token, so that the last token of a response is where the reward is looked for
+        """[B, L]: advantages by gdpo, whose own function reads the parts from a dict of arrays."""
+        # a prompt of one token, so that the last token of a response is at the index where the reward is read
         attention = torch.cat([torch.ones(len(batch.lens), 1).long(), batch.inside.long()], 1)
         config = {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": batch.part_weights.tolist()}
         parts = {key: batch.parts[:, i].numpy() for i, key in enumerate("ab")}
@@ -119,7 +119,7 @@ class Verl:
         return loss.detach(), torch.autograd.grad(loss, new)[0]
 
     def correction(self, batch: Any, level: str, threshold: Any) -> Tensor:
-        """Weights [B, L] of the train / rollout mismatch."""
+        """[B, L]: weights of the train / rollout mismatch."""
         return self.corrections.compute_rollout_correction_weights(batch.old - batch.rollout, batch.mask.to(batch.old),
                                                                    level, threshold)[0]
 
@@ -137,7 +137,7 @@ class Verl:
 
 
 class _Face:
-    """What the methods of TRL's trainers read of ``self``."""
+    """Attributes that the methods of TRL's trainers read from ``self``."""
 
     def __init__(self, batch: Any, **options: Any) -> None:
         from accelerate import Accelerator

@@ -1,9 +1,9 @@
-"""Every algorithm that verl or TRL has under the same name, under its preset, against their own code.
+"""Compare every algorithm that verl or TRL has under the same name, under its preset, with their own code.
 
     make oracles
 
 The table has the largest difference over 50 random ragged batches (several turns, flat groups, float64), relative to
-the largest number that is compared: advantages, or a loss and its gradient. Rows marked "differs" are what no option
+the largest number that is compared: advantages, or a loss and its gradient. Rows marked "differs" show what no option
 covers, with its size; ``docs/coming_from.md`` says why. Exits with 1 where another row is above 1e-6.
 
 Where verl has a gradient only (its dppo_* weigh log pi, ours is a ratio of the same gradient) the loss is left out.
@@ -62,7 +62,7 @@ class Batch:
 
     @classmethod
     def draw(cls, seed: int) -> "Batch":
-        """Two to four groups of equal size; every third one is flat, and some tokens lie far from the reference."""
+        """Two to four groups of equal size; every third one is flat, and some tokens are far from the reference."""
         g = torch.Generator().manual_seed(seed)
         groups, per_group = (int(torch.randint(2, high, (), generator=g)) for high in (5, 6))
         n = groups * per_group
@@ -86,18 +86,18 @@ class Batch:
                    normal(n, NORM).abs(), values, values + 0.3 * normal(n, NORM), normal(n, NORM), per_group)
 
     def pack(self, padded: Tensor) -> Tensor:
-        """[B, L] -> [T]: every response after a prompt of one token."""
+        """Pack [B, L] -> [T]: every response after a prompt of one token."""
         return torch.cat([torch.cat([row.new_zeros(1), row[:n]]) for row, n in zip(padded, self.lens.tolist())])
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """[T] -> [B, L], 0 on padding."""
+        """Unpack [T] -> [B, L], 0 on padding."""
         out = torch.zeros(self.mask.shape)
         for row, part, n in zip(out, packed.split((self.lens + 1).tolist()), self.lens.tolist()):
             row[:n] = part[1:]
         return out * self.mask
 
     def experience(self) -> Experience:
-        """The batch as it is here."""
+        """Convert the batch to an Experience."""
         n = len(self.lens)
         cu = torch.cat([torch.zeros(1).long(), (self.lens + 1).cumsum(0)]).int()
         return Experience(token_ids=torch.zeros(int(cu[-1])).long(), cu_seqlens=cu, loss_mask=self.pack(self.mask),
@@ -122,7 +122,7 @@ class Case:
     differs: bool = False
 
     def difference(self, peer: Any, seeds: range) -> float:
-        """The largest one over ``seeds``, relative to the largest number."""
+        """Compute the largest difference over ``seeds``, relative to the largest number."""
         config = parse_config(f"--semantics {self.peer} --zero_spread 0 {self.flags}".split()).config
         worst = 0.0
         for batch in map(Batch.draw, seeds):
@@ -132,7 +132,7 @@ class Case:
 
 
 def our_advantage(batch: Batch, config: Config) -> Found:
-    """[B, L] of the estimator and its normalisation, with the KL in the reward where there is one."""
+    """[B, L]: advantages by the estimator and its normalisation, with the KL in the reward if there is one."""
     exp = batch.experience()
     exp.ref_logprobs = batch.pack(batch.ref) if config.algorithm.init_kl_coef else None
     get_advantage_calculator(config.algorithm, config.reward, NORM)(exp, config.algorithm.init_kl_coef)
@@ -140,7 +140,7 @@ def our_advantage(batch: Batch, config: Config) -> Found:
 
 
 def our_loss(batch: Batch, config: Config) -> Found:
-    """The gradient [B, L] and the loss, with entropy and KL terms where they have a coefficient."""
+    """Compute the gradient [B, L] and the loss, with entropy and KL terms if they have a coefficient."""
     cfg, exp = config.algorithm, batch.experience()
     exp.advantages = batch.pack(batch.advantages)
     exp.ref_logprobs = batch.pack(batch.ref) if cfg.init_kl_coef else None
@@ -159,12 +159,12 @@ def _selected(cfg: Any, new: Tensor, exp: Experience) -> Experience:
 
 
 def gradient_of_ours(batch: Batch, config: Config) -> Found:
-    """:func:`our_loss` without the loss."""
+    """Compute :func:`our_loss` without the loss."""
     return our_loss(batch, config)[:1]
 
 
 def our_value_loss(batch: Batch, config: Config) -> Found:
-    """The gradient [B, L] and the loss of the critic."""
+    """Compute the gradient [B, L] and the loss of the critic."""
     exp, values = batch.experience(), batch.pack(batch.values).requires_grad_()
     exp.values, exp.returns = batch.pack(batch.old_values), batch.pack(batch.returns)
     module = PolicyLoss(config.algorithm, NORM)
@@ -179,7 +179,7 @@ def _both(found: tuple[Tensor, Tensor], batch: Batch) -> Found:
 
 
 def verl_advantages() -> Iterator[Case]:
-    """Estimators, alone and with the KL in the reward."""
+    """Yield the estimators, alone and with the KL in the reward."""
     names = {"gae": "gae", "grpo": "dr_grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "opo": "opo",
              "reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce_baseline",
              "grpo_passk": "grpo_passk", "remax": "remax"}  # yapf: disable
@@ -200,7 +200,7 @@ def verl_advantages() -> Iterator[Case]:
 
 
 def verl_losses() -> Iterator[Case]:
-    """Policy losses under every mean, corrections, KL terms and the critic."""
+    """Yield policy losses under every mean, corrections, KL terms and the critic."""
     high = "--eps_clip 0.2 --eps_clip_high 0.28"
     names = {
         "vanilla": "ppo", "gspo": "gspo_token", "gpg": "reinforce", "cispo": "cispo", "sapo": "sapo", "geo_mean":
@@ -244,7 +244,7 @@ def _sum(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Batch
 
 
 def trl_cases() -> Iterator[Case]:
-    """Advantages, loss types, importance sampling and the terms of GRPOTrainer; RLOOTrainer."""
+    """Yield advantages, loss types, importance sampling and the terms of GRPOTrainer; RLOOTrainer."""
     for scale, ours in (("group", "group_norm"), ("none", "dr_grpo")):
         yield Case("trl", f"GRPO, scale_rewards={scale}", f"--advantage_estimator {ours}", lambda p, b, s=scale:
                    (p.advantage(b, scale_rewards=s), ), our_advantage)
@@ -285,18 +285,18 @@ def trl_cases() -> Iterator[Case]:
 
 
 def _one_turn(batch: Batch) -> Batch:
-    """TRL's RLOO knows no gaps."""
+    """Copy the batch without gaps in its mask, which TRL's RLOO does not have."""
     return replace(batch, mask=batch.inside)
 
 
 def rows(peers: dict[str, Any], seeds: range) -> Iterator[tuple[Case, float]]:
-    """Every case and its largest difference."""
+    """Yield every case and its largest difference."""
     for case in (*trl_cases(), *verl_advantages(), *verl_losses()):
         yield case, case.difference(peers[case.peer], seeds)
 
 
 def table(found: list[tuple[Case, float]], versions: dict[str, str]) -> str:
-    """Markdown."""
+    """Render the rows as Markdown."""
     lines = ["| theirs | here, with `--semantics` and `--zero_spread 0` | largest difference |", "|---|---|---|"]
     for case, gap in found:
         size = f"differs: {gap:.1e}" if case.differs else f"{gap:.1e}"
@@ -306,7 +306,7 @@ def table(found: list[tuple[Case, float]], versions: dict[str, str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; 1 where a row is above the limit."""
+    """Print the table; return 1 if a row is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packages", type=Path, default=Path(sys.prefix) / "oracles", help="where verl and trl are")
     parser.add_argument("--batches", type=int, default=50, help="random batches per row")

@@ -1,11 +1,12 @@
-"""What ``--overlap_passes`` saves: generation and the reference's pass, one after the other and overlapped.
+"""Measure what ``--overlap_passes`` saves: generation and the reference's pass, in sequence and overlapped.
 
     python benchmarks/overlap.py [--pairs 3] [--threads 1] [--groups 32x8,256x1] [--slots 256,64] [--tokens 8192,2048]
 
 The larger model of ``hf_engine.py`` counts down from a number that it draws log-uniformly from 8 to 256; prompts have
-128 tokens, the reference is a model of the same size. ``slots`` are the responses under way at once. ``hidden`` is the
-share of the passes that fits beside generation if a core is free for them, ``saved`` what that is of the whole, both
-from CPU seconds; ``measured`` is the same by the clock on the wall, median of pairs. Ten minutes on two free cores.
+128 tokens, the reference is a model of the same size. ``slots`` is the number of responses generated at once.
+``hidden`` is the share of the passes that fits alongside generation if a core is free for them; ``saved`` is that part
+as a share of the total time. Both are from CPU seconds. ``measured`` is ``saved`` in wall time, median of pairs. Ten
+minutes on two free cores.
 """
 import argparse
 import random
@@ -47,7 +48,7 @@ class Ways:
         self.strategy.setup()
 
     def generate(self, take: Callable[[list[Sample]], Any]) -> None:
-        """One rollout; ``take`` gets every response as it ends."""
+        """Generate one rollout; ``take`` gets every response as it ends."""
         self.engine.generate(self.requests, SamplingParams(LONGEST),
                              on_arrived=lambda ended: take([self._sample(*each) for each in ended]))
 
@@ -57,19 +58,19 @@ class Ways:
                       [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
 
     def early(self, forward: Callable[..., torch.Tensor]) -> OverlappedPasses:
-        """The trainer's own."""
+        """Make the trainer's own overlapped passes."""
         limits = MicroBatchLimits(0, self.tokens)
         return OverlappedPasses(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits, self.samples)
 
     def overlapped(self) -> float:
-        """Seconds."""
+        """Seconds of generation with overlapped passes."""
         start = time.perf_counter()
         with self.early(lambda exp: self.reference(exp)[0][None]) as early:
             self.generate(early.add)
         return time.perf_counter() - start
 
     def apart(self) -> tuple[float, tuple[float, float], float]:
-        """Seconds one after the other; CPU seconds of generation and of the passes; the end with a free core."""
+        """Seconds in sequence; CPU seconds of generation and of the passes; CPU seconds to the end with a free core."""
         packs, early, clock = [], self.early(lambda exp: exp), time.thread_time
         early._send = lambda: packs.append((clock(), early._open)) or setattr(early, "_open", [])
         start, cpu = time.perf_counter(), clock()
@@ -85,7 +86,7 @@ class Ways:
 
 
 def line(groups: str, slots: int, tokens: int, pairs: int) -> str:
-    """One row of the table."""
+    """Measure one row of the table."""
     count, samples = map(int, groups.split("x"))
     ways, found = Ways(count, samples, slots, tokens), []
     ways.overlapped()  # warms up
@@ -101,7 +102,7 @@ def line(groups: str, slots: int, tokens: int, pairs: int) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch, for each of the two threads")

@@ -1,4 +1,4 @@
-"""What ``--oversample`` saves: forward passes of the engine per step, where lengths spread within every group.
+"""Measure what ``--oversample`` saves: forward passes of the engine per step, with lengths that spread in every group.
 
     python benchmarks/oversampling.py [--steps 12] [--factors 1,1.25,1.5,2] [--max_staleness 1] [--samples 8]
 
@@ -44,16 +44,16 @@ class Generating(PartialExperienceMaker):
         return False
 
     def _finish(self, i: int, group: PartialGroup) -> None:
-        """Nobody looks at its samples."""
+        """Do nothing: the samples are not read."""
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
-        """The batch as it is."""
+        """Return the batch unchanged."""
         return Rollout(exp, None, [], {})
 
 
 def measure(factor: float, max_staleness: int, steps: int,
             samples: int) -> tuple[list[int], list[dict[str, float]], float, int]:
-    """Forward passes and metrics of every step, CPU seconds per step, and a checksum of the lengths."""
+    """Measure forward passes and metrics of every step, CPU seconds per step, and a checksum of the lengths."""
     config, rng, passes, batch = Config(), random.Random(0), [0], RESPONSES // samples
     config.rollout.oversample, config.rollout.max_staleness = factor, max_staleness
     config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt = batch, samples

@@ -1,4 +1,4 @@
-"""The quickstart on several seeds: held-out accuracy before and after, and the time it takes after the install.
+"""Run the quickstart on several seeds: held-out accuracy before and after, and the time it takes after the install.
 
     python benchmarks/quickstart_seeds.py [--seeds 42 1 2] [--keep FOLDER] [-- --advantage_estimator rloo ...]
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(seed: int, folder: Path, flags: list[str]) -> str:
-    """One quickstart; a row of the table."""
+    """Run one quickstart; return a row of the table."""
     start = time.perf_counter()
     env = os.environ | {"OUT": str(folder), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "examples/quickstart/run_quickstart.sh", "--seed",
@@ -31,7 +31,7 @@ def run(seed: int, folder: Path, flags: list[str]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2], help="seeds of data, model and sampling")
     parser.add_argument("--keep", type=Path, help="keep the runs here")

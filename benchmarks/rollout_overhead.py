@@ -1,11 +1,11 @@
-"""What the trainer adds to vLLM: tokens/s through FastExperienceMaker against bare ``LLM.generate``, paired in one run.
+"""Compare vLLM through the trainer with bare vLLM: tokens/s of FastExperienceMaker and ``LLM.generate``, paired.
 
     python benchmarks/rollout_overhead.py [--rounds 6] [--prompts 64] [--samples 8] [--max_new_tokens 64]
 
-One vLLM engine, started by the trainer for the quickstart's warmed-up model; an ``LLM`` object is put around that very
-engine. Every round generates the same requests both ways, in turns: through the maker (requests, decoding, submitting
-to the rewards, samples) and bare. ``n per prompt`` is ``LLM.generate`` with one request of n samples for each prompt,
-whose responses are others. CPU-seconds of this process, of which rounds on a shared machine change less than seconds.
+The trainer starts one vLLM engine for the quickstart's warmed-up model; an ``LLM`` object wraps that same engine. Every
+round generates the same requests both ways, in alternating order: through the maker (requests, decoding, submitting to
+the rewards, samples) and bare. ``n per prompt`` is ``LLM.generate`` with one request of n samples for each prompt; its
+responses differ. Times are CPU-seconds of this process, which vary less between rounds than wall time does.
 """
 import argparse
 import statistics
@@ -30,7 +30,7 @@ from lightrft.types import Prompt
 
 
 def llm_around(native: Any, path: str) -> Any:
-    """vLLM's public ``LLM`` on an engine that runs already."""
+    """Make vLLM's public ``LLM`` on an engine that already runs."""
     from vllm import LLM
     from vllm.v1.engine.llm_engine import LLMEngine
     make = LLMEngine.from_engine_args
@@ -52,18 +52,18 @@ class Ways:
         self.run = VLLMRun(maker.engine.native, told, maker.sampling, stop, lambda flag: flag)
 
     def trainer(self) -> int:
-        """Rewards are collected outside the time: they overlap with training passes."""
+        """Generate through the maker. Rewards are collected outside the time: they overlap with training passes."""
         samples = self.maker.generate_samples(self.groups, 0)
         return sum(sample.response_len for sample in samples)
 
     def bare(self) -> int:
-        """One request per sample, as the trainer's engine makes them."""
+        """Generate with one request per sample, as the trainer's engine makes them."""
         jobs = [({"prompt_token_ids": request.token_ids}, self._native(seed)) for request in self.requests
                 for seed in request.seeds]
         return self._generate(*zip(*jobs))
 
     def grouped(self) -> int:
-        """One request of n samples per prompt."""
+        """Generate with one request of n samples per prompt."""
         natives = [self._native(request.seeds[0]) for request in self.requests]
         for native, request in zip(natives, self.requests):
             native.n = len(request.seeds)
@@ -79,7 +79,7 @@ class Ways:
 
 
 def timed(way: Callable[[], int], collect: Callable[[], Any]) -> tuple[float, int]:
-    """CPU-seconds per 1,000 tokens, and the tokens."""
+    """Measure CPU-seconds per 1,000 tokens, and the tokens."""
     start = time.process_time()
     tokens = way()
     seconds = time.process_time() - start
@@ -88,7 +88,7 @@ def timed(way: Callable[[], int], collect: Callable[[], Any]) -> tuple[float, in
 
 
 def measure(trainer: SPMDPPOTrainer, prompts: list[Prompt], path: str, rounds: int) -> str:
-    """The table."""
+    """Run the rounds and return the table."""
     trainer.sync_weights(0)
     ways = Ways(trainer.maker, prompts, llm_around(trainer.engine.native, path))
     names = {"trainer": ways.trainer, "bare, one request per sample": ways.bare, "bare, n per prompt": ways.grouped}
@@ -109,7 +109,7 @@ def measure(trainer: SPMDPPOTrainer, prompts: list[Prompt], path: str, rounds: i
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="measured rounds, each of all ways")
     parser.add_argument("--prompts", type=int, default=64, help="prompts per round")

@@ -1,9 +1,9 @@
-"""Whether two commits compute the same numbers: metrics, final weights and rollouts of short runs, compared one by one.
+"""Compare the numbers of two commits one by one: metrics, final weights and rollouts of short runs.
 
     python benchmarks/same_numbers.py OLD NEW                 # two commits, or . for the working tree
     python benchmarks/same_numbers.py OLD . --only dapo lora
 
-Each commit is checked out beside the other and runs the quickstart's model (warmed up once, by OLD) on the quickstart's
+Each commit is checked out in a folder and runs the quickstart's model (warmed up once, by OLD) on the quickstart's
 data, 20 steps per scenario. One process must agree bitwise; two ranks and vLLM to 1e-6. Times and memory are left out.
 """
 import argparse
@@ -31,7 +31,7 @@ BASE = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """Options of a run, and how far its numbers may be apart."""
+    """Options of a run, and the largest allowed difference of its numbers."""
     options: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     within: float = 0.0
@@ -55,7 +55,7 @@ SCENARIOS = {
 
 @contextmanager
 def checkout(commit: str, folder: Path) -> Iterator[Path]:
-    """The tree of ``commit`` in ``folder``; the working tree for ``.``."""
+    """Check out ``commit`` in ``folder`` and yield its tree; the working tree for ``.``."""
     if commit == ".":
         yield ROOT
         return
@@ -82,7 +82,7 @@ def execute(tree: Path, words: list[str], log: Path) -> None:
 
 
 def prepare(tree: Path, home: Path) -> None:
-    """The quickstart's data and a model after a short warm-up, in ``home``."""
+    """Make the quickstart's data and a model with a short warm-up, in ``home``."""
     execute(tree, ["examples/quickstart/prepare.py", "--out", str(home), "--seed", "42"], home / "log")
     execute(tree, ["-m", "lightrft.cli.train_sft", "--pretrain", f"{home}/base", "--train_data",
                    f"{home}/data/sft.parquet", "--save_path", f"{home}/sft", "--train_batch_size", "32",
@@ -91,7 +91,7 @@ def prepare(tree: Path, home: Path) -> None:
 
 
 def run(tree: Path, home: Path, scenario: Scenario, save: Path) -> None:
-    """One scenario, into ``save``."""
+    """Run one scenario, into ``save``."""
     save.mkdir(parents=True)
     options = BASE | scenario.options | {
         "pretrain": f"{home}/sft/hf", "prompt_data": f"{home}/data/train.parquet",
@@ -106,25 +106,25 @@ def run(tree: Path, home: Path, scenario: Scenario, save: Path) -> None:
 
 
 def metrics(save: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` without times."""
+    """Read the lines of ``metrics.jsonl`` without times."""
     lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in lines]
 
 
 def rollouts(save: Path) -> list[str]:
-    """What the files of rollouts hold, in order."""
+    """Read the files of rollouts, in order."""
     return [path.read_text() for path in sorted((save / "rollouts").glob("step_*.jsonl"))]
 
 
 def gap(left: Any, right: Any) -> float:
-    """The largest difference of two numbers, relative above 1; infinite where something is missing or of a kind."""
+    """Compute the difference of two values, relative above 1; infinite for other values that are not equal."""
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
         return 0.0 if left == right or left != left and right != right else abs(left - right) / max(1.0, abs(left))
     return 0.0 if left == right else float("inf")
 
 
 def compare(old: Path, new: Path) -> dict[str, float]:
-    """Largest differences of metrics, weights and (0 or infinite) rollouts."""
+    """Compute the largest differences of metrics, weights and (0 or infinite) rollouts."""
     before, after = metrics(old), metrics(new)
     keys = [set(line) for line in before] == [set(line) for line in after]
     gaps = [gap(value, right[key]) for left, right in zip(before, after) for key, value in left.items()] if keys else []
@@ -138,7 +138,7 @@ def compare(old: Path, new: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print a row per scenario; 1 where numbers are apart."""
+    """Print a row per scenario; return 1 if numbers differ by more than allowed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commits", nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))

@@ -1,10 +1,10 @@
-"""Where a step of the quickstart goes: seconds and share per phase, tokens/s and peak memory.
+"""Break down a step of the quickstart: seconds and share per phase, tokens/s and peak memory.
 
     python benchmarks/step_anatomy.py [--steps 38] [--ranks 1 2]
 
 Makes the quickstart's data and warmed-up model in a temporary folder, runs the quickstart's own script (rewards in
-worker processes, rollouts, TensorBoard and checkpoints included; evaluations aside) and reads its metrics.jsonl.
-Generation, forward, backward and optimizer are the work; the last line is everything else: its bar is 10 %.
+worker processes, rollouts, TensorBoard and checkpoints included; evaluations not counted) and reads its metrics.jsonl.
+Generation, forward, backward and optimizer are the work; the last line is everything else: its limit is 10 %.
 """
 import argparse
 import statistics
@@ -14,17 +14,17 @@ from pathlib import Path
 from bare_loop import trainer_metrics, warm_model
 
 WORK = ("rollout", "old_logprobs", "ref", "values", "forward", "backward", "optimizer")
-ASIDE = ("update", "step", "eval")  # sums of others, and what belongs to no training step
+ASIDE = ("update", "step", "eval")  # sums of other phases, and evaluation, which belongs to no training step
 
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
-    """Mean seconds of each phase over the steps; the phases are exclusive and add up to the step."""
+    """Compute the mean seconds of each phase over the steps; the phases are exclusive and add up to the step."""
     names = sorted({key[5:-2] for line in lines for key in line if key.startswith("time/")} - set(ASIDE))
     return {name: statistics.fmean(line.get(f"time/{name}_s", 0.0) for line in lines) for name in names}
 
 
 def table(lines: list[dict], ranks: int) -> str:
-    """Markdown: one row per phase, then the sums."""
+    """Render Markdown: one row per phase, then the sums."""
     seconds = phase_seconds(lines)
     total = sum(seconds.values())
     rest = sum(value for name, value in seconds.items() if name not in WORK)
@@ -40,7 +40,7 @@ def table(lines: list[dict], ranks: int) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=38, help="measured steps; two more warm up")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")

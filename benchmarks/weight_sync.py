@@ -1,14 +1,14 @@
-"""Seconds of a weight sync against a plain copy of the same bytes, paired in one run, for several bucket sizes.
+"""Compare a weight sync with a plain copy of the same bytes, paired in one run, for several bucket sizes.
 
     python benchmarks/weight_sync.py [--size 0.5b] [--engine hf] [--ranks 1 2] [--buckets 16 64 256 512 1024]
         [--repeats 5]
 
 A random model of Qwen2.5-0.5B's shape in float32, sharded by FSDP2 (one rank: whole), and on every rank an engine with
-weights of its own: HF, or vLLM, which runs in the same process. "plain copy" writes as many bytes from host memory into
+its own weights: HF, or vLLM, which runs in the same process. "plain copy" writes as many bytes from host memory into
 the same engine, on all ranks at once; "per tensor" gathers every tensor alone. "proof" is what the fingerprints of all
 weights cost on top. Rounds of all variants are repeated; the table shows medians, and of the ratios the median over
-rounds. The bar is 2x. Between ranks the weights have to travel: "all-gather" is that alone, in pieces of 4 MiB into one
-buffer, without any copy.
+rounds. The limit is 2x. Between ranks the weights have to travel: "all-gather" is that alone, in pieces of 4 MiB into
+one buffer, without any copy.
 """
 import argparse
 import os
@@ -49,7 +49,7 @@ Variant = Callable[[], object]
 
 
 def model_of(size: str, device: torch.device) -> ActorLanguage:
-    """A model with random weights."""
+    """Build a model with random weights."""
     config = Qwen2Config(tie_word_embeddings=True, **SIZES[size])
     with device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
@@ -57,7 +57,7 @@ def model_of(size: str, device: torch.device) -> ActorLanguage:
 
 
 def engine_of(kind: str, size: str, actor: ActorLanguage, strategy: StrategyBase) -> RolloutEngine:
-    """An engine for ``actor``, with random weights of its own."""
+    """Build an engine for ``actor``, with its own random weights."""
     if kind == "hf":
         return HFEngine(model_of(size, strategy.device).hf_model.requires_grad_(False), [], 1 << 24, owns_model=True)
     config = actor.hf_model.config
@@ -68,7 +68,7 @@ def engine_of(kind: str, size: str, actor: ActorLanguage, strategy: StrategyBase
 
 
 def all_gather(numel: int, strategy: StrategyBase) -> Variant:
-    """Every rank's share of ``numel`` floats to all ranks."""
+    """Make a function that gathers every rank's share of ``numel`` floats on all ranks."""
     share = PIECE // strategy.world_size
     mine = torch.ones(share, device=strategy.device)
     full = torch.empty(share * strategy.world_size, device=strategy.device)
@@ -82,7 +82,7 @@ def all_gather(numel: int, strategy: StrategyBase) -> Variant:
 
 def variants(prepared: Prepared, engine: RolloutEngine, strategy: StrategyBase,
              buckets: list[int]) -> tuple[dict[str, Variant], int]:
-    """What is timed, by name; and the bytes of the engine's weights."""
+    """Make the timed functions, by name; also return the bytes of the engine's weights."""
     proof = get_weight_sync_verifier(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
                                      [Prompt("0", [1, 2, 3], "")], False, Timer())
     targets = [parameter.detach() for parameter in engine.model.parameters()]
@@ -103,7 +103,7 @@ def variants(prepared: Prepared, engine: RolloutEngine, strategy: StrategyBase,
 
 
 def measure(strategy: StrategyBase, found: dict[str, Variant], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every round; a variant begins and ends on all ranks together."""
+    """Measure the seconds of every round; a variant begins and ends on all ranks together."""
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(repeats + 1):
         for name, variant in found.items():
@@ -116,7 +116,7 @@ def measure(strategy: StrategyBase, found: dict[str, Variant], repeats: int) -> 
 
 
 def table(seconds: dict[str, list[float]], nbytes: int, ranks: int) -> str:
-    """Markdown: one row per variant."""
+    """Render Markdown: one row per variant."""
     rows = [f"| {ranks} rank{'s, FSDP2' if ranks > 1 else ''} | ms | GB/s | plain copies |", "|---|---|---|---|"]
     for name, values in seconds.items():
         middle = statistics.median(values)
@@ -126,7 +126,7 @@ def table(seconds: dict[str, list[float]], nbytes: int, ranks: int) -> str:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: measure, and print on rank 0."""
+    """Measure on one rank, and print on rank 0."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = get_strategy(StrategyConfig())
     strategy.setup()
@@ -143,7 +143,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="0.5b", help="shape of the model")
     parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="where the weights go")

@@ -1,4 +1,4 @@
-"""The three things that flow through the trainer: Prompt, Sample and Experience."""
+"""The three records that pass through the trainer: Prompt, Sample and Experience."""
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,13 +24,13 @@ class Prompt:
 class Sample:
     """One response. ``token_ids`` holds prompt and response; the other lists have the same length.
 
-    ``logprobs`` are the engine's, in nats, of the distribution that was sampled, and ``weight_versions`` those of the
-    weights that it sampled with; 0 and -1 on tokens that were not generated.
-    ``reward`` is None when the sample could not be scored (that is not a reward of 0).
+    ``logprobs`` are the engine's log-probs, in nats, under the distribution that was sampled; 0 on tokens that were not
+    generated. ``weight_versions`` are the versions of the weights that sampled each token; -1 on the other tokens.
+    ``reward`` is None if the sample could not be scored (that is not a reward of 0).
     """
     prompt: Prompt
-    group_id: int  # the prompt's place in the global rollout batch
-    index: int  # the sample's place in its group
+    group_id: int  # index of the prompt in the global rollout batch
+    index: int  # index of the sample in its group
     token_ids: list[int]
     loss_mask: list[bool]
     logprobs: list[float]
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def response_len(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.token_ids) - len(self.prompt.token_ids)
 
 
@@ -84,26 +84,26 @@ class Experience:
 
     @property
     def num_seqs(self) -> int:
-        """B."""
+        """Number of sequences, B."""
         return len(self.cu_seqlens) - 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.token_ids)
 
     @property
     def drawn(self) -> Tensor:
         """bool [T]: the tokens that the policy drew, in the loss or not; ``loss_mask`` where no policy drew any.
 
-        They have log-probs and values, so that all passes forward the same rows, whatever has left the loss meanwhile:
-        the matmul of another number of rows rounds in another way, and the first ratio would not be 1.
+        They keep log-probs and values even after some have left the loss, so that all passes forward the same rows. A
+        matmul over another number of rows rounds differently, and the first ratio would not be 1.
         """
         return self.loss_mask if self.weight_versions is None else self.weight_versions >= 0
 
     @property
     def seq_lens(self) -> Tensor:
-        """[B] tokens of each sequence."""
+        """[B]: number of tokens of each sequence."""
         return self.cu_seqlens.diff()
 
     def _map(self, change: Any) -> "Experience":
@@ -113,11 +113,11 @@ class Experience:
             **{f.name: change(f.metadata["axis"], values[f.name]) for f in fields(self) if values[f.name] is not None})
 
     def to(self, device: torch.device | str) -> "Experience":
-        """A copy whose tensors live on ``device`` (media move when a model uses them)."""
+        """Copy the experience with its tensors on ``device`` (media move when a model uses them)."""
         return self._map(lambda axis, value: value if axis == "list" else value.to(device))
 
     def select(self, indices: list[int]) -> "Experience":
-        """The sequences ``indices``, in that order, packed anew."""
+        """Pack the sequences ``indices``, in that order, into a new Experience."""
         index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
         starts, lens = self.cu_seqlens[index].long(), self.seq_lens[index].long()
         cu = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
@@ -131,12 +131,12 @@ class Experience:
         return self._map(lambda axis, value: pick[axis](value))
 
     def split(self, parts: list[list[int]]) -> list["Experience"]:
-        """One Experience per list of sequence indices."""
+        """Make one Experience per list of sequence indices."""
         return [self.select(part) for part in parts]
 
     @classmethod
     def cat(cls, parts: list["Experience"]) -> "Experience":
-        """All sequences of ``parts`` in order. A field must be set in all parts or in none."""
+        """Join all sequences of ``parts`` in order. A field must be set in all parts or in none."""
         merged: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(part, f.name) for part in parts]

@@ -37,7 +37,7 @@ CorrectionFn = Callable[[Experience, AlgorithmConfig], Tensor]
 
 @dataclass(frozen=True)
 class Advantage:
-    """A registered estimator and what the trainer must know of it before it runs."""
+    """Registered advantage estimator with the requirements that the trainer must know before it runs."""
     fn: AdvantageFn
     needs_group: bool = False  # refuses n_samples_per_prompt = 1
     needs_critic: bool = False
@@ -45,42 +45,42 @@ class Advantage:
     needs_greedy: bool = False  # reads exp.baseline_rewards, the reward of one greedy response per prompt
     needs_parts: bool = False  # reads exp.reward_parts and exp.part_weights in place of exp.rewards
     needs_positive: bool = False  # a group whose mean reward is not above 0 cannot be used
-    reads: tuple[str, ...] | None = None  # those of config.no_effect.ESTIMATOR_OPTIONS that it reads; None: not said
+    reads: tuple[str, ...] | None = None  # its subset of config.dependencies.ESTIMATOR_OPTIONS; None: not declared
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A registered policy loss and what the trainer must know of it before it runs.
+    """Registered policy loss with the requirements that the trainer must know before it runs.
 
     ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` is called before the backward passes of a mini-batch with the
-    rollout batch of all ranks, its ``loss_mask`` narrowed to the mini-batch, and the current log-probs there. The same
-    on every rank; ``fn`` finds the result in ``exp.selected``.
+    rollout batch of all ranks, its ``loss_mask`` narrowed to the mini-batch, and the current log-probs there. Its
+    result is the same on every rank; ``fn`` reads it from ``exp.selected``.
     """
     fn: PolicyLossFn
     needs_old: bool = True  # its value depends on the policy of the rollout; False: it has no ratio
     skips_zero: bool = False  # no gradient where the advantage is 0: samples without advantage need no pass
     selects: SelectFn | None = None
-    reads: tuple[str, ...] | None = None  # those of config.no_effect.LOSS_OPTIONS that it reads; None: not said
+    reads: tuple[str, ...] | None = None  # its subset of config.dependencies.LOSS_OPTIONS; None: not declared
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A registered correction; ``low`` and ``high`` are its defaults of the options (None: it has no bounds).
+    """Registered correction; ``low`` and ``high`` are its option defaults (None: it has no bounds).
 
-    ``fn`` finds the bounds in force with :func:`correction_bounds`.
+    ``fn`` gets the bounds in use from :func:`correction_bounds`.
     """
     fn: CorrectionFn
     low: float | None = None
     high: float | None = None
-    masks: bool = False  # what is outside the bounds has weight 0
+    masks: bool = False  # weights outside the bounds become 0
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The options of corrections that it reads."""
+        """Options of corrections that it reads."""
         return () if self.low is None else ("correction_low", "correction_high", "correction_veto")
 
     def resolve(self, cfg: AlgorithmConfig) -> AlgorithmConfig:
-        """``cfg`` with the defaults in place of bounds that were not given."""
+        """Return ``cfg`` with the defaults for bounds that were not given."""
         low, high = cfg.correction_low, cfg.correction_high
         return replace(cfg, correction_low=self.low if low is None else low,
                        correction_high=self.high if high is None else high)
@@ -117,7 +117,7 @@ def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, s
 
 def correction(*names: str, low: float | None = None, high: float | None = None,
                masks: bool = False) -> Callable[[CorrectionFn], CorrectionFn]:
-    """Register a correction under ``names`` with its default bounds; what it masks stays in the denominators."""
+    """Register a correction under ``names`` with its default bounds; masked tokens stay in the denominators."""
 
     def add(fn: CorrectionFn) -> CorrectionFn:
         CORRECTIONS.register(*names)(Correction(fn, low, high, masks))
@@ -127,18 +127,18 @@ def correction(*names: str, low: float | None = None, high: float | None = None,
 
 
 def correction_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
-    """The bounds of the correction's weight; 0 and inf where there is none."""
+    """Return the bounds of the correction's weight; 0 and inf where there is none."""
     low, high = cfg.correction_low, cfg.correction_high
     return 0.0 if low is None else low, inf if high is None else high
 
 
 def clip_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
-    """How far a ratio may fall below and rise above 1."""
+    """Return the distances by which a ratio may fall below and rise above 1."""
     return cfg.eps_clip, cfg.eps_clip if cfg.eps_clip_high is None else cfg.eps_clip_high
 
 
 def ratio_metrics(ratio: Tensor, low: Tensor, high: Tensor, **more: Tensor) -> dict[str, Tensor]:
-    """The metrics of a policy loss, [T]: its ratio, and (bool) where the lower and the upper bound were active."""
+    """Return the metrics of a policy loss, [T]: its ratio, and where the lower and the upper bound were active."""
     return {"ratio": ratio, "clip_frac_low": low.float(), "clip_frac_high": high.float(), **more}
 
 
@@ -148,7 +148,7 @@ def action_mask(exp: Experience) -> Tensor:
 
 
 def reward_groups(exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Tensor]:
-    """Reward statistics of each sample's group, and live bool [B].
+    """Return the reward statistics of each sample's group, and live bool [B].
 
     A sample is live when it was scored and its group has scored samples that differ by more than ``cfg.zero_spread``.
     """
@@ -156,7 +156,7 @@ def reward_groups(exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Te
 
 
 def live_groups(values: Tensor, valid: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Tensor]:
-    """:func:`reward_groups` of any ``values`` [B]; those that are not ``valid`` [B] may be NaN."""
+    """Compute :func:`reward_groups` for any ``values`` [B]; those that are not ``valid`` [B] may be NaN."""
     stats = group_stats(values, exp.group_ids, valid)
     return stats, valid & (stats.size >= 2) & (stats.spread > cfg.zero_spread)
 
@@ -167,9 +167,9 @@ def group_scale(group: GroupStats, cfg: AlgorithmConfig) -> Tensor:
 
 
 def from_outcome(exp: Experience, outcome: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    """Advantages [T] of a shaped reward per sample.
+    """Return advantages [T] of a shaped reward per sample.
 
-    ``outcome`` [B] takes the place of ``exp.rewards`` on the last action token, then rewards are summed backwards with
+    ``outcome`` [B] replaces ``exp.rewards`` on the last action token, then rewards are summed backwards with
     ``cfg.gamma``. Without penalties and with gamma 1 each action token gets exactly ``outcome``; with the KL in the
     reward the penalties that follow a token are added as they are, in reward units: only the outcome is normalised.
     """

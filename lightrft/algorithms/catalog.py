@@ -1,4 +1,4 @@
-"""The table of algorithms, made from the registries and the docstrings of the registered modules."""
+"""Table of algorithms, made from the registries and the docstrings of the registered modules."""
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)",
 
 
 def fields_of(fn: Callable) -> dict[str, str]:
-    """The first line (``summary``) and the structured fields (lower case) of the docstring that describes ``fn``.
+    """Return the first line (``summary``) and the fields (lower case) of the docstring that describes ``fn``.
 
-    Its own where that has fields (several algorithms in one file), else its module's.
+    It is the docstring of ``fn`` if that has fields (several algorithms in one file), else that of its module.
     """
     own = inspect.getdoc(fn) or ""
     text = own if _FIELD.search(own) else inspect.getdoc(inspect.getmodule(fn)) or ""
@@ -29,14 +29,14 @@ def fields_of(fn: Callable) -> dict[str, str]:
 
 
 def table() -> str:
-    """Markdown: one row per registered algorithm, whose aliases share a row; plug-ins included."""
+    """Return a Markdown table: one row per registered algorithm with its aliases, plug-ins included."""
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
     rows = [_row(cells_of(option, names, entry)) for option, names, entry in _entries()]
     return "\n".join(lines + rows) + "\n"
 
 
 def tuned_by(entry: Entry) -> list[str]:
-    """The options that an algorithm depends on: those it reads itself, and those that decide what reaches it."""
+    """Return the options that an algorithm depends on: those it reads, and those that decide its inputs."""
     if isinstance(entry, Correction):
         return [*entry.reads]
     if isinstance(entry, Surrogate):
@@ -59,7 +59,7 @@ def _entries() -> Iterator[tuple[str, list[str], Entry]]:
 
 
 def cells_of(option: str, aliases: list[str], entry: Entry) -> list[str]:
-    """A row of :data:`COLUMNS`; the first flag chooses the algorithm, the others tune it."""
+    """Return a row of :data:`COLUMNS`; the first flag chooses the algorithm, the others tune it."""
     doc = fields_of(entry.fn)
     equation = f"`{doc['equation']}`" if "equation" in doc else ""
     flags = " ".join(f"`--{name}`" for name in tuned_by(entry))

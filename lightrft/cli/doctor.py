@@ -1,4 +1,4 @@
-"""Look at the machine, the packages and a planned run, and say what is wrong and what mends it.
+"""Check the machine, the packages and a planned run, and report problems with their remedies.
 
     python -m lightrft.cli.doctor [--pretrain MODEL ...]
 """
@@ -22,7 +22,7 @@ PROG = "python -m lightrft.cli.doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code: 1 if anything fails, else 0."""
+    """Run the command line; return the exit code: 1 if anything fails, else 0."""
     own, flags = _parser().parse_known_args(argv)
     config = _config(flags)
     findings = []
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not own.json:
             print(found, flush=True)
     verdict = worst(findings)
-    if not findings:  # another rank tells
+    if not findings:  # another rank reports
         return 0
     if own.json:
         print(json.dumps({"verdict": verdict, "findings": [asdict(found) for found in findings]}, indent=1))
@@ -61,13 +61,13 @@ def _positive(text: str) -> int:
 
 
 def _config(flags: list[str]) -> Config:
-    """The options of the planned run.
+    """Parse the options of the planned run.
 
     Raises:
-        SystemExit: 2, they cannot be read.
+        SystemExit: 2, if they cannot be read.
     """
     if not flags:
-        return Config()  # without PyYAML too
+        return Config()  # works without PyYAML too
     from lightrft.config.cli import exit_on_config_error, parse_config
     from lightrft.config.options import ConfigError
     from lightrft.config.ranges import check_ranges
@@ -82,15 +82,15 @@ def _config(flags: list[str]) -> Config:
 
 
 def asked_extras(config: Config) -> set[str]:
-    """The extras that these options need."""
+    """Collect the extras that these options need."""
     flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": config.model.use_liger}
     return {extra for extra, asked in flags.items() if asked} | {config.rollout.engine_type, config.strategy.strategy}
 
 
 def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
-    """Every finding, each as soon as it is known.
+    """Yield every finding as soon as it is known.
 
-    Under torchrun the first rank of each machine tells; the others join the process group and tell only what fails.
+    Under torchrun the first rank of each machine reports; the others join the process group and report only failures.
 
     Args:
         ranks: of the planned run; None: those of torchrun, or the GPUs of this machine, or 1.
@@ -113,7 +113,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
 
 
 def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
-    """The model, if there is one, and the disk and memory that its run takes."""
+    """Check the model, if there is one, and the disk and memory that its run takes."""
     if not config.model.pretrain:
         return
     from lightrft.algorithms import ADVANTAGES

@@ -1,4 +1,4 @@
-"""Train a policy by reinforcement.
+"""Train a policy by reinforcement learning.
 
     torchrun --nproc-per-node 8 -m lightrft.cli.train --pretrain MODEL --prompt_data DATA ...
 """
@@ -12,7 +12,7 @@ from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: every option of the tree, ``--config``, ``--plugin`` and ``--dry_run``."""
+    """Run the command line: every option of the tree, ``--config``, ``--plugin`` and ``--dry_run``."""
     parsed = parse_config(argv, prog="python -m lightrft.cli.train",
                           description="Reinforcement fine-tuning of a language model.")
     config = parsed.config

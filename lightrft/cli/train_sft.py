@@ -10,7 +10,7 @@ from lightrft.trainer.sft_trainer import SFTTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: every option of the SFT tree, ``--config`` and ``--dry_run``."""
+    """Run the command line: every option of the SFT tree, ``--config`` and ``--dry_run``."""
     parsed = parse_config(argv, prog="python -m lightrft.cli.train_sft", tree=SFTConfig,
                           description="Supervised fine-tuning on conversations; the loss covers assistant turns only.")
     config, data = parsed.config, parsed.config.data.as_data_config()

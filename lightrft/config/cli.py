@@ -21,8 +21,8 @@ Provenance = dict[str, str]
 
 
 class ParsedConfig(NamedTuple):
-    """What the command line says. ``provenance[option]`` begins with default, script, ``recipe NAME``, stages,
-    ``semantics NAME``, ``yaml:PATH`` or flag; what a preset would have given follows after a semicolon."""
+    """Result of parsing the command line. ``provenance[option]`` begins with default, script, ``recipe NAME``, stages,
+    ``semantics NAME``, ``yaml:PATH`` or flag; the value that a preset would have given follows after a semicolon."""
     config: Any
     provenance: Provenance
     dry_run: bool
@@ -33,12 +33,12 @@ class _Parser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` where argparse exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for every error of the command line."""
+        """Raise the error; argparse calls this for every error of the command line."""
         raise ConfigError(message.removeprefix("argument "))
 
 
 class _Help(argparse.HelpFormatter):
-    """Help in columns as wide as the terminal, at most 120."""
+    """Formats the help as wide as the terminal, at most 120 columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=38, width=min(get_terminal_size().columns, 120) - 2)
@@ -123,7 +123,7 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
 
 def parse_config(argv: list[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
                  description: str = "", tree: type = Config) -> ParsedConfig:
-    """The option tree from the command line, before any process group exists.
+    """Build the option tree from the command line, before any process group exists.
 
     Args:
         argv: words of the command line; ``None`` takes ``sys.argv[1:]``.
@@ -140,13 +140,13 @@ def parse_config(argv: list[str] | None = None, prog: str | None = None, default
 
 
 def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
-    """One group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
+    """Build one group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
 
-    Options that are missing, or ``None`` where that is no value of theirs, take the default; values are type-checked.
+    An option that is missing, or ``None`` where it has no such value, takes its default. Values are type-checked.
 
     Raises:
-        ConfigError: naming the option, the value and what was expected; a preset, which only :func:`parse_config` can
-            put between defaults and flags.
+        ConfigError: with the option, the value and what was expected; also for a preset, which only
+            :func:`parse_config` can put between defaults and flags.
     """
     given, known = dict(vars(args)), group_options(cls)
     for alias, (name, value) in ALIASES.items():

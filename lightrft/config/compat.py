@@ -78,5 +78,5 @@ REFUSED: dict[str, str] = {
 
 
 def refusal(name: str) -> str | None:
-    """Why the flag ``name`` (without dashes) of the original is refused, and what to use; ``None`` if it is not."""
+    """Explain why the original's flag ``name`` (without dashes) is refused, and what to use; ``None`` if it is not."""
     return f"--{name} is not an option here: {REFUSED[name]}" if name in REFUSED else None

@@ -1,4 +1,4 @@
-"""Options that would do nothing beside the others; refused when they were given a value of their own."""
+"""Options that have no effect together with the others; they are refused when they were set explicitly."""
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from lightrft.config.options import did_you_mean, flatten, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 
-# option -> (option it needs, value of that option that would do): without the second the first would do nothing
+# option -> (option it needs, example value of that option): without the second, the first has no effect
 NEEDS: dict[str, tuple[str, str]] = {
     "use_kl_loss": ("init_kl_coef", "0.01"),
     "kl_target": ("init_kl_coef", "0.01"),
@@ -46,8 +46,8 @@ SFT_METRICS = ("sft", "eval")
 
 
 def changed(c: Config | SFTConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of the options ``names`` that ``c`` has and that are neither at their default nor what a preset that was
-    asked for gives them, with their values."""
+    """Select the options in ``names`` that ``c`` has and that were set explicitly, with their values: neither the
+    default nor the value that a chosen preset gives."""
     values, known = flatten(c), options(type(c))
     preset = preset_values(values)
     return ((name, values[name]) for name in names if name in known and values[name] != known[name].default and (
@@ -55,7 +55,7 @@ def changed(c: Config | SFTConfig, names: Iterable[str]) -> Iterator[tuple[str, 
 
 
 def unmet_needs(c: Config | SFTConfig) -> Iterator[str]:
-    """The problems with :data:`NEEDS`."""
+    """Yield one sentence per option whose need in :data:`NEEDS` is not met."""
     values = flatten(c)
     for name, value in changed(c, NEEDS):
         needed, example = NEEDS[name]
@@ -65,7 +65,7 @@ def unmet_needs(c: Config | SFTConfig) -> Iterator[str]:
 
 
 def best_metric(name: str | None, c: Config | SFTConfig) -> Iterator[str]:
-    """The problems with a ``--best_metric`` that no checkpoint of this run can have; held-out data is there."""
+    """Yield problems of a ``--best_metric`` that no checkpoint of this run has; missing data is reported elsewhere."""
     values = flatten(c)
     if not name or (name.startswith("eval/") and not values["eval_data"]):
         return

@@ -12,7 +12,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of ``node``; a key that comes twice is a ``ConstructorError``."""
+        """Build the mapping of ``node``; a repeated key raises ``ConstructorError``."""
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -84,7 +84,7 @@ class _Reader:
 
 
 def load_config(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]]:
-    """The options set in a YAML file, converted, by name, and the plugins it names.
+    """Read a YAML file: its options, converted, by name, and the plugins it names.
 
     Keys are nested by group (``train: {seed: 1}``) or flat (``seed: 1``).
 
@@ -99,7 +99,7 @@ def load_config(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]
 
 
 def to_yaml(config: Any, plugins: list[str] | None = None) -> str:
-    """The whole tree as YAML that ``--config`` reads back to an equal tree."""
+    """Render the whole tree as YAML that ``--config`` reads back to an equal tree."""
     document: dict[str, Any] = {"plugin": list(plugins)} if plugins else {}
     for group in groups(type(config)):
         document[group] = dict(vars(vars(config)[group]))
@@ -107,7 +107,7 @@ def to_yaml(config: Any, plugins: list[str] | None = None) -> str:
 
 
 def save_config(config: Any, path: str | Path, plugins: list[str] | None = None) -> None:
-    """Write :func:`to_yaml` to ``path`` (its folder is created)."""
+    """Write the tree as YAML to ``path``; its folder is created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(to_yaml(config, plugins), encoding="utf-8")

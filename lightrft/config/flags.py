@@ -12,7 +12,7 @@ PRESETS = ("recipe", "semantics", "stages")  # options that set others
 
 
 def convert_text(option: Option, text: str) -> Any:
-    """The value of one command-line word: the ``type=`` of the flag."""
+    """Convert one command-line word; the ``type=`` of the flag."""
     try:
         return option.convert(text)
     except ConfigError as error:
@@ -20,7 +20,7 @@ def convert_text(option: Option, text: str) -> Any:
 
 
 class _ListAction(argparse.Action):
-    """Words, each of which may hold several items separated by commas; ``none`` alone is the empty list."""
+    """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
@@ -31,7 +31,7 @@ class _ListAction(argparse.Action):
 
 
 class _PresetAction(_ListAction):
-    """A preset; given twice it is an error, because two do not add up: the second would take the place of the first."""
+    """Stores a preset. Giving it twice is an error: two do not add up, the second would replace the first."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
@@ -46,7 +46,7 @@ class _PresetAction(_ListAction):
 
 
 class _RefusedAction(argparse.Action):
-    """A flag of the original LightRFT that would do nothing here."""
+    """Refuses a flag of the original LightRFT that would have no effect here."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
@@ -54,7 +54,7 @@ class _RefusedAction(argparse.Action):
 
 
 def show(value: Any) -> str:
-    """A value as it would be typed after its flag."""
+    """Format a value as it is typed after its flag."""
     if isinstance(value, list):
         return ",".join(show(item).replace(",", "\\,") for item in value) or "none"
     if isinstance(value, bool) or value is None:
@@ -69,7 +69,7 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: bool) -> None:
-    """Add one option; with ``quiet`` a flag that is not given leaves no trace in the namespace."""
+    """Add one option; with ``quiet`` a flag that is not given is absent from the namespace."""
     shown, kept = _help(option, default), argparse.SUPPRESS if quiet else default
     parse = partial(convert_text, option)
     if option.kind is bool:
@@ -109,9 +109,9 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
 
 
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
-    """Add all flags of ``tree`` to any parser; returns it.
+    """Add all flags of ``tree`` to any parser and return it.
 
-    A flag the parser already has stays the script's own. Flags of the original LightRFT that do nothing here are
+    A flag that the parser already has is left unchanged. Flags of the original LightRFT that have no effect here are
     errors that name the remedy, so define your own flags of such a name before this call.
     """
     own = frozenset(word.lstrip("-") for action in parser._actions for word in action.option_strings)

@@ -1,20 +1,20 @@
-"""Which no-grad forward passes a rollout needs between generation and update."""
+"""No-grad forward passes that a rollout needs between generation and update."""
 from lightrft.config.schema import Config
 
 
 def bypasses(c: Config) -> bool:
-    """Whether the log-probs of the engine stand for those of the old policy."""
+    """Return True if the engine's log-probs replace those of the old policy."""
     return c.algorithm.rollout_correction == "bypass"
 
 
 def wanted_passes(c: Config, num_samples: int, critic: bool) -> list[str]:
-    """Names of the passes over a rollout of that many samples, in order.
+    """List the names of the passes over a rollout of ``num_samples`` samples, in order.
 
-    The old policy's is left out where nothing reads its log-probs before the update, and the update can take its own
-    first forward pass for it, because it makes a single optimizer step.
+    The pass of the old policy is left out if nothing reads its log-probs before the update and the update makes a
+    single optimizer step. The first forward pass of the update then provides them.
 
     Args:
-        critic: there is one.
+        critic: a critic is trained.
     """
     algorithm, train = c.algorithm, c.train
     again = train.max_epochs > 1 or num_samples > train.train_batch_size

@@ -1,4 +1,4 @@
-"""Which value wins: default < script < semantics < recipe < YAML < flags, and where each one came from."""
+"""Precedence of option values (default < script < semantics < recipe < YAML < flags) and the source of each."""
 from typing import Any, NamedTuple
 
 from lightrft.config.flags import show
@@ -10,13 +10,13 @@ from lightrft.config.stages import stage_options
 
 
 class Layer(NamedTuple):
-    """Values by option name, all from one place."""
+    """Option values by name, all from one source."""
     source: str
     values: dict[str, Any]
 
 
 def preset_layers(values: dict[str, Any]) -> list[Layer]:
-    """What the presets named in ``values`` set; a later one wins."""
+    """Collect the values that the presets named in ``values`` set; a later layer wins."""
     recipe, semantics = values.get("recipe"), SEMANTICS[values.get("semantics", "default")]
     method = RECIPES[recipe].options if recipe else {}
     choices = vars(AlgorithmConfig()) | method | values
@@ -29,12 +29,12 @@ def preset_layers(values: dict[str, Any]) -> list[Layer]:
 
 
 def preset_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that the presets named in ``values`` set."""
+    """Merge the values that the presets named in ``values`` set, by option name."""
     return {name: value for layer in preset_layers(values) for name, value in layer.values.items()}
 
 
 def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and provenance by option name.
+    """Merge all layers into values and provenance by option name.
 
     A preset that ``given`` names wins over the script; one that the script names loses to the script's own values.
 
@@ -60,7 +60,7 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
 
 
 def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:
-    """Problems that begin with an option, with the place it is from where nobody typed it."""
+    """Add to each problem the source of the option it begins with, unless that is a flag or the default."""
     return [_with_source(problem, provenance) for problem in problems]
 
 
@@ -71,7 +71,7 @@ def _with_source(problem: str, provenance: dict[str, str]) -> str:
 
 
 def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[Layer]) -> dict[str, str]:
-    """Provenance of the options to which a preset would give another value."""
+    """Extend the provenance of the options to which a preset would give another value."""
     return {
         name: f"{provenance[name]}; {source}: {show(value)}"
         for source, found in presets for name, value in found.items()
@@ -80,7 +80,7 @@ def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[
 
 
 def _check_recipe(values: dict[str, Any], provenance: dict[str, str]) -> None:
-    """A recipe on the command line that a file outvotes altogether (the ``config.yaml`` of a run) is an error."""
+    """Raise an error if files (the ``config.yaml`` of a run) override every option of a recipe on the command line."""
     if provenance.get("recipe") != "flag" or not values["recipe"]:
         return
     recipe = RECIPES[values["recipe"]].options

@@ -1,4 +1,4 @@
-"""What an option is: read from the dataclass tree, and converted from the text of a flag or the value of a YAML key."""
+"""Options as read from the dataclass tree, and the conversion of flag texts and YAML values to their types."""
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from lightrft.utils.errors import UserError
 
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-# where the original LightRFT gave the name another kind of value; that value may be a secret and is not echoed
+# options that had another kind of value in the original LightRFT; that value may be a secret and is not echoed
 HINTS = {
     "use_wandb": "the flag takes no key: set WANDB_API_KEY in the environment",
     "use_tensorboard": "the flag takes no folder: events go to SAVE_PATH/tensorboard",
@@ -19,7 +19,7 @@ HINTS = {
 
 
 class ConfigError(UserError):
-    """A command line, YAML file or option tree that cannot run. ``problems`` holds one sentence per problem found."""
+    """Error in a command line, YAML file or option tree. ``problems`` holds one sentence per problem found."""
 
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else problems
@@ -29,7 +29,7 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class Option:
-    """One line of the tree. ``kind`` is the type of a value, or of one item where ``many``."""
+    """One option of the tree. ``kind`` is the type of its value, or of one item if ``many``."""
     group: str
     name: str
     kind: type
@@ -41,7 +41,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The flag that sets it."""
+        """The flag that sets the option."""
         return f"--{self.name}"
 
     @property
@@ -51,12 +51,12 @@ class Option:
         return f"{name}, ..." if self.many else name
 
     def convert(self, value: Any) -> Any:
-        """``value`` (text of a flag, or a YAML / Python value) in the option's type.
+        """Convert ``value`` (text of a flag, or a YAML / Python value) to the option's type.
 
         Text is split at commas for lists (``\\,`` is a comma inside an item); ``none`` is ``None`` or the empty list.
 
         Raises:
-            ConfigError: naming the option, the value and what was expected.
+            ConfigError: with the option, the value and what was expected.
         """
         none = value is None or isinstance(value, str) and value.lower() == "none"
         if none and self.optional:
@@ -93,7 +93,7 @@ def _bool(value: Any) -> bool | None:
 
 
 def finite(value: Any) -> float | None:
-    """``value``, a number or its text, as a float; None where it is neither or not finite."""
+    """Convert a number or its text to a float; None if it is neither or not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -104,7 +104,7 @@ def finite(value: Any) -> float | None:
 
 
 def _int(value: Any) -> int | None:
-    """An integer, exactly; 1e6 and 128.0 are integers too."""
+    """Convert to an integer exactly; 1e6 and 128.0 are integers too."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -121,12 +121,12 @@ _PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: fin
 
 
 def split_commas(text: str) -> list[str]:
-    """The items of ``a,b``; a comma inside an item is written ``\\,``. Empty items are dropped."""
+    """Split ``a,b`` into its items; a comma inside an item is written ``\\,``. Empty items are dropped."""
     return [item.replace("\\,", ",") for item in re.split(r"(?<!\\),", text) if item]
 
 
 def did_you_mean(name: Any, known: Iterable[str], prefix: str = "") -> str:
-    """`` (did you mean x?)`` for the nearest known name, written with ``prefix``, or an empty string."""
+    """Return `` (did you mean x?)`` for the nearest known name, written with ``prefix``, or an empty string."""
     near = get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
@@ -141,19 +141,19 @@ def _option(group: str, spec: Field, annotation: Any) -> Option:
 
 
 def group_options(cls: type, group: str = "") -> dict[str, Option]:
-    """The options of one group (a dataclass such as ``StrategyConfig``), by name."""
+    """Read the options of one group (a dataclass such as ``StrategyConfig``), by name."""
     hints = get_type_hints(cls)
     return {spec.name: _option(group, spec, hints[spec.name]) for spec in fields(cls)}
 
 
 def groups(tree: type) -> dict[str, type]:
-    """The groups of a tree (such as ``Config``): field name -> dataclass."""
+    """Map the field names of a tree (such as ``Config``) to the dataclasses of its groups."""
     hints = get_type_hints(tree)
     return {spec.name: hints[spec.name] for spec in fields(tree)}
 
 
 def options(tree: type) -> dict[str, Option]:
-    """Every option of a tree, by name. Names are flags, so a name that two groups use is a ``ValueError``."""
+    """Collect every option of a tree, by name. Names are flags, so a name that two groups use raises ``ValueError``."""
     found: dict[str, Option] = {}
     for group, cls in groups(tree).items():
         for name, option in group_options(cls, group).items():
@@ -164,7 +164,7 @@ def options(tree: type) -> dict[str, Option]:
 
 
 def build(tree: type, values: dict[str, Any]) -> Any:
-    """An instance of ``tree`` from converted values by option name; the rest takes its default."""
+    """Build an instance of ``tree`` from converted values by option name; other options take their default."""
     parts = {}
     for group, cls in groups(tree).items():
         parts[group] = cls(**{name: values[name] for name in group_options(cls, group) if name in values})
@@ -172,7 +172,7 @@ def build(tree: type, values: dict[str, Any]) -> Any:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """The value of every option of a tree instance, by name: the inverse of :func:`build`."""
+    """Collect the value of every option of a tree instance, by name: the inverse of :func:`build`."""
     flat: dict[str, Any] = {}
     for group in groups(type(config)):
         flat.update(vars(vars(config)[group]))

@@ -1,10 +1,10 @@
 """``--recipe NAME`` and ``--semantics NAME``: options that belong together, set at once; YAML keys and flags win.
 
 A recipe is a paper's method, not a size: batch sizes, lengths and learning rates stay the run's own. Where a paper
-leaves a coefficient open or fits it to its reward model, the number is ours. Semantics give a name that has different
-mathematics in different trainers the meaning of one of them; every difference is an option of its own. What no option
-covers is listed, with its size, in ``docs/coming_from.md``; ``benchmarks/oracles.py`` compares the presets with the
-trainers themselves.
+leaves a coefficient open or fits it to its reward model, the number is ours. One name can stand for different
+mathematics in different trainers. Semantics select the meaning of one trainer; every difference is a separate option.
+Differences that no option covers are listed, with their size, in ``docs/coming_from.md``. ``benchmarks/oracles.py``
+compares the presets with the trainers themselves.
 """
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ _REWARD_KL: dict[str, Any] = {"init_kl_coef": 0.01, "use_kl_loss": False, "kl_es
 
 
 class Recipe(NamedTuple):
-    """One method."""
+    """Method of a paper, and the options that select it."""
     paper: str
     summary: str
     options: dict[str, Any]
@@ -26,13 +26,13 @@ def _arxiv(number: str) -> str:
 
 def _clipped(estimator: str, loss: str, low: float, high: float | None, aggregation: str,
              **more: Any) -> dict[str, Any]:
-    """A loss with bounds on the ratio."""
+    """Options of a loss with bounds on the ratio."""
     return {"advantage_estimator": estimator, "policy_loss": loss, "eps_clip": low, "eps_clip_high": high,
             "loss_agg_mode": aggregation, **more}  # yapf: disable
 
 
 def _plain(estimator: str, aggregation: str, **more: Any) -> dict[str, Any]:
-    """The policy gradient without a ratio."""
+    """Options of the policy gradient without a ratio."""
     return {"advantage_estimator": estimator, "policy_loss": "reinforce", "loss_agg_mode": aggregation, **more}
 
 
@@ -95,14 +95,14 @@ Options = dict[str, Any]
 
 
 class Semantics(NamedTuple):
-    """What one trainer means."""
+    """Options that give names the meaning of one trainer."""
     version: str  # of the trainer; empty for this one
     options: Options
-    recipes: dict[str, Options] = {}  # what differs from the recipe of a name that the trainer uses as well
-    chosen: dict[str, dict[str, Options]] = {}  # option -> its value -> what that choice sets as well
+    recipes: dict[str, Options] = {}  # differences from a recipe whose name the trainer uses too
+    chosen: dict[str, dict[str, Options]] = {}  # option -> its value -> what that choice sets too
 
     def values(self, choices: Options) -> Options:
-        """The options it sets beside the ``choices`` made so far."""
+        """Options that these semantics set, given the ``choices`` made so far."""
         return self.options | {
             name: value
             for option, found in self.chosen.items() for name, value in found.get(choices[option], {}).items()
@@ -142,7 +142,7 @@ SEMANTICS: dict[str, Semantics] = {
 
 
 class Meaning(NamedTuple):
-    """What one option decides, and choices beside which a preset sets it."""
+    """Effect of one option, and the choices with which a preset sets it."""
     text: str
     beside: Options = {}
 

@@ -1,4 +1,4 @@
-"""The interval every numeric option lies in."""
+"""Valid interval of every numeric option."""
 from collections.abc import Iterator
 from math import inf
 from typing import Any
@@ -137,7 +137,7 @@ def _inside(value: float, interval: str) -> bool:
 
 
 def _nearest(value: float, interval: str) -> str:
-    """The nearest end of the interval, or which side of an open end is valid."""
+    """Name the nearest end of the interval, or the valid side of an open end."""
     low, high = _bounds(interval)
     below = value <= low
     end, closed = (low, interval[0] == "[") if below else (high, interval[-1] == "]")
@@ -145,7 +145,7 @@ def _nearest(value: float, interval: str) -> str:
 
 
 def in_words(interval: str) -> str:
-    """``[1, inf)`` as ``at least 1``."""
+    """Write an interval in words: ``[1, inf)`` is ``at least 1``."""
     low, high = _bounds(interval)
     if high == inf:
         return f"{'at least' if interval[0] == '[' else 'greater than'} {low:g}"
@@ -160,7 +160,7 @@ def _problem(option: Option, value: float) -> str:
 
 
 def check_ranges(config: Any) -> Iterator[str]:
-    """One sentence per value of a tree (any tree) that lies outside the interval of its option."""
+    """Yield one sentence per value of a tree (any tree) that is outside the interval of its option."""
     values = flatten(config)
     for name, option in options(type(config)).items():
         if name in RANGES and values[name] is not None:

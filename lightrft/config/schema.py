@@ -11,7 +11,7 @@ from lightrft.config.presets import SEMANTICS
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """One option: its default, its help text and, for closed sets, its choices. Lists are copied per instance."""
+    """Declare an option: default, help text and, for closed sets, choices. Lists are copied per instance."""
     metadata = {"help": text, "choices": choices}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -20,7 +20,7 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> A
 
 @dataclass
 class PolicyModelConfig:
-    """Which model is trained, and how it is held."""
+    """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
     bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
     gradient_checkpointing: bool = option(False, "recompute activations of every decoder layer in the backward pass")
@@ -35,7 +35,7 @@ class PolicyModelConfig:
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
-    """Which models are trained, and how they are held."""
+    """The policy, the reference and the critic: weights, precision and adapters."""
     ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)")
     initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks")
     critic_pretrain: str | None = option(
@@ -46,7 +46,7 @@ class ModelConfig(PolicyModelConfig):
 
 @dataclass
 class StrategyConfig:
-    """How the models are spread over the ranks."""
+    """Distribution of the models over the ranks."""
     strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
                            ("auto", "single", "fsdp", "deepspeed"))
     fsdp_shard_size: int = option(
@@ -67,11 +67,11 @@ class StrategyConfig:
     dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run")
 
     def resolved(self, world_size: int) -> str:
-        """``strategy`` for a run of ``world_size`` ranks, "auto" decided."""
+        """Return ``strategy`` for a run of ``world_size`` ranks, with "auto" resolved."""
         return self.strategy if self.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
 
     def divides_weights(self, world_size: int) -> bool:
-        """Whether a rank holds only its part of the weights."""
+        """Return True if a rank holds only its part of the weights."""
         chosen = self.resolved(world_size)
         return chosen == "fsdp" or chosen == "deepspeed" and self.zero_stage == 3
 
@@ -84,7 +84,7 @@ class StrategyConfig:
 
 @dataclass
 class RolloutConfig:
-    """How responses are generated."""
+    """Generation of responses: batches, sampling and engine."""
     engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm", "sglang"))
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
@@ -147,7 +147,7 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how a row becomes a prompt."""
+    """Sources of the prompts, and the conversion of a row to a prompt."""
     prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed")
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)")
     prompt_split: str = option("train", "split of --prompt_data to use")
@@ -177,7 +177,7 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """What a response is worth."""
+    """Rewards of the responses: sources, workers and shaping."""
     reward: list[str] = option(
         [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
         "each row's label or data source")
@@ -293,7 +293,7 @@ class AlgorithmConfig:
 
     @property
     def kl_kind(self) -> str:
-        """The KL estimator in force: ``kl_estimator``, or the default of the place where the KL is."""
+        """The KL estimator in use: ``kl_estimator``, or the default for the KL in the loss or in the reward."""
         return self.kl_estimator or ("k3" if self.use_kl_loss else "k1")
 
 
@@ -346,7 +346,7 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What is written, where, and how a run goes on."""
+    """Outputs of the run, checkpoints and resuming."""
     save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model")
     ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
     save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done")
@@ -361,7 +361,7 @@ class CheckpointConfig:
 
 @dataclass
 class SinkConfig:
-    """Where metrics go."""
+    """Destinations of the metrics."""
     logging_steps: int = option(1, "steps between lines of the step table")
     use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard")
     use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)")
@@ -374,7 +374,7 @@ class SinkConfig:
 
 @dataclass
 class LogConfig(SinkConfig):
-    """What a person sees."""
+    """Metrics, console output and saved rollouts."""
     metric_aliases: str = option("none", "also write each metric under the name another trainer gives it",
                                  ("none", "verl", "trl"))
     save_trajectories: bool = option(False, "write the samples of every rollout to SAVE_PATH/rollouts/step_N.jsonl")
@@ -384,7 +384,7 @@ class LogConfig(SinkConfig):
 
 @dataclass
 class Config:
-    """The whole tree."""
+    """The whole option tree."""
     model: ModelConfig = field(default_factory=ModelConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -7,7 +7,7 @@ from lightrft.config.schema import (CheckpointConfig, DataConfig, OptimConfig, P
 
 @dataclass
 class SFTDataConfig:
-    """Demonstrations, and how they are rendered."""
+    """Demonstrations and their rendering."""
     train_data: list[str] = option([],
                                    "demonstrations: file, folder or hub id, 'path@data_dir'; several are concatenated")
     eval_data: list[str] = option([], "held-out demonstrations, same forms")
@@ -21,7 +21,7 @@ class SFTDataConfig:
     shuffle: bool = option(True, "draw demonstrations in a new seeded order each epoch")
 
     def as_data_config(self) -> DataConfig:
-        """The same choices as the data group of the RL trainer, which the data sets read."""
+        """Convert to the data group of the RL trainer, which the data sets read."""
         return DataConfig(prompt_data=self.train_data, eval_data=self.eval_data, prompt_split=self.train_split,
                           eval_split=self.eval_split, max_samples=self.max_samples, chat_template=self.chat_template,
                           system_prompt=self.system_prompt, max_eval_samples=0)
@@ -37,7 +37,7 @@ class SFTTrainConfig(OptimConfig):
 
 @dataclass
 class SFTConfig:
-    """The whole tree of ``lightrft.cli.train_sft``."""
+    """The whole option tree of ``lightrft.cli.train_sft``."""
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)

@@ -1,4 +1,4 @@
-"""``--stages 8k:200,16k:200,32k``: how long responses may be, and for how many steps."""
+"""``--stages 8k:200,16k:200,32k``: limits on the length of responses, each for a number of steps."""
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ _FORM = "a stage is LENGTH:STEPS, k is 1024 tokens, and the last may leave out i
 
 
 class Stages:
-    """The longest response of every step; without stages that is the same number throughout.
+    """Length limit of the responses of every step; without stages it is the same throughout.
 
     Args:
         entries: the items of ``--stages``.
-        generate_max_len: the longest response where there are none.
+        generate_max_len: the limit if there are no stages.
 
     Raises:
-        ConfigError: naming the first item that does not parse.
+        ConfigError: with the first item that does not parse.
     """
 
     def __init__(self, entries: list[str], generate_max_len: int = 0) -> None:
@@ -28,28 +28,28 @@ class Stages:
         if entries:
             parsed = [_parse(entries, i) for i in range(len(entries))]
             self.lengths, counts = [length for length, _ in parsed], [count for _, count in parsed if count]
-        self.starts = [0, *accumulate(counts)]  # of every stage; then, when the last one is counted, the end
+        self.starts = [0, *accumulate(counts)]  # first step of every stage; then the end, if the last stage has one
 
     @property
     def longest(self) -> int:
-        """Over all stages, in tokens."""
+        """Largest limit of all stages, in tokens."""
         return max(self.lengths)
 
     @property
     def end(self) -> int | None:
-        """Steps of the whole run; None when the last stage takes the rest of it."""
+        """Steps of the whole run; None if the last stage takes the rest of it."""
         return self.starts[-1] if len(self.starts) > len(self.lengths) else None
 
     def index(self, step: int) -> int:
-        """The stage of the step that follows ``step`` finished ones."""
+        """Index of the stage of the step that follows ``step`` finished ones."""
         return min(bisect_right(self.starts, step), len(self.lengths)) - 1
 
     def length(self, step: int) -> int:
-        """The longest response, in tokens, of the step that follows ``step`` finished ones."""
+        """Length limit, in tokens, of the step that follows ``step`` finished ones."""
         return self.lengths[self.index(step)]
 
     def boundary(self, step: int) -> str | None:
-        """What to tell where a stage begins, else None."""
+        """Log line for a step at which a stage begins, else None."""
         if len(self.lengths) == 1 or step not in self.starts[:len(self.lengths)]:
             return None
         i = self.index(step)
@@ -58,7 +58,7 @@ class Stages:
 
 
 def _parse(entries: list[str], i: int) -> tuple[int, int | None]:
-    """Length in tokens and steps of item ``i``."""
+    """Parse item ``i`` into its length in tokens and its steps."""
     where, found = f"--stages: item {i + 1} of {len(entries)}, {entries[i]!r},", _ITEM.fullmatch(entries[i].strip())
     if found is None:
         raise ConfigError(f"{where} does not parse: {_FORM}")
@@ -74,7 +74,7 @@ def stage_options(entries: list[str]) -> dict[str, Any]:
 
 
 def check_total(entries: list[str], total: int) -> None:
-    """Raise :class:`ConfigError` where a run of ``total`` steps, as the data has them, ends before the last stage."""
+    """Raise :class:`ConfigError` if a run of ``total`` steps, as the data gives, ends before the last stage."""
     last = Stages(entries).starts[-1] if entries else 0
     if total <= last and Stages(entries).end is None:
         raise ConfigError(f"--stages {','.join(entries)}: the last stage begins after {last} steps, and the data gives "
@@ -82,7 +82,7 @@ def check_total(entries: list[str], total: int) -> None:
 
 
 def length_problems(c: Config) -> Iterator[str]:
-    """Stages that do not parse, and options that contradict how long responses may be."""
+    """Yield problems: stages that do not parse, and options that contradict the length limits."""
     entries, length, buffer = c.rollout.stages, c.rollout.generate_max_len, c.reward.overlong_buffer_len
     try:
         stages = Stages(entries, length)

@@ -1,1 +1,1 @@
-"""Files and rows of any known schema -> prompts and demonstrations, in a seeded, resumable order."""
+"""Converts files and rows of any known schema to prompts and demonstrations, in a seeded, resumable order."""

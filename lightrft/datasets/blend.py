@@ -1,4 +1,4 @@
-"""In which order rows are drawn: a pure function of (sizes, probabilities, seed), so a position alone restores it."""
+"""Order of the rows: a pure function of (sizes, probabilities, seed), so that a position alone restores it."""
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +9,7 @@ Order = np.ndarray  # int64 [N], row indices of one episode
 
 
 def check_probs(probs: Sequence[float], specs: Sequence[str]) -> None:
-    """One non-negative probability per data set, with sum 1; ``ValueError`` otherwise."""
+    """Require one non-negative probability per data set, with sum 1; raise ``ValueError`` otherwise."""
     if probs and (len(probs) != len(specs) or min(probs) < 0 or abs(sum(probs) - 1) > 1e-6):
         raise UserError(f"--prompt_data_probs {list(probs)}: need {len(specs)} numbers >= 0, one per --prompt_data, "
                         f"that sum to 1, for example {[round(1 / max(len(specs), 1), 4)] * len(specs)}")
@@ -26,16 +26,16 @@ def apportion(total: int, shares: Sequence[float]) -> list[int]:
 
 
 class Blend:
-    """The endless order of rows: episode after episode of ``rows`` draws each.
+    """Endless order of rows: episode after episode of ``rows`` draws each.
 
     Without probabilities an episode is every row once. With them, each data set gives its share of every episode: one
-    that is drawn less than its size goes on in the next episode, one drawn more starts over, so within a data set no
-    row comes again before all others came.
+    with a share below its size continues in the next episode, one with a larger share starts over. So within a data
+    set no row is drawn again before all others were drawn.
 
     Args:
-        sizes: rows of each data set; they lie one after another in the index.
+        sizes: rows of each data set; the index covers the data sets one after another.
         probs: share of each data set, or empty.
-        shuffle: a new seeded order each episode (and pass); otherwise the order of the files, evenly interleaved.
+        shuffle: use a new seeded order each episode (and pass); otherwise the order of the files, evenly interleaved.
     """
 
     def __init__(self, sizes: Sequence[int], probs: Sequence[float] = (), shuffle: bool = True, seed: int = 0) -> None:
@@ -45,7 +45,7 @@ class Blend:
             raise UserError(f"a data set to mix in has no rows: sizes {self.sizes}, probabilities {self.probs}")
 
     def episode(self, number: int) -> Order:
-        """[rows] indices of one episode."""
+        """Return the [rows] indices of one episode."""
         if not self.probs:
             return self._permutation(0, number, self.rows)
         counts = apportion(self.rows, self.probs)
@@ -58,7 +58,7 @@ class Blend:
         return order[np.argsort(places, kind="stable")]
 
     def _slice(self, source: int, start: int, count: int) -> Order:
-        """Draws ``start .. start + count`` of the endless passes over one data set."""
+        """Return draws ``start .. start + count`` of the endless passes over one data set."""
         size = max(self.sizes[source], 1)
         first, last = start // size, (start + max(count, 1) - 1) // size
         passes = np.concatenate([self._permutation(source + 1, number, size) for number in range(first, last + 1)])

@@ -1,4 +1,4 @@
-"""Global batches of rows, the same on every rank, whose position is one number."""
+"""Loader of global batches, the same on every rank; one number is its whole position."""
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -10,7 +10,7 @@ from lightrft.utils.env import World
 from lightrft.utils.logging import get_logger
 
 Item = TypeVar("Item")
-SAMPLED = 64  # rows that tell one data set from another
+SAMPLED = 64  # rows that identify a data set
 
 
 class MixedDataset(Sequence[Item]):
@@ -25,17 +25,17 @@ class MixedDataset(Sequence[Item]):
 
 
 class PromptLoader(Generic[Item]):
-    """Endless iterator over batches of any sequence of rows (prompts, SFT examples).
+    """Iterates endlessly over batches of any sequence of rows (prompts, SFT examples).
 
-    Rows are drawn episode by episode in one endless stream and cut into batches, so the rows left at the end of an
-    episode open the first batch of the next one: none is lost, and every batch is full. A batch counts as
-    consumed once it is handed out. Nothing depends on rank or world size.
+    Rows are drawn episode by episode in one endless stream and cut into batches. The rows left at the end of an
+    episode open the first batch of the next one, so none is lost and every batch is full. A batch counts as
+    consumed once it is returned. Nothing depends on rank or world size.
 
     Args:
         dataset: the rows; a :class:`MixedDataset` brings its mixing probabilities.
         batch_size: rows per batch, over all ranks.
-        shuffle: a new order each episode.
-        seed: of the order.
+        shuffle: use a new order each episode.
+        seed: seed of the order.
 
     Raises:
         DataError: fewer rows than one batch.
@@ -50,24 +50,24 @@ class PromptLoader(Generic[Item]):
             sizes, probs = dataset.sizes, dataset.probs
         self.dataset, self.batch_size = dataset, batch_size
         self.blend = Blend(sizes, probs, shuffle, seed)
-        self.position = 0  # rows handed out
+        self.position = 0  # rows returned so far
         self._cached: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
-        """Full batches per episode."""
+        """Return the number of full batches per episode."""
         return self.blend.rows // self.batch_size
 
     @property
     def episode(self) -> int:
-        """Episodes whose rows were all handed out."""
+        """Number of episodes whose rows were all returned."""
         return self.position // self.blend.rows
 
     def steps(self, episodes: int, partial: bool = False) -> int:
-        """Full batches in ``episodes`` episodes; with ``partial`` the rows left at the end are one more."""
+        """Return the full batches in ``episodes`` episodes; with ``partial`` the rows left at the end are one more."""
         return (self.draws(episodes) + (self.batch_size - 1 if partial else 0)) // self.batch_size
 
     def draws(self, episodes: int) -> int:
-        """Rows in ``episodes`` episodes."""
+        """Return the number of rows in ``episodes`` episodes."""
         return episodes * self.blend.rows
 
     def __iter__(self) -> Iterator[list[Item]]:
@@ -77,7 +77,7 @@ class PromptLoader(Generic[Item]):
         return [row for _, row in self.draw(self.batch_size)]
 
     def draw(self, count: int) -> list[tuple[int, Item]]:
-        """The next ``count`` rows, each with its number in the endless stream."""
+        """Return the next ``count`` rows, each with its number in the endless stream."""
         start, self.position = self.position, self.position + count
         return [(place, self.dataset[self._row(place)]) for place in range(start, self.position)]
 
@@ -88,22 +88,22 @@ class PromptLoader(Generic[Item]):
         return self._cached[1][offset]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it depends on."""
+        """Return the position and everything that it depends on."""
         blend = self.blend
         return {"position": self.position, "sizes": blend.sizes, "probs": blend.probs, "shuffle": blend.shuffle,
                 "seed": blend.seed, "rows": self._rows}  # yapf: disable
 
     @cached_property
     def _rows(self) -> int:
-        """A number that stands for the content of a few rows."""
+        """Checksum of the content of a few rows."""
         step = max(len(self.dataset) // SAMPLED, 1)
         return crc32(repr([self.dataset[i] for i in range(0, len(self.dataset), step)]).encode())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, in its order; the batch size may have changed.
+        """Resume at the position of ``state``, in its order; the batch size may have changed.
 
         Raises:
-            DataError: the data has other rows than then.
+            DataError: the data sets have other sizes than in ``state``.
         """
         if state["sizes"] != self.blend.sizes:
             raise DataError(f"the checkpoint was made with data sets of {state['sizes']} rows, now they have "
@@ -119,6 +119,6 @@ class PromptLoader(Generic[Item]):
 
 
 def _warn(text: str) -> None:
-    """On one rank: all see the same data."""
+    """Log a warning on one rank, because all ranks see the same data."""
     if World.from_env().is_main:
         get_logger().warning(text)

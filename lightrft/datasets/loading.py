@@ -1,4 +1,4 @@
-"""Files, folders and hub ids -> rows (dicts). What cannot be read is an error naming file, row and remedy."""
+"""Reads files, folders and hub ids into rows (dicts). Errors name the file, the row and the remedy."""
 import csv
 import io
 import json
@@ -17,14 +17,14 @@ Row = dict[str, Any]
 
 
 class DataError(UserError):
-    """Data that cannot be used; the message says where it is, what is wrong and what helps."""
+    """Data cannot be used; the message names the location, the problem and the remedy."""
 
 
 @dataclass
 class Rows:
-    """The rows of one spec, and the files they came from as ``(name, rows)`` in order.
+    """Rows of one spec, and the files they came from as ``(name, rows)`` in order.
 
-    ``numbers`` are their places in all the files together; None: every row is there.
+    ``numbers`` are their indices in all files together; None: no row is left out.
     """
     rows: list[Row]
     files: list[tuple[str, int]]
@@ -34,16 +34,16 @@ class Rows:
         return len(self.rows)
 
     def pick(self, indices: Iterable[int]) -> "Rows":
-        """Only the rows ``indices``, still known by their places."""
+        """Return only the rows ``indices``, which keep their numbers."""
         wanted = list(indices)
         return Rows([self.rows[i] for i in wanted], self.files, [self.number(i) for i in wanted])
 
     def number(self, index: int) -> int:
-        """The place of ``rows[index]`` in all the files together, counted from 0."""
+        """Return the index of ``rows[index]`` in all files together, counted from 0."""
         return index if self.numbers is None else self.numbers[index]
 
     def origin(self, index: int) -> tuple[str, int]:
-        """File and row number (counted from 1) of ``rows[index]``."""
+        """Return file and row number (counted from 1) of ``rows[index]``."""
         index = self.number(index)
         for name, count in self.files:
             if index < count:
@@ -52,7 +52,7 @@ class Rows:
         raise IndexError(f"row {index} is past the end of the data")
 
     def where(self, index: int) -> str:
-        """The same, as text for messages."""
+        """Return file and row number of ``rows[index]`` as text for messages."""
         name, row = self.origin(index)
         return f"{name}, row {row}"
 
@@ -63,10 +63,10 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     Args:
         spec: a parquet, json, jsonl, csv or arrow file, a folder that ``save_to_disk`` wrote, a folder of such files
             named after their split, or a hub id; ``path@data_dir`` picks a folder inside.
-        split: which split to take; a single file is taken whole.
+        split: the split to read; a single file is read whole.
 
     Raises:
-        DataError: missing, empty or unreadable data, rows of different types, duplicate ids.
+        DataError: data is missing, empty or unreadable, or has rows of different types or duplicate ids.
     """
     path, data_dir = _split_spec(spec)
     local = Path(path).expanduser()
@@ -97,7 +97,7 @@ def _read_folder(folder: Path, split: str) -> Rows:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """Files called ``<split>.*``, ``<split>-00000-of-00002.*`` or ``<split>_*``, or all files in ``<split>/``."""
+    """Find files named ``<split>.*``, ``<split>-00000-of-00002.*`` or ``<split>_*``, or all files in ``<split>/``."""
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _READERS)
     wanted = [
         file for file in files
@@ -246,7 +246,7 @@ _KINDS = {bool: "bool", str: "text", dict: "object", list: "list", int: "number"
 
 
 def _check_types(rows: Rows) -> None:
-    """Every column holds one kind of value in all rows (nulls and absent columns aside)."""
+    """Require one kind of value per column in all rows (nulls and absent columns aside)."""
     first: dict[str, tuple[str, int]] = {}
     for index, row in enumerate(rows.rows):
         for column, value in row.items():
@@ -260,7 +260,7 @@ def _check_types(rows: Rows) -> None:
 
 
 def _row_id(row: Row) -> Any:
-    """What must be unique within a file: an ``id`` or ``uid`` column, else verl's source, split and index."""
+    """Return the key that must be unique within a file: column ``id`` or ``uid``, else verl's source, split, index."""
     for column in ("id", "uid"):
         if row.get(column) is not None:
             return column, str(row[column])

@@ -1,4 +1,4 @@
-"""Rows of any known schema -> tokenized :class:`~lightrft.types.Prompt`, of the wanted difficulty."""
+"""Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
 from typing import overload
 
@@ -17,13 +17,13 @@ from lightrft.utils.logging import get_logger
 
 
 def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
-    """The rows of each ``--prompt_data`` ("train") or ``--eval_data`` ("eval") entry, cut to the wanted number.
+    """Load the rows of each ``--prompt_data`` ("train") or ``--eval_data`` ("eval") entry, cut to the wanted number.
 
-    Training rows of another difficulty than asked for are left out first. The limit is shared between the entries in
+    Training rows outside the wanted difficulty are left out first. The limit is shared between the entries in
     proportion to their sizes. Returns the rows and the mixing probabilities.
 
     Raises:
-        DataError: no entry, data that cannot be read, or no row of that difficulty.
+        DataError: there is no entry, the data cannot be read, or no row has that difficulty.
     """
     training = split == "train"
     specs = cfg.prompt_data if training else cfg.eval_data
@@ -41,10 +41,10 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
 
 
 def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: str) -> list[int]:
-    """Indices of the rows of at most ``max_len`` tokens; the others are counted in the log.
+    """Return the indices of the rows of at most ``max_len`` tokens; the number of others is logged.
 
     Raises:
-        DataError: an empty row; under the policy "error", a row that is too long.
+        DataError: a row is empty, or under the policy "error" too long.
     """
     if 0 in lengths:
         raise DataError(f"{rows.where(lengths.index(0))}: the row has no prompt: it renders to no token. Remove it")
@@ -61,21 +61,21 @@ def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: s
 
 
 class PromptsDataset(MixedDataset[Prompt]):
-    """The prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made when asked for.
+    """Prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made on access.
 
     A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files.
 
     Args:
-        cfg: which data, and how a row becomes a prompt.
-        tokenizer: of the policy.
-        prompt_max_len: longest prompt, in tokens; what happens to longer ones is ``cfg.overlong_prompt``.
-        split: "train" or "eval": which of the options apply.
+        cfg: selects the data and the conversion of a row to a prompt.
+        tokenizer: tokenizer of the policy.
+        prompt_max_len: longest prompt, in tokens; ``cfg.overlong_prompt`` decides about longer ones.
+        split: "train" or "eval"; it selects the options that apply.
 
     Attributes:
         dropped: prompts left out because they are too long.
 
     Raises:
-        DataError: data, rows or templates that cannot be used; all prompts too long.
+        DataError: data, rows or templates cannot be used, or all prompts are too long.
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int,
@@ -109,7 +109,7 @@ class PromptsDataset(MixedDataset[Prompt]):
             get_logger().info("%s: no row has a reference answer; rewards that need one cannot score", rows.where(0))
 
     def _tell_bare_text(self, cfg: DataConfig) -> None:
-        """Say once that a chat template is there and is not used."""
+        """Log once that the tokenizer has a chat template that is not used."""
         bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
             get_logger().info("the tokenizer has a chat template, but text prompts are used as they are; "
@@ -136,10 +136,10 @@ class PromptsDataset(MixedDataset[Prompt]):
 
 
 def difficulty(row: Row, key: str, where: str) -> float:
-    """The number in column ``key``, else in ``extra_info[key]``. ``where`` names the row in messages.
+    """Return the number in column ``key``, else in ``extra_info[key]``. ``where`` names the row in messages.
 
     Raises:
-        DataError: there is none, or it is no number.
+        DataError: the value is missing or not a number.
     """
     found = first_value((row, key), (row.get("extra_info"), key))
     number = finite(found)
@@ -150,10 +150,10 @@ def difficulty(row: Row, key: str, where: str) -> float:
 
 
 def of_difficulty(parts: list[Rows], cfg: DataConfig) -> list[Rows]:
-    """The rows from ``cfg.difficulty_min`` to ``cfg.difficulty_max``; the others are counted in the log.
+    """Return the rows from ``cfg.difficulty_min`` to ``cfg.difficulty_max``; the number of others is logged.
 
     Raises:
-        DataError: see :func:`difficulty`; also no row is left.
+        DataError: as in :func:`difficulty`, or no row is left.
     """
     low = -math.inf if cfg.difficulty_min is None else cfg.difficulty_min
     high = math.inf if cfg.difficulty_max is None else cfg.difficulty_max

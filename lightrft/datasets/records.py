@@ -1,6 +1,6 @@
-"""Row schemas, recognised by their shape, -> one :class:`Record`.
+"""Converts rows to :class:`Record`; a row schema is recognised by its shape.
 
-Known: verl and LightRFT ``{data_source, prompt, reward_model, extra_info}``, TRL's prompt-only rows, ms-swift's
+Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_info}``, TRL's prompt-only rows, ms-swift's
 ``{messages, solution}`` and ``{input, output, label}``.
 """
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 @dataclass
 class Record:
-    """One row in our own words. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards."""
+    """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards."""
     prompt: str | list[Message]
     reference: Any
     label: str
@@ -28,12 +28,12 @@ class Record:
 
 
 def missing(value: Any) -> bool:
-    """Whether a value says nothing: null, blank text, an empty list or object."""
+    """Return True for an empty value: null, blank text, an empty list or object."""
     return value is None or (isinstance(value, str) and not value.strip()) or value == [] or value == {}
 
 
 def first_value(*candidates: tuple[Any, str]) -> Any:
-    """The first value that is there among ``(mapping or None, key)`` pairs, else None."""
+    """Return the first value present among ``(mapping or None, key)`` pairs, else None."""
     for mapping, key in candidates:
         if isinstance(mapping, dict) and not missing(mapping.get(key)):
             return mapping[key]
@@ -41,7 +41,7 @@ def first_value(*candidates: tuple[Any, str]) -> Any:
 
 
 def prompt_column(row: Row, input_key: str) -> str | None:
-    """The column that holds the prompt: ``input_key`` when the row has it, else the first known name."""
+    """Return the column that holds the prompt: ``input_key`` if the row has it, else the first known name."""
     for column in dict.fromkeys((input_key, *PROMPT_COLUMNS)):
         if not missing(row.get(column)):
             return column
@@ -49,7 +49,7 @@ def prompt_column(row: Row, input_key: str) -> str | None:
 
 
 def find_reference(row: Row, key: str) -> Any:
-    """The reference answer: ``key`` > reward_model.ground_truth > extra_info > the usual columns; None if absent."""
+    """Find the reference answer: ``key`` > reward_model.ground_truth > extra_info > the usual columns, or None."""
     extra = row.get("extra_info")
     names = dict.fromkeys((key, *ANSWER_COLUMNS))
     return first_value((row, key), (row.get("reward_model"), "ground_truth"), *((extra, name) for name in names),
@@ -57,13 +57,13 @@ def find_reference(row: Row, key: str) -> Any:
 
 
 def find_label(row: Row, key: str) -> str:
-    """The name of the reward recipe: column ``key``, else ``extra_info[key]``, else empty."""
+    """Find the name of the reward recipe: column ``key``, else ``extra_info[key]``, else empty."""
     value = first_value((row, key), (row.get("extra_info"), key))
     return "" if value is None else str(value)
 
 
 def to_message(turn: Any, where: str) -> Message:
-    """One chat turn; ShareGPT's from / value is understood."""
+    """Convert one chat turn to role / content form; ShareGPT's from / value is accepted."""
     if isinstance(turn, dict) and "from" in turn and "value" in turn:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
@@ -72,12 +72,12 @@ def to_message(turn: Any, where: str) -> Message:
 
 
 def to_messages(value: Any, where: str) -> list[Message]:
-    """A list of chat turns (or a single one) in role / content form."""
+    """Convert a list of chat turns (or a single one) to role / content form."""
     return [to_message(turn, where) for turn in (value if isinstance(value, list) else [value])]
 
 
 def normalise_prompt(value: Any, where: str) -> str | list[Message]:
-    """Text stays text; messages lose the answers at their end (a prompt ends with what the model replies to)."""
+    """Normalise a prompt: text stays text; messages lose the answers at their end, to which the model would reply."""
     if isinstance(value, str):
         return value
     messages = to_messages(value, where)
@@ -92,7 +92,7 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
     """Recognise one row. ``where`` names it in messages.
 
     Raises:
-        DataError: no prompt, or messages that are none.
+        DataError: the row has no prompt, or messages that are not valid.
     """
     column = prompt_column(row, cfg.input_key)
     if column is None:
@@ -107,10 +107,10 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
 
 
 def check_named_columns(rows: Rows, cfg: DataConfig) -> None:
-    """Refuse an ``--input_key`` or ``--reference_key`` that was chosen (is not the default) and that no row has.
+    """Refuse an ``--input_key`` or ``--reference_key`` that is not the default and that no row has.
 
     Raises:
-        DataError: naming the option, the file and the columns that it has.
+        DataError: names the option, the file and its columns.
     """
     default = DataConfig()
     for option, key, usual, nested in (("input_key", cfg.input_key, default.input_key, ()),
@@ -123,7 +123,7 @@ def check_named_columns(rows: Rows, cfg: DataConfig) -> None:
 
 
 def _keys(row: Row, nested: tuple[str, ...]) -> list[str]:
-    """Names that hold something in the row, then those in its ``nested`` objects."""
+    """Return the names with a value in the row, then those in its ``nested`` objects."""
     parts = [row, *(row[name] for name in nested if isinstance(row.get(name), dict))]
     return [key for part in parts for key, value in part.items() if not missing(value)]
 
@@ -132,8 +132,8 @@ def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
     """Recognise all rows of one spec; they must share one shape, and all or none of them carry an answer.
 
     Raises:
-        DataError: see :func:`to_record` and :func:`check_named_columns`; also text prompts mixed with chats, and
-            single rows without an answer.
+        DataError: as in :func:`to_record` and :func:`check_named_columns`; also for text prompts mixed with chats, and
+            for single rows without an answer.
     """
     check_named_columns(rows, cfg)
     records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]

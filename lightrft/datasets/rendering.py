@@ -1,4 +1,4 @@
-"""Prompts -> text -> token ids, in batches, exactly as the model will see them."""
+"""Renders prompts to text and token ids, in batches, exactly as the model will see them."""
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -14,10 +14,10 @@ CHUNK = 2048  # rows a worker process tokenizes at a time
 
 
 class Renderer:
-    """Applies the options that shape a prompt, and the tokenizer's chat template. The tokenizer is called with
-    ``verbose=False``: overlong rows are told by the data sets.
+    """Applies the prompt options and the tokenizer's chat template.
 
-    Message lists always go through the template; text does so with ``--apply_chat_template``, else it stays as it is.
+    Message lists always go through the template; text does so with ``--apply_chat_template``, else it stays unchanged.
+    The tokenizer is called with ``verbose=False``, because the data sets report overlong rows.
 
     Raises:
         DataError: an ``--input_template`` without exactly one ``{}``.
@@ -29,7 +29,7 @@ class Renderer:
         self.cfg, self.tokenizer = cfg, tokenizer
 
     def messages(self, prompt: str | list[Message]) -> list[Message] | None:
-        """The chat that will be rendered, or None for a text that is taken as it is."""
+        """Return the chat to render, or None for a text that stays unchanged."""
         if isinstance(prompt, str) and not self.cfg.apply_chat_template:
             return None
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -45,25 +45,25 @@ class Renderer:
         return [*chat[:last], {**chat[last], "content": self._wrap(chat[last]["content"])}, *chat[last + 1:]]
 
     def _with_system(self, chat: list[Message]) -> list[Message]:
-        """``--system_prompt`` goes first; a system message of the row's own gives way to it."""
+        """Put ``--system_prompt`` first; it replaces a system message of the row."""
         if self.cfg.system_prompt is None:
             return chat
         rest = chat[1:] if chat and chat[0]["role"] == "system" else chat
         return [{"role": "system", "content": self.cfg.system_prompt}, *rest]
 
     def text(self, prompt: str) -> str:
-        """A text prompt without a chat template: wrapped, after the system prompt and an empty line."""
+        """Wrap a text prompt without a chat template, after the system prompt and an empty line."""
         system = f"{self.cfg.system_prompt}\n\n" if self.cfg.system_prompt is not None else ""
         return system + self._wrap(prompt)
 
     def chat_text(self, chats: list[list[Message]], generation_prompt: bool) -> list[str]:
-        """Render chats. Raises :class:`DataError` when there is no template or it refuses the messages."""
+        """Render chats. Raises :class:`DataError` if there is no template or it refuses the messages."""
         if not chats:
             return []
         return self.apply(chats, tokenize=False, add_generation_prompt=generation_prompt)
 
     def apply(self, chats: list[list[Message]], **options: Any) -> Any:
-        """``tokenizer.apply_chat_template`` with our errors."""
+        """Call ``tokenizer.apply_chat_template``; convert its errors to :class:`DataError`."""
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, and the data holds "
@@ -75,7 +75,7 @@ class Renderer:
                             f"{error}. Change the rows, or give another template with --chat_template") from error
 
     def encode_text(self, texts: list[str]) -> list[list[int]]:
-        """Tokens of plain prompts: the tokenizer's own first token is added once, its last (eos) never."""
+        """Tokenize plain prompts: the tokenizer's first token (bos) is added once, its last (eos) never."""
         if not texts:
             return []
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
@@ -86,7 +86,7 @@ class Renderer:
         return [row[:-1] for row in ids] if appends_eos else ids
 
     def encode_chats(self, chats: list[list[Message]]) -> tuple[list[str], list[list[int]]]:
-        """Text and tokens of chats up to the place where the answer starts; the template writes all special tokens."""
+        """Return text and tokens of chats up to the start of the answer; the template writes all special tokens."""
         texts = self.chat_text(chats, generation_prompt=True)
         if not texts:
             return [], []
@@ -94,7 +94,7 @@ class Renderer:
         return texts, out.input_ids
 
     def encode(self, prompts: list[str | list[Message]]) -> list[tuple[str, list[int]]]:
-        """Text and token ids of prompts of any kind, in order."""
+        """Return text and token ids of prompts of any kind, in order."""
         chats = [self.messages(prompt) for prompt in prompts]
         plain = [self.text(prompt) for prompt in prompts if self.messages(prompt) is None]  # type: ignore[arg-type]
         rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None])))
@@ -103,7 +103,7 @@ class Renderer:
 
 
 def encode_all(renderer: Renderer, prompts: list[str | list[Message]], workers: int) -> list[tuple[str, list[int]]]:
-    """``renderer.encode`` of many prompts, by ``workers`` processes when there is more than one chunk of them."""
+    """Apply ``renderer.encode`` to many prompts, in ``workers`` processes if there is more than one chunk."""
     chunks = [prompts[i:i + CHUNK] for i in range(0, len(prompts), CHUNK)]
     if workers <= 0 or len(chunks) < 2:
         parts = [renderer.encode(chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Demonstrations -> token ids and the mask of what to learn: the assistant's words and its end-of-turn token."""
+"""Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
 from dataclasses import dataclass
 from typing import overload
 
@@ -19,7 +19,7 @@ Encoded = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class SFTExample:
-    """One demonstration; ``loss_mask[t]`` is True when token t is to be learnt."""
+    """One demonstration; ``loss_mask[t]`` is True if token t is in the loss."""
     uid: str
     token_ids: list[int]
     loss_mask: list[bool]
@@ -27,7 +27,7 @@ class SFTExample:
 
 @dataclass
 class Conversation:
-    """Messages and the index of the first turn that may be learnt; ``text`` is a pair without chat."""
+    """Messages and the index of the first turn that may be in the loss; ``pair`` is prompt and answer without chat."""
     messages: list[Message] | None
     first: int = 0
     pair: tuple[str, str] = ("", "")
@@ -37,7 +37,7 @@ def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
     """Recognise ``{messages}``, or a prompt with its completion (text or messages).
 
     Raises:
-        DataError: no prompt, or no answer to learn.
+        DataError: the row has no prompt, or no answer to learn.
     """
     column = prompt_column(row, renderer.cfg.input_key)
     if column is None:
@@ -64,9 +64,9 @@ def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
 class ChatMasker:
     """Finds the assistant's tokens in rendered chats.
 
-    Templates with a ``{% generation %}`` block say it themselves. For others, a turn is what the text of the chat up to
-    and with it adds to the text of the chat before it (with the generation prompt); whitespace that the template
-    writes after the end-of-turn token is not learnt.
+    Templates with a ``{% generation %}`` block mark them. For others, a turn is the text that it adds to the rendered
+    chat before it (with the generation prompt). Whitespace that the template writes after the end-of-turn token is not
+    in the loss.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -78,7 +78,7 @@ class ChatMasker:
                             "which chat data needs. Use its fast version")
 
     def encode(self, chats: list[Conversation]) -> list[Encoded]:
-        """Token ids and loss mask of each chat."""
+        """Return token ids and loss mask of each chat."""
         if not chats:
             return []
         if self.marked and not any(chat.first for chat in chats):
@@ -92,7 +92,7 @@ class ChatMasker:
                 for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]
 
     def spans(self, chat: Conversation, text: str) -> list[Span]:
-        """Character ranges of ``text`` that hold the turns to learn."""
+        """Return the character ranges of ``text`` that hold the turns to learn."""
         messages = chat.messages or []
         turns = [i for i, turn in enumerate(messages) if i >= chat.first and turn["role"] == "assistant"]
         return [self._span(messages, turn, text) for turn in turns]
@@ -113,7 +113,7 @@ class ChatMasker:
 
 
 def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:
-    """Plain prompts and answers, tokenized apart as generation does; the answer ends with eos."""
+    """Tokenize plain prompts and answers separately, as generation does; the answer ends with eos."""
     if not pairs:
         return []
     tokenizer = renderer.tokenizer
@@ -124,7 +124,7 @@ def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encod
 
 
 def encode_chats(chats: list[Conversation], renderer: Renderer) -> list[Encoded]:
-    """Chats, a chunk at a time, with the mask of :class:`ChatMasker`."""
+    """Encode chats with :class:`ChatMasker`, a chunk at a time."""
     masker = ChatMasker(renderer) if chats else None
     chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
     return [item for chunk in chunks if masker for item in masker.encode(chunk)]
@@ -137,8 +137,8 @@ class SFTDataset(MixedDataset[SFTExample]):
     ``{prompt, completion}`` with text or messages (only the answer is learnt).
 
     Args:
-        cfg: which data, and how a row is rendered (as for prompts).
-        tokenizer: of the policy.
+        cfg: selects the data and the rendering of a row (as for prompts).
+        tokenizer: tokenizer of the policy.
         max_len: longest demonstration in tokens; longer ones follow ``cfg.overlong_prompt``.
         split: "train" or "eval".
 
@@ -146,7 +146,7 @@ class SFTDataset(MixedDataset[SFTExample]):
         dropped: demonstrations left out because they are too long.
 
     Raises:
-        DataError: data, rows or templates that cannot be used.
+        DataError: data, rows or templates cannot be used.
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train") -> None:

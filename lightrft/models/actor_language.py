@@ -26,7 +26,7 @@ class ActorLanguage(PackedModel):
         self.chunk_mib = chunk_mib
 
     def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """``(logprobs [T], entropy [T] or None)`` in nats and float32, at ``temperature``.
+        """Return ``(logprobs [T], entropy [T] or None)`` in nats and float32, at ``temperature``.
 
         ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.drawn`` keeps t and t is not the first token
         of its sequence, else 0. Both are differentiable; a mask that keeps nothing gives zeros, and zero gradients.
@@ -40,11 +40,11 @@ class ActorLanguage(PackedModel):
         return _scatter(logprobs, index, exp), None if entropies is None else _scatter(entropies, index, exp)
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
-        """Context in which the LoRA adapters are off, so that the model is its own reference. An error without LoRA."""
+        """Context without the LoRA adapters, in which the model is its own reference. Raises an error without LoRA."""
         return adapter_disabled(self.model)
 
 
 def _scatter(values: Tensor, index: Tensor, exp: Experience) -> Tensor:
-    """[N] at positions ``index`` of a row of T zeros."""
+    """Put ``values`` [N] at positions ``index`` of a row of T zeros."""
     out = torch.zeros(exp.num_tokens, dtype=values.dtype, device=values.device)
     return out.index_put((index, ), values)

@@ -1,5 +1,5 @@
-"""What differs between model families and modalities: which class loads them, how tokens get positions, where the body
-and the head are. Everything else in ``models`` is the same for all."""
+"""Differences between model families and modalities: the class that loads them, the positions of tokens, the body and
+the head. Everything else in ``models`` is the same for all."""
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Head:
 
 
 class ActorModality:
-    """Text: the base of all modalities, and a modality of its own."""
+    """Text modality, and the base class of all others."""
     name = "text"
     auto_class: Any = AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ class ActorModality:
         return hf.get_decoder()
 
     def head(self, hf: PreTrainedModel) -> Head:
-        """The head, read anew on every forward because sharding swaps parameters."""
+        """The head, read again on every forward because sharding swaps parameters."""
         layer, config = hf.get_output_embeddings(), hf.config
         scale = float(_value(config, "logit_scale", 1.0)) / float(_value(config, "logits_scaling",
                                                                          1.0))  # Cohere; Granite
@@ -57,7 +57,7 @@ class ActorModality:
 
 
 def _value(source: PretrainedConfig, key: str, default: Any) -> Any:
-    """An entry of a Hugging Face config; families leave out, or set to None, what they do not have."""
+    """Entry ``key`` of a Hugging Face config, or ``default``; families omit, or set to None, what they do not have."""
     value = getattr(source, key, None)
     return default if value is None else value
 

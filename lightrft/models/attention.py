@@ -28,18 +28,18 @@ _STEP = 16  # widths of the padded rows are multiples of this
 
 
 class KVCache(Protocol):
-    """What the rollout engine passes as ``kv_cache=``: it stores keys and values and attends to all it has stored."""
+    """Interface of the rollout engine's ``kv_cache=``: it stores keys and values and attends to all that it stored."""
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
                sliding_window: int | None) -> Tensor:
-        """[1, heads, T, d] queries, [1, kv_heads, T, d] keys and values -> [1, T, heads, d].
+        """Store and attend: queries [1, heads, T, d], keys and values [1, kv_heads, T, d] -> [1, T, heads, d].
 
         Models with capped scores (Gemma 2) also pass ``softcap=``.
         """
 
 
 class PackedLayout:
-    """Where the sequences of one packed row lie; built once per forward and shared by all layers.
+    """Positions of the sequences in one packed row; built once per forward and shared by all layers.
 
     Not a dataclass: FSDP's mixed precision would hand every layer a copy of one. ``calls`` counts the attention layers
     that used it, so that a model which mixes tokens elsewhere is noticed.
@@ -97,7 +97,7 @@ def _slots(lens: Tensor, widths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]
 
 
 class _Pad(torch.autograd.Function):
-    """[T, h, d] -> [slots, h, d]. Padding gets no gradient, so the backward is a gather too (no slow index_add)."""
+    """Pad [T, h, d] -> [slots, h, d]. Padding gets no gradient, so the backward is a gather too (no slow index_add)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of_slot: Tensor, slot_of_token: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[slots, h, d] -> [T, h, d]; zero gradient on padding."""
+    """Unpad [slots, h, d] -> [T, h, d]; zero gradient on padding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot_of_token: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = No
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                  window: int | None, softcap: float | None) -> Tensor:
-    """[T, h, d] queries, [T, hk, d] keys and values -> [T, h, d]; any device and dtype."""
+    """Attend in padded rows: queries [T, h, d], keys and values [T, hk, d] -> [T, h, d]; any device and dtype."""
     groups, token_of_slot, slot_of_token = layout._rows
     if token_of_slot is not None:
         query, key, value = (_Pad.apply(x, token_of_slot, slot_of_token) for x in (query, key, value))
@@ -162,7 +162,7 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
 
 @lru_cache(maxsize=1)
 def _flash_attn() -> Any:
-    """``flash_attn_varlen_func``, or None when flash-attn is not installed, or cannot be imported (told once).
+    """``flash_attn_varlen_func``, or None when flash-attn is not installed, or cannot be imported (logged once).
 
     A spec is not enough: flash-attn-4 leaves a namespace package of that name, and a wheel may be for another torch.
     """
@@ -187,7 +187,7 @@ def _varlen_attn() -> tuple[Any, frozenset[str]]:
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                    window: int | None) -> Tensor | None:
-    """The same in half precision on CUDA with torch's own kernel; None when this torch cannot do it."""
+    """Attend in half precision on CUDA with torch's own kernel; None when this torch cannot do it."""
     kernel, known = _varlen_attn()
     if kernel is None or not ({"window_size", "is_causal"} & known) or (window and "window_size" not in known):
         return None
@@ -210,7 +210,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayo
 
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                  window: int | None, softcap: float | None) -> Tensor | None:
-    """Fused kernels in half precision; None when no kernel takes these tensors."""
+    """Attend with fused kernels in half precision; None when no kernel takes these tensors."""
     if query.dtype not in (torch.float16,
                            torch.bfloat16) or query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
         return None
@@ -261,7 +261,7 @@ def no_mask(*_args: Any, **_kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Make "packed" known to Hugging Face (done when this module is imported; doing it again changes nothing)."""
+    """Register "packed" with Hugging Face (done when this module is imported; a second call changes nothing)."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, no_mask)
 

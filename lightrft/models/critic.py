@@ -33,6 +33,6 @@ class Critic(PackedModel):
         return torch.zeros(exp.num_tokens, device=values.device).index_put((index, ), values)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`PackedModel`; the head is called ``value_head_prefix``."""
+        """Override :meth:`PackedModel.export_params`; the head is called ``value_head_prefix``."""
         for name, tensor in super().export_params(stream, merge):
             yield (f"{self.value_head_prefix}.{name[6:]}" if name.startswith("score.") else name), tensor

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or hub id to a tokenizer, an actor or a critic; every refusal says what to do.
+"""Loading of tokenizers, actors and critics from a Hugging Face folder or hub id; every refusal says what to do.
 
 Chat templates that a user can name are here too; ``generation`` marks the tokens that the assistant wrote.
 """
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``path``; a missing pad token becomes eos (packed batches never pad, only exports name it).
+    """Load the tokenizer of ``path``; a missing pad token becomes eos (packed batches never pad, only exports name it).
 
     Args:
         path: HF folder or hub id.
@@ -67,7 +67,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
                dtype: torch.dtype = torch.float32) -> ActorLanguage:
-    """The policy at ``path`` (default ``cfg.pretrain``), with LoRA, frozen parts and checkpointing as ``cfg`` says.
+    """Load the policy at ``path`` (default ``cfg.pretrain``), with LoRA, frozen parts and checkpointing of ``cfg``.
 
     Dropout is off (also in training mode, LoRA dropout excepted), so that log-probs do not depend on who computes them.
 
@@ -76,7 +76,7 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
         dtype: of the weights; they are the master weights, so float32 for what is trained.
 
     Raises:
-        ValueError: see the message: the path, the architecture, the weights or an option do not fit.
+        ValueError: the path, the architecture, the weights or an option do not fit; the message says which.
     """
     path = _chosen(path or cfg.pretrain, "--pretrain")
     config = _config(path)
@@ -88,7 +88,7 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
 
 def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,
                 dtype: torch.dtype = torch.float32) -> Critic:
-    """The value function, from ``path`` (default ``cfg.critic_pretrain``, then ``cfg.pretrain``).
+    """Load the value function from ``path`` (default ``cfg.critic_pretrain``, then ``cfg.pretrain``).
 
     A checkpoint without a value head gets one of zeros, so that all values start at exactly 0. LoRA and
     ``freeze_prefix`` belong to the actor.
@@ -190,7 +190,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and its report of tensors (what matters of it is raised here)."""
+    """Silence transformers' progress bars and its report of tensors (what matters in it is raised here)."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -284,7 +284,7 @@ CHAT_TEMPLATES = {
 
 
 def read_chat_template(name: str) -> str:
-    """The Jinja text of a file, or of a built-in name; otherwise a ``ValueError`` that lists the names."""
+    """Return the Jinja text of a file, or of a built-in name; otherwise raise a ``ValueError`` that lists the names."""
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
     path = Path(name).expanduser()

@@ -56,7 +56,7 @@ def hf_name(name: str) -> str:
 
 
 def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and full tensors of ``model`` in any order -> those of its Hugging Face model, W + scale * B A for W.
+    """Map names and full tensors of ``model``, in any order, to those of its HF model, with W + scale * B A for W.
 
     Only layers whose three tensors have not all arrived yet are held. Without PEFT the stream passes through.
 
@@ -85,8 +85,8 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
 
 
 def apart_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of ``model`` -> its base weights under Hugging Face names and, as ``<layer>.lora_A.weight`` and
-    ``<layer>.lora_B.weight``, the matrices of its adapters, the second one times the scale."""
+    """Map names and tensors of ``model`` to its base weights under Hugging Face names and to the matrices of its
+    adapters, ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the second one times the scale."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in stream:
         layer, mark, _ = _split(name)
@@ -104,6 +104,6 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _merge(layer: LoraLayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """[out, in] (or its transpose for layers that store it so), in the dtype of ``weight``, computed in float32."""
+    """Merge to [out, in] (or its transpose for layers that store it so), in the dtype of ``weight``, via float32."""
     delta = (b.float() @ a.float()) * layer.scaling[ADAPTER]
     return (weight.float() + (delta.t() if layer.fan_in_fan_out else delta)).to(weight.dtype)

@@ -2,7 +2,7 @@
 
 All take packed ``[T]`` tensors and global denominators, and return this micro-batch's share of the loss (a scalar: the
 sum over micro-batches and ranks is the loss of the optimizer step) and detached ``[T]`` metrics that mean something
-where ``exp.loss_mask``. What lies outside the mask may be NaN or inf and reaches neither loss nor gradient.
+where ``exp.loss_mask``. Values outside the mask may be NaN or inf and reach neither loss nor gradient.
 """
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ _TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "
 
 
 def _clean(exp: Experience) -> Experience:
-    """``exp`` with 0 outside the loss mask in every float field of tokens."""
+    """Copy of ``exp`` with 0 outside the loss mask in every float field of tokens."""
     found: dict[str, Any] = {name: exp.__dict__[name] for name in _TOKEN_FIELDS}
     cleaned: dict[str, Any] = {k: torch.where(exp.loss_mask, v, 0) for k, v in found.items() if v is not None}
     return replace(exp, **cleaned)
@@ -49,7 +49,8 @@ class PolicyLoss(nn.Module):
         self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss).fn, correction.fn
 
     def denominators(self, counts: Tensor) -> Denominators:
-        """From :func:`lightrft.ops.aggregate.count`, summed over the micro-batches and ranks of one optimizer step."""
+        """Denominators from ``counts`` of :func:`lightrft.ops.aggregate.count`, summed over the micro-batches and ranks
+        of one optimizer step."""
         return Denominators.of(counts, self.norm)
 
     def forward(self, logprobs: Tensor, entropy: Tensor | None, exp: Experience, denominators: Denominators,
@@ -58,12 +59,12 @@ class PolicyLoss(nn.Module):
 
         Args:
             logprobs: [T], differentiable, at the sampling temperature.
-            entropy: [T], or None when its coefficient is 0 and nobody wants to see it.
+            entropy: [T], or None when its coefficient is 0 and it is not logged.
             exp: ``loss_mask`` and ``advantages``; ``old_logprobs`` None means that this is the first update on the
                 rollout: the old policy is this one (ratio exactly 1); ``ref_logprobs`` when the KL is in the loss.
             denominators: global counts, see :meth:`denominators`.
-            kl_coef: of the KL term now (fixed or adaptive).
-            entropy_coef: of the entropy bonus now (default: the fixed ``cfg.entropy_coef``).
+            kl_coef: current coefficient of the KL term (fixed or adaptive).
+            entropy_coef: current coefficient of the entropy bonus (default: the fixed ``cfg.entropy_coef``).
 
         Returns:
             ``(loss, metrics)``; metrics: ``loss`` (all terms per token), those of the policy loss (``ratio``,
@@ -92,7 +93,7 @@ class PolicyLoss(nn.Module):
         """The policy loss [T] and its metrics.
 
         Raises:
-            UserError: a registered one does not keep its contract.
+            UserError: a registered policy loss breaks its contract.
         """
         loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
         if missing := [name for name in _METRICS if name not in metrics]:
@@ -120,7 +121,7 @@ class PolicyLoss(nn.Module):
         }
 
     def _with_kl(self, token_loss: Tensor, logprobs: Tensor, exp: Experience, kl_coef: float) -> Loss:
-        """``token_loss`` with the KL term, and the KL itself."""
+        """Return ``token_loss`` with the KL term, and the KL itself."""
         extra = {}
         if exp.ref_logprobs is not None:
             extra["kl_ref"] = kl_estimate(logprobs, exp.ref_logprobs, self.cfg.kl_kind, self.cfg.k3_max)
@@ -160,7 +161,7 @@ class ValueLoss(nn.Module):
         self.clip = clip
 
     def forward(self, values: Tensor, exp: Experience, denominators: Denominators) -> Loss:
-        """``values`` [T] of the critic now, against ``exp.returns`` and (when clipped) ``exp.values``.
+        """Compare the critic's current ``values`` [T] with ``exp.returns`` and (when clipped) ``exp.values``.
 
         Metrics: ``clip_frac`` (where the value is outside the clip, and the clipped error the larger one), ``values``
         and ``loss``.
@@ -182,7 +183,7 @@ class GPTLMLoss(nn.Module):
     """``-logprobs[loss_mask].mean()``: the negative log-likelihood per token of supervised fine-tuning, in nats."""
 
     def forward(self, logprobs: Tensor, exp: Experience, denominators: Denominators) -> Loss:
-        """``logprobs`` [T]; metrics: ``loss``, each token's."""
+        """Return the loss of ``logprobs`` [T]; metrics: ``loss``, each token's."""
         token_loss = -torch.where(exp.loss_mask, logprobs, 0)
         loss = aggregate(token_loss, exp.loss_mask, exp.cu_seqlens, "token-mean", denominators)
         return loss, {"loss": token_loss.detach()}

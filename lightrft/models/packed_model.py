@@ -1,4 +1,4 @@
-"""What the actor and the critic share: one packed forward through the decoder body of a Hugging Face model."""
+"""Base of the actor and the critic: one packed forward through the decoder body of a Hugging Face model."""
 from collections.abc import Iterator
 
 from peft import PeftModel
@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
         return [module for module in self.hf_model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
     def action_hidden_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
-        """``(index [N], hidden [N, H])``: those of ``exp.drawn`` with a token before them, and the state after that.
+        """Return ``(index [N], hidden [N, H])``: tokens of ``exp.drawn`` with a predecessor, and its hidden state.
 
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
         """
@@ -56,15 +56,15 @@ class PackedModel(nn.Module):
 
     @property
     def merges(self) -> bool:
-        """Whether :meth:`export_params` computes weights (LoRA) that this module does not hold."""
+        """True if :meth:`export_params` computes weights (LoRA) that this module does not hold."""
         return isinstance(self.model, PeftModel)
 
     @property
     def lora_rank(self) -> int:
-        """Of the adapters; 0 without."""
+        """Rank of the LoRA adapters; 0 without."""
         return self.model.peft_config[ADAPTER].r if isinstance(self.model, PeftModel) else 0
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under the names they have in this module -> under Hugging Face names, LoRA merged or apart."""
+        """Rename full tensors from the names in this module to Hugging Face names, with LoRA merged or apart."""
         own = ((name.removeprefix("model."), tensor) for name, tensor in stream)
         return merged_params(own, self.model) if merge else apart_params(own, self.model)

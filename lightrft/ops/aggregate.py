@@ -1,4 +1,4 @@
-"""From token losses to one number, with denominators that belong to the whole mini-batch.
+"""Aggregation of token losses to one number, with denominators of the whole mini-batch.
 
 A mini-batch is cut into micro-batches, ranks and packs. Each cut aggregates its own tokens over the *global*
 denominators, so the plain sum over all cuts is the loss and the gradient does not depend on how the batch was cut.
@@ -22,7 +22,7 @@ class Denominators:
 
     @classmethod
     def of(cls, counts: Tensor, norm: float = 1.0) -> "Denominators":
-        """From the (reduced) result of :func:`count`; one device sync."""
+        """Build from the (reduced) result of :func:`count`; one device sync."""
         tokens, seqs = counts.tolist()
         return cls(tokens, seqs, norm)
 
@@ -38,7 +38,7 @@ def count(mask: Tensor, cu_seqlens: Tensor, all_seqs: bool = False) -> Tensor:
 
 def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators,
               norm_seqs: bool = True) -> Tensor:
-    """This cut's share of the loss, a scalar; 0 with a zero gradient where nothing is kept.
+    """Return this cut's share of the loss, a scalar; 0 with a zero gradient where nothing is kept.
 
     With ``l_b = loss_b[mask_b]``, N the kept tokens and S the sequences that keep any, of the whole mini-batch:
     token-mean ``sum(l) / N``; seq-mean-token-mean ``sum_b(l_b.mean()) / S``; seq-mean-token-sum

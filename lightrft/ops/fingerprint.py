@@ -2,8 +2,8 @@
 
 The bits of an element are an integer; it is multiplied by one odd random number per dimension, chosen by its index
 there, and all products are added up modulo 2^64 (multilinear hashing; Carter and Wegman 1979, "Universal classes of
-hash functions"). Integer sums are exact in any order: the fingerprints of the parts of a tensor, wherever they lie, add
-up to that of the whole. One changed element always changes the number; several cancel with a chance of about 2^-32.
+hash functions"). Integer sums are exact in any order: the fingerprints of the parts of a tensor, on any device, add up
+to that of the whole. One changed element always changes the number; several cancel with a chance of about 2^-32.
 """
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SMALL = 1 << 15  # elements, up to which tensors are taken together
-_BLOCK = {"cpu": 1 << 17}  # elements that are multiplied at once: what stays in the cache of a core, or fills a GPU
+_SMALL = 1 << 15  # elements; tensors up to this size are joined
+_BLOCK = {"cpu": 1 << 17}  # elements that are multiplied at once: they fit in the cache of a core, or fill a GPU
 _BLOCK_GPU = 1 << 25
 
 
 class Piece(NamedTuple):
-    """A tensor, or a part of one; of one dimension or more.
+    """Tensor of one or more dimensions, or a part of one.
 
-    ``dtype``: what its elements are rounded to first; None: as they are. ``shape``: of the whole tensor, and ``start``:
-    the index there of the part's first element; empty: the part is the whole.
+    ``dtype``: type to which the elements are rounded first; None: unchanged. ``shape``: shape of the whole tensor, and
+    ``start``: index there of the part's first element; empty: the part is the whole.
     """
     tensor: Tensor
     dtype: torch.dtype | None = None
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def slice_pieces(elements: Tensor, dtype: torch.dtype | None, shape: Sequence[int], start: int) -> list[Piece]:
-    """Consecutive ``elements`` [n] of a flattened tensor of ``shape``, from ``start`` on, as pieces of that tensor."""
+    """Split consecutive ``elements`` [n] of a flattened tensor of ``shape``, from ``start`` on, into pieces of it."""
     pieces, done = [], 0
     for first, box in _boxes(shape, start, start + len(elements)):
         size = prod(box)
@@ -42,7 +42,7 @@ def slice_pieces(elements: Tensor, dtype: torch.dtype | None, shape: Sequence[in
 
 
 def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The fewest boxes that elements ``start`` to ``end`` of a flattened tensor fill, in order: first index, shape."""
+    """Yield the fewest boxes that elements ``start`` to ``end`` of a flattened tensor fill: first index, shape."""
     if len(shape) == 1 and start < end:
         yield (start, ), (end - start, )
     if len(shape) == 1 or start >= end:
@@ -61,9 +61,9 @@ def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[i
 
 
 def fingerprints(pieces: Sequence[Piece]) -> Tensor:
-    """The fingerprint of every piece, or its share in that of the tensor it is a part of: int64 [pieces].
+    """Return the fingerprint of every piece, or its share in that of its whole tensor: int64 [pieces].
 
-    The pieces lie on one device, where the result is. Large ones are read block by block, in a few MiB.
+    The pieces and the result are on one device. Large pieces are read block by block, in a few MiB.
     """
     found: list[Tensor | None] = [None] * len(pieces)
     together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -79,7 +79,7 @@ def fingerprints(pieces: Sequence[Piece]) -> Tensor:
 
 
 def _large(piece: Piece) -> Tensor:
-    """[] : sums over the last dimension, block by block, then over the others."""
+    """int64 []: sum over the last dimension, block by block, then over the others."""
     part, dtype = piece.tensor, piece.dtype or piece.tensor.dtype
     *outer, last = _keys(piece.shape or part.shape, piece.start or (0, ) * part.ndim, part.shape, part.device)
     rows = part[None] if part.ndim == 1 else part.flatten(0, -2)
@@ -91,7 +91,7 @@ def _large(piece: Piece) -> Tensor:
 
 
 def _small(pieces: list[Piece], dtype: torch.dtype) -> Tensor:
-    """[pieces], all of one type, in a handful of operations."""
+    """int64 [pieces]: fingerprints of pieces of one type, in a few operations."""
     places = tuple((tuple(p.shape or p.tensor.shape), tuple(p.start or (0, ) * p.tensor.ndim), tuple(p.tensor.shape))
                    for p in pieces)  # yapf: disable
     key, bounds = _joint_key(places, pieces[0].tensor.device)
@@ -102,27 +102,30 @@ def _small(pieces: list[Piece], dtype: torch.dtype) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements as integers of their size."""
+    """View the elements as integers of their size."""
     return tensor.contiguous().view(_INTS[tensor.element_size()])
 
 
 @lru_cache(maxsize=None)
 def _key(dim: int, size: int, device: torch.device) -> Tensor:
-    """The factors of a dimension: odd int64 [size], the same in every process."""
+    """Return the factors of a dimension: odd int64 [size], the same in every process."""
     generator = torch.Generator().manual_seed(dim)
     return (torch.randint(-1 << 62, 1 << 62, (size, ), generator=generator) * 2 + 1).to(device)
 
 
 def _keys(shape: Sequence[int], start: Sequence[int], part: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The factors of every dimension, for the rows, columns, ... that the part has."""
+    """Return the factors of every dimension, for the rows, columns, ... of the part."""
     return [_key(dim, size, device)[first:first + length]
             for dim, (size, first, length) in enumerate(zip(shape, start, part))]  # yapf: disable
 
 
 @lru_cache(maxsize=8)
 def _joint_key(places: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factors of all elements of (shape, start, shape of the part), one part after another behind a 0, and the
-    places of the last element before each and of the very last."""
+    """Return the factors of all elements of (shape, start, shape of the part) and the bounds of the parts.
+
+    The factors follow a 0, part after part. The bounds are the indices of the last element before each part and of the
+    very last element.
+    """
     flat = [torch.zeros(1, dtype=torch.int64, device=device)]
     for shape, start, part in places:
         *outer, key = _keys(shape, start, part, device)

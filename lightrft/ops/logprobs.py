@@ -5,14 +5,14 @@ from torch.autograd.function import once_differentiable
 
 
 def _rows(vocab: int, buffers: int, itemsize: int, chunk_mib: float) -> int:
-    """Rows whose ``buffers`` live [rows, V] temporaries fit into ``chunk_mib``; at least one."""
+    """Return the rows whose ``buffers`` live [rows, V] temporaries fit into ``chunk_mib``; at least one."""
     return max(1, int(chunk_mib * 2**20) // (vocab * buffers * itemsize))
 
 
 class _Head:
-    """The logits of a slice of rows: matmul in the dtype of the inputs, everything after it in ``math`` precision.
+    """Logits of a slice of rows: matmul in the dtype of the inputs, everything after it in ``math`` precision.
 
-    The [rows, V] buffers are allocated once per pass and reused by every chunk; what a method returns lives in them.
+    The [rows, V] buffers are allocated once per pass and reused by every chunk; methods return views of them.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, soft_cap: float) -> None:
@@ -22,20 +22,20 @@ class _Head:
         self.buffers = weight.new_empty(0)
 
     def allocate(self, rows: int, total: int, entropy: bool) -> None:
-        """Make the buffers for chunks of at most ``rows`` out of ``total`` rows."""
+        """Allocate the buffers for chunks of at most ``rows`` out of ``total`` rows."""
         size = (1 + int(entropy) + int(self.soft_cap > 0), min(rows, total), len(self.weight))
         self.buffers = self.weight.new_empty(size, dtype=self.math)
 
     def rows(self, chunk_mib: float) -> int:
-        """Rows per chunk: the logits, what the entropy and the soft cap keep besides, and a copy in a half dtype.
+        """Return the rows per chunk: buffers hold logits, entropy and soft-cap temporaries, and a half-dtype copy.
 
-        The same when the entropy is not asked for: the matmul of other chunks rounds log-probs in another way.
+        The result does not depend on ``entropy``, because the matmul of other chunks rounds log-probs differently.
         """
         buffers = 2 + int(self.soft_cap > 0) + int(self.weight.dtype != self.math)
         return _rows(len(self.weight), buffers, self.math.itemsize, chunk_mib)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V]."""
+        """Return the logits [n, V]."""
         logits = self.buffers[0, :len(hidden)]
         if self.weight.dtype == self.math:
             torch.mm(hidden, self.weight.t(), out=logits)
@@ -52,7 +52,7 @@ class _Head:
         return torch.exp(x, out=self.buffers[1, :len(x)])
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d (hidden @ weight.T + bias), from the logits themselves."""
+        """Return d logits / d (hidden @ weight.T + bias), computed from the logits."""
         if self.soft_cap <= 0:
             return 1 / self.temperature
         tanh = torch.mul(logits, self.temperature / self.soft_cap, out=self.buffers[-1, :len(logits)])

@@ -1,4 +1,4 @@
-"""How far the rollout engine's log-probs are from the trainer's, as sums that add over micro-batches and ranks."""
+"""Mismatch of rollout-engine and trainer log-probs, as sums that add over micro-batches and ranks."""
 import torch
 from torch import Tensor
 
@@ -6,7 +6,7 @@ SUMS = ("n", "abs_dp", "abs_dp_sq", "abs_logp", "kl_k1", "kl_k3", "x", "y", "xx"
 
 
 def mismatch_sums(old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the action tokens and two maxima.
+    """Compute sums over the action tokens and two maxima.
 
     Args:
         old: trainer log-probs [T], rollout: engine log-probs [T], mask: bool [T].
@@ -23,8 +23,8 @@ def mismatch_sums(old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def mismatch_metrics(sums: Tensor, peaks: Tensor) -> dict[str, float]:
-    """Number of tokens, means and maxima of |p - q| and |log p - log q|, KL(rollout || trainer) as k1 and k3, Pearson,
-    ESS, chi2.
+    """Return the number of tokens, means and maxima of |p - q| and |log p - log q|, KL(rollout || trainer) as k1 and
+    k3, Pearson, ESS, chi2.
 
     The weight of a token is w = p_trainer / p_rollout; ESS = (sum w)^2 / (n sum w^2) in (0, 1]; chi2 = E[w^2] - 1.
     Without action tokens everything is 0.

@@ -1,4 +1,4 @@
-"""Returns and advantages over the action tokens of packed sequences; tokens between turns do not exist in time."""
+"""Returns and advantages over the action tokens of packed sequences; tokens between turns are not time steps."""
 import torch
 from torch import Tensor
 

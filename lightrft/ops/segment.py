@@ -1,4 +1,4 @@
-"""Sums, means and spreads per sequence, per group of samples and over a mask. What is outside a mask may be NaN."""
+"""Sums, means and spreads per sequence, per group of samples and over a mask. Values outside a mask may be NaN."""
 from typing import NamedTuple
 
 import torch

@@ -1,4 +1,4 @@
-"""Which tokens of a mini-batch a loss singles out."""
+"""Selection of the tokens of a mini-batch that a loss treats differently."""
 import torch
 from torch import Tensor
 

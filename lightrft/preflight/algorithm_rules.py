@@ -1,4 +1,4 @@
-"""Choices of algorithms that are unknown, contradict each other or would do nothing."""
+"""Checks for choices of algorithms that are unknown, contradict each other or have no effect."""
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,22 +11,22 @@ from lightrft.utils.registry import Registry
 
 
 class Reads(Protocol):
-    """What an entry of any registry says of itself: the options of its own that it reads."""
+    """Entry of any registry, with the algorithm options that it reads."""
     reads: tuple[str, ...] | None
 
 
 class Surrogate(Reads, Protocol):
-    """What an entry of the registry of policy losses says besides."""
+    """Entry of the registry of policy losses."""
     needs_old: bool
 
 
 class Weight(Reads, Protocol):
-    """What an entry of the registry of corrections says besides."""
+    """Entry of the registry of corrections."""
     masks: bool
 
 
 class Needs(Reads, Protocol):
-    """What an entry of the registry of advantage estimators says of itself."""
+    """Entry of the registry of advantage estimators."""
     needs_group: bool
     needs_critic: bool
     whitens: bool
@@ -36,14 +36,14 @@ class Needs(Reads, Protocol):
 
 @dataclass(frozen=True)
 class AlgorithmFacts:
-    """What the registries of :mod:`lightrft.algorithms` hold, handed down to this layer."""
+    """Entries of the registries of :mod:`lightrft.algorithms` and their properties, passed down to this layer."""
     estimators: frozenset[str]
     policy_losses: frozenset[str]
     corrections: frozenset[str]
     needs_group: frozenset[str]
     needs_critic: frozenset[str]
     whitens: frozenset[str]
-    ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that say they do not read it
+    ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that declare not to read it
     needs_parts: frozenset[str] = frozenset()
     needs_positive: frozenset[str] = frozenset()
     no_ratio: frozenset[str] = frozenset()  # policy losses
@@ -70,13 +70,13 @@ class AlgorithmFacts:
 
 
 def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
-    """option -> names of the entries that say they do not read it."""
+    """Map each option to the names of the entries that declare not to read it."""
     said = {name: entry.reads for name, entry in entries.items() if entry.reads is not None}
     return {option: frozenset(name for name, reads in said.items() if option not in reads) for option in options}
 
 
 def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]:
-    """Every problem with the algorithm options; without ``facts`` names and their needs are not checked."""
+    """Yield every problem with the algorithm options; without ``facts``, names and their needs are not checked."""
     yield from _options(c)
     if facts:
         yield from _registries(c, facts)
@@ -86,7 +86,7 @@ def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]
 
 
 def algorithm_warnings(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """What is allowed and seldom meant."""
+    """Yield warnings about choices that are allowed but rarely intended."""
     rollout, batch = c.rollout.rollout_batch_size * c.rollout.n_samples_per_prompt, c.train.train_batch_size
     steps = c.train.max_epochs * rollout // batch
     if c.algorithm.policy_loss in facts.no_ratio and steps > 1:
@@ -124,7 +124,7 @@ def _options(c: Config) -> Iterator[str]:
 
 
 def _kl(c: Config) -> Iterator[str]:
-    """Estimators that do not fit the place of the KL, and options that it does not have there."""
+    """Yield KL estimators that do not fit the use of the KL (loss or reward), and options without effect there."""
     a = c.algorithm
     if a.use_kl_loss and a.kl_kind == "k1":
         yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k1+ (its value, the "
@@ -141,7 +141,7 @@ def _kl(c: Config) -> Iterator[str]:
 
 
 def _aggregation(c: Config) -> Iterator[str]:
-    """Options of a mean that is not the chosen one."""
+    """Yield options that the chosen mean does not use."""
     a, mode = c.algorithm, c.algorithm.loss_agg_mode
     if mode != "seq-mean-token-sum-norm":
         for name, value in changed(c, ("loss_agg_norm", "loss_agg_norm_seqs")):
@@ -158,7 +158,7 @@ def _aggregation(c: Config) -> Iterator[str]:
 
 
 def _absolute(c: Config) -> Iterator[str]:
-    """CISPO whose bound is on the ratio itself."""
+    """Yield problems of CISPO with a bound on the ratio itself."""
     high = c.algorithm.eps_clip_high
     if high is None or high <= 1:
         yield (f"--eps_clip_high {show(high)}: with --cispo_absolute this bounds the ratio itself, and would hold back "
@@ -199,7 +199,7 @@ def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 
 
 def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Options that the chosen estimator, policy loss or correction does not use."""
+    """Yield options that the chosen estimator, policy loss or correction does not use."""
     estimator = c.algorithm.advantage_estimator
     for name, value in changed(c, CRITIC_OPTIONS):
         if estimator in facts.estimators - facts.needs_critic:
@@ -211,7 +211,7 @@ def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 
 
 def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Shaping of the reward that the chosen estimator does not see, or that it cannot use."""
+    """Yield options of reward shaping that the chosen estimator does not see or cannot use."""
     estimator = c.algorithm.advantage_estimator
     for name, value in changed(c, ("kl_in_outcome", )):
         if estimator in facts.estimators - facts.needs_group:
@@ -232,7 +232,7 @@ def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 
 
 def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Bounds of a correction between which only a weight of exactly 1 lies, or half of those that are nearly 1."""
+    """Yield bounds of a correction that leave only weights of exactly 1, or half of the weights near 1."""
     a, chosen = c.algorithm, c.algorithm.rollout_correction
     if chosen in facts.masks:
         for name, value, side in (("correction_low", a.correction_low, "below"), ("correction_high", a.correction_high,
@@ -248,7 +248,7 @@ def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
 
 def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],
             options: Iterable[str]) -> Iterator[str]:
-    """Values of ``options`` that the algorithm chosen by ``flag`` does not read."""
+    """Yield values of ``options`` that the algorithm chosen by ``flag`` does not read."""
     chosen = vars(c.algorithm)[flag]
     for name, value in changed(c, options):
         if chosen in facts.ignores[name]:

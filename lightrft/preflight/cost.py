@@ -1,4 +1,4 @@
-"""What a configuration will cost: samples and tokens per step, parameters, seconds per step. Plain arithmetic."""
+"""Estimated cost of a configuration: samples and tokens per step, parameters, seconds per step. Plain arithmetic."""
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,10 @@ class BatchSizes:
 
 
 def model_size(folder: str | Path | None) -> ModelSize | None:
-    """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None where there are none.
+    """Count parameters from the headers of the ``*.safetensors`` files in a local folder; None if there are none.
 
     Raises:
-        ValueError: a file is not whole.
+        ValueError: a file is incomplete.
     """
     files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
     shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
@@ -47,7 +47,7 @@ def model_size(folder: str | Path | None) -> ModelSize | None:
 
 
 def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
-    """Counts from the shape of every parameter by its name; a tied parameter comes once."""
+    """Count parameters from their shapes by name; a tied parameter is given once."""
     layers: Counter[str] = Counter()
     for name, shape in shapes.items():
         found = _LAYER.search(f".{name}")
@@ -66,7 +66,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def batch_sizes(config: Config) -> BatchSizes:
-    """Prompts, samples, most tokens and optimizer steps of one rollout step."""
+    """Count prompts, samples, tokens (at most) and optimizer steps of one rollout step."""
     r, t = config.rollout, config.train
     samples = r.rollout_batch_size * r.n_samples_per_prompt
     tokens = samples * (r.prompt_max_len + r.generate_max_len)
@@ -75,7 +75,7 @@ def batch_sizes(config: Config) -> BatchSizes:
 
 
 def batch_summary(config: Config, world_size: int) -> str:
-    """One line for the start of a run: prompts, samples, most tokens and optimizer steps per rollout step."""
+    """One line for the start of a run: prompts, samples, tokens (at most) and optimizer steps per rollout step."""
     b, t = batch_sizes(config), config.train
     epochs = f", {t.max_epochs} passes" if t.max_epochs > 1 else ""
     steps = f"{b.optimizer_steps} optimizer step{'s' if b.optimizer_steps > 1 else ''}"
@@ -85,7 +85,7 @@ def batch_summary(config: Config, world_size: int) -> str:
 
 
 def is_sharded(config: Config, world_size: int) -> bool:
-    """Whether a rank holds only its part of the weights."""
+    """Return True if a rank holds only its part of the weights."""
     return config.strategy.divides_weights(world_size)
 
 

@@ -1,4 +1,4 @@
-"""Options of generation that contradict each other, the machine or the engine."""
+"""Checks of the options of generation against each other, the machine and the engine."""
 from collections import Counter
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from lightrft.rollout.engine import INSTALL, NAMES, native_arguments
 READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("engine_tp_size", "engine_mem_util", "engine_sleep", "engine_quantization", "engine_args"), ("vllm", "sglang"))
 EXAMPLE = {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
-# native arguments that follow from options, and what to set in their place
+# native arguments that follow from options, and the option to set instead
 DECIDED: dict[str, dict[str, str]] = {
     "vllm": {
         "model": "--pretrain",
@@ -43,7 +43,7 @@ DECIDED: dict[str, dict[str, str]] = {
         "quantization": "--engine_quantization",
     },
 }
-# others that ranks, weights or draws hang on; * is any text
+# other arguments that ranks, weights or sampling depend on; * is any text
 FIXED = {
     "vllm": ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
              "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
@@ -53,12 +53,12 @@ FIXED = {
                "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
                "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*"),
 }  # yapf: disable
-# they raise lower temperatures to this, or draw greedily; the log-probs would not be those that are trained
+# engines raise lower temperatures to this, or sample greedily; the log-probs would not be those that are trained
 COLDEST = {"vllm": 0.01, "sglang": 1e-6}
 
 
 def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
-    """One sentence per problem with the engine and its options."""
+    """Yield one sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
     for name, value in changed(c, READ_BY):
         if engine not in READ_BY[name]:
@@ -139,7 +139,7 @@ def _argument(entry: str, engine: str) -> Iterator[str]:
 def _unreadable(entry: str) -> Iterator[str]:
     try:
         native_arguments([entry])
-    except (yaml.YAMLError, ValueError) as error:  # the latter of dates that do not exist, and the like
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. dates that do not exist
         reason = getattr(error, "problem", None) or str(error)
         yield (f"--engine_args {entry}: the value is not YAML ({reason}); put text in quotes, and write a comma inside "
                "a value as \\,")
@@ -157,7 +157,7 @@ def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
 
 
 def oversample_problems(c: Config) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem with ``--oversample``."""
     r, flag = c.rollout, f"--oversample {c.rollout.oversample:g}"
     if r.oversample == 1:
         for name, value in changed(c, ["max_staleness"]):
@@ -175,14 +175,14 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
     try:
         lengths = Stages(entries).lengths
     except ConfigError:
-        return  # told elsewhere
+        return  # reported by length_problems
     if any(after < before for before, after in pairwise(lengths)):
         yield (f"{flag}: --stages {','.join(entries)} gets shorter, and a response under way could be longer than the "
                f"next stage allows; let the lengths rise, or drop --oversample")
 
 
 def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) -> Iterator[str]:
-    """One sentence per problem; ``critics`` are the advantage estimators that need values."""
+    """Yield one sentence per problem with ``--overlap_passes``; the advantage estimators in ``critics`` need values."""
     r, flag = c.rollout, "--overlap_passes True: "
     if not r.overlap_passes:
         return

@@ -1,4 +1,4 @@
-"""What lies on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
+"""Estimated memory on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
 from dataclasses import dataclass
 
 from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
@@ -12,7 +12,7 @@ ByPhase = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Room:
-    """The device of a rank and its memory in bytes; of a host, the share of one rank."""
+    """Memory of the device of a rank, in bytes; of a host, the share of one rank."""
     total: float
     cuda: bool
 
@@ -21,7 +21,7 @@ UNKNOWN = Room(0, False)
 
 
 def room_here(ranks: int) -> Room:
-    """The first GPU of this machine; without one the share that one of ``ranks`` processes has in its memory."""
+    """Memory of the first GPU here; without a GPU, the share of the host memory of one of ``ranks`` processes."""
     import torch
 
     from lightrft.utils.env import total_memory
@@ -30,17 +30,17 @@ def room_here(ranks: int) -> Room:
 
 
 def memory(config: Config, world_size: int, size: ModelSize, room: Room, critic: bool = False) -> dict[str, ByPhase]:
-    """Bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
+    """Estimate the bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
 
-    Sharded state is divided by the ranks that share it; with LoRA gradients and optimizer state are the adapters' and
-    are left out. Offloaded state is 0. Gradients live in an update alone.
+    Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
+    and are left out. Offloaded state counts as 0. Gradients exist only during an update.
     """
     held = _trainer(config, world_size, size, critic) | _engine(config, world_size, size, room)
     return {name: values for name, values in held.items() if any(values)}
 
 
 def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
-    """The phase that takes most, its bytes together, and what takes most of them."""
+    """Return the phase that takes most, its total in bytes, and the purpose that takes most of it."""
     sums = [sum(values) for values in zip(*held.values())]
     phase = sums.index(max(sums))
     return PHASES[phase], sums[phase], max(held, key=lambda name: held[name][phase])
@@ -71,7 +71,7 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
 
 
 def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
-    """What a rank holds of weights, gradients and each moment of Adam on its device."""
+    """Shares of the weights, the gradients and each moment of Adam that a rank holds on its device."""
     chosen = s.resolved(world_size)
     if chosen == "deepspeed":
         weights, gradients, moments = (1 / world_size if s.zero_stage >= stage else 1 for stage in (3, 2, 1))
@@ -81,15 +81,16 @@ def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
 
 
 def _reduced(s: StrategyConfig, world_size: int, trained: int) -> float:
-    """Bytes of DeepSpeed's buffers of gradients."""
+    """Bytes of DeepSpeed's gradient buffers."""
     buffers = 2 if s.overlap_comm and s.zero_stage < 3 else 1
     zero = s.resolved(world_size) == "deepspeed" and s.zero_stage > 0
     return 4 * buffers * min(trained, REDUCED_AT_ONCE) * zero
 
 
 def _computing(config: Config, size: ModelSize, sharded: bool, fsdp: bool) -> tuple[float, float]:
-    """Bytes in a pass without gradients, and in an update. Sharded: two layers (one computes, one is fetched) and what
-    lies outside the layers; of ZeRO, in float32 and cast, without checkpointing all layers. Else only the cast copy."""
+    """Bytes in a pass without gradients, and in an update. Sharded: two layers (one computes, one is fetched) and the
+    weights outside the layers. ZeRO holds them in float32 and cast, and an update without gradient checkpointing needs
+    all layers. Not sharded: only the cast copy."""
     bf16 = config.model.bf16
     if not sharded:
         return (2.0 * size.total * bf16, ) * 2
@@ -101,10 +102,11 @@ def _computing(config: Config, size: ModelSize, sharded: bool, fsdp: bool) -> tu
 
 
 def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dict[str, ByPhase]:
-    """Asleep, hf keeps its copy in host memory and no cache, other engines keep nothing; on a CPU theirs stay.
+    """Bytes of the engine. Asleep, hf keeps its copy in host memory and no cache. Other engines keep nothing; on a CPU,
+    they keep both.
 
-    It sleeps from the end of generation to the weight sync, where canaries take it through a short generation: little
-    for hf, which makes its cache as large as it needs.
+    The engine sleeps from the end of generation to the weight sync, where canaries run a short generation. That takes
+    little with hf, whose cache is only as large as needed.
     """
     passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
     weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, room)
@@ -119,7 +121,7 @@ def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dic
 
 
 def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
-    """Bytes of an engine's own weights; with 8 bits those of the embeddings and the head stay as they are."""
+    """Bytes of an engine's own weights; 8-bit quantization leaves the embeddings and the head as they are."""
     r, width = config.rollout, 2 if config.model.bf16 else 4
     if r.engine_type == "hf":
         return width * size.total if is_sharded(config, world_size) else 0
@@ -128,7 +130,7 @@ def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
 
 
 def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -> float:
-    """Bytes of the key-value cache that are taken whatever is generated; 0 for hf without ``--engine_kv_mib``."""
+    """Bytes of the key-value cache that are allocated in advance; 0 for hf without ``--engine_kv_mib``."""
     r = config.rollout
     if r.engine_kv_mib or r.engine_type == "hf":
         return r.engine_kv_mib * MIB
@@ -139,7 +141,7 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -
 
 def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: Room,
                  critic: bool = False) -> list[str]:
-    """The estimate as text."""
+    """Format the estimate as lines of text."""
     if size is None:
         return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
     held = memory(config, world_size, size, room, critic)

@@ -1,4 +1,4 @@
-"""The option tree for people: the ``--dry_run`` report and the option tables of the docs."""
+"""Readable forms of the option tree: the ``--dry_run`` report and the option tables of the docs."""
 from typing import Any
 
 from lightrft.rollout.engine import NAMES
@@ -13,7 +13,7 @@ from lightrft.config.presets import MEANINGS, SEMANTICS
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:
-    """Every option of a tree by group: name, value and where the value is from."""
+    """List every option of a tree by group: name, value and source of the value."""
     lines = []
     for group, cls in groups(type(config)).items():
         values = vars(vars(config)[group])
@@ -26,13 +26,13 @@ def resolved(config: Any, provenance: dict[str, str]) -> str:
 
 def describe(config: Config, provenance: dict[str, str], world_size: int, size: ModelSize | None = None,
              device: str = "", room: Room = UNKNOWN, critic: bool = False) -> str:
-    """The report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
+    """Write the report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
 
     Args:
         size: parameter counts, from :func:`lightrft.preflight.cost.model_size`; None when they are not known.
         device: name of the GPU, from :func:`lightrft.preflight.cost.gpu_name`; empty for a CPU.
         room: memory of that GPU, or of a CPU.
-        critic: whether a critic of the same size is trained as well.
+        critic: a critic of the same size is trained as well.
     """
     estimates = [
         batch_summary(config, world_size), *memory_lines(config, world_size, size, room, critic),
@@ -42,14 +42,14 @@ def describe(config: Config, provenance: dict[str, str], world_size: int, size: 
 
 
 def _unchecked(config: Config) -> list[str]:
-    """What only the start of the engine can tell."""
+    """List what only the start of the engine can check."""
     if not config.rollout.engine_args:
         return []
     return [f"--engine_args: {NAMES[config.rollout.engine_type]} checks names and values when it starts, not here"]
 
 
 def recipe_table() -> str:
-    """Markdown: one row per recipe."""
+    """Render a Markdown table with one row per recipe."""
     lines = ["| `--recipe` | method | paper | sets |", "|---|---|---|---|"]
     for name, (paper, summary, values) in RECIPES.items():
         sets = " ".join(f"`--{option} {show(value)}`" for option, value in values.items())
@@ -58,7 +58,8 @@ def recipe_table() -> str:
 
 
 def semantics_table() -> str:
-    """Markdown: one row per difference, one column per trainer; what a preset leaves alone has the default."""
+    """Render a Markdown table: a row per difference, a column per trainer; options that a preset does not set show the
+    default."""
     known = options(Config)
     heads = [f"`{name}`" + f" ({preset.version})" * bool(preset.version) for name, preset in SEMANTICS.items()]
     lines = ["| meaning | option | " + " | ".join(heads) + " |",
@@ -71,7 +72,7 @@ def semantics_table() -> str:
 
 
 def option_table(tree: type) -> str:
-    """Markdown: per group of ``tree`` (such as ``Config``) a heading, its description and a table of its options."""
+    """Render Markdown: per group of ``tree`` (such as ``Config``), a heading, its description and an option table."""
     parts = []
     for group, cls in groups(tree).items():
         rows = [f"### {group}", "", cls.__doc__ or "", "", "| flag | type | default | meaning |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Options that differ between a checkpoint and the run that goes on from it."""
+"""Options that differ between a checkpoint and the run that resumes from it."""
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +7,7 @@ from lightrft.config.options import flatten, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 
-# these may change without a word: they say where, how fast and how long a run works, and what is kept and seen of it
+# free to change on resume: they decide where, how fast and how long a run works, and what is saved and shown
 FREE_GROUPS = ("strategy", "eval", "checkpoint", "log")
 FREE = frozenset("""
     gradient_checkpointing use_liger logprob_chunk_mib initial_model_shard_size save_value_network
@@ -17,16 +17,16 @@ FREE = frozenset("""
     reward_workers reward_timeout_s reward_probe max_unscored_steps
     micro_train_batch_size max_tokens_per_micro_batch max_steps num_episodes max_bad_steps drop_zero_advantage self_test
     recipe semantics
-""".split())  # the options that a recipe and semantics set are compared themselves
+""".split())  # the options that a recipe and semantics set are compared one by one
 FREE_SFT = frozenset(("max_epochs", "eval_steps"))
 
 
 def changes(saved: Mapping[str, Any], config: Config | SFTConfig) -> list[str]:
-    """``--name value (was other)`` for each option that changes what is learnt.
+    """List ``--name value (was other)`` for each changed option that affects what is learnt.
 
     Args:
-        saved: the options of the checkpoint, flat; one that it does not know is not compared.
-        config: of the run that goes on.
+        saved: the options of the checkpoint, flat; an option that it does not know is not compared.
+        config: of the resumed run.
     """
     now, known = flatten(config), options(type(config))
     free = FREE | FREE_SFT if isinstance(config, SFTConfig) else FREE
@@ -37,7 +37,7 @@ def changes(saved: Mapping[str, Any], config: Config | SFTConfig) -> list[str]:
 
 
 def lost_length(saved: Mapping[str, Any], config: Config | SFTConfig) -> str | None:
-    """Why the length of the run is undefined: it counts batches of the data, and those have another size now."""
+    """Explain an undefined length of the run: it counts batches of the data, and their size has changed; else None."""
     name, now = "rollout_batch_size" if isinstance(config, Config) else "train_batch_size", flatten(config)
     if now["max_steps"] or saved.get(name, now[name]) == now[name]:
         return None

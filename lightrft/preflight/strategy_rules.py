@@ -1,4 +1,4 @@
-"""Options of strategies beside each other, beside the number of ranks and beside what is installed."""
+"""Checks of the strategy options against each other, the number of ranks and the installed packages."""
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -12,7 +12,7 @@ ZERO_OPTIONS = ("zero_stage", "zpg", "overlap_comm")
 
 
 def strategy_problems(c: Config | SFTConfig, world_size: int) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem."""
     s, chosen = c.strategy, c.strategy.resolved(world_size)
     if s.strategy == "single" and world_size > 1:
         yield f"--strategy single: there are {world_size} ranks; nearest valid value: fsdp (or start one process)"
@@ -32,7 +32,7 @@ def _of_another(c: Config | SFTConfig, chosen: str) -> Iterator[str]:
             continue
         where = "on a single process" if chosen == "single" else f"with --strategy {chosen}"
         for name, value in changed(c, names):
-            if (name, chosen) != ("fsdp_shard_size", "single"):  # of one rank
+            if (name, chosen) != ("fsdp_shard_size", "single"):  # valid on one rank
                 yield f"--{name} {value}: has no effect {where}; add --strategy {strategy} or drop it"
 
 

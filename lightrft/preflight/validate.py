@@ -1,4 +1,4 @@
-"""Values that contradict each other, the machine or the files: found together, before any process group exists."""
+"""Checks of all options against each other, the machine and the files, before any process group exists."""
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
     """Check the whole tree for a run on ``world_size`` ranks.
 
     Args:
-        facts: the registered algorithms; without them names of algorithms and their needs are not checked.
+        facts: the registered algorithms; without them, names of algorithms and their needs are not checked.
 
     Raises:
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
@@ -44,7 +44,7 @@ def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = Non
 
 
 def validate_sft(config: SFTConfig, world_size: int) -> None:
-    """The same for supervised fine-tuning.
+    """Check the whole tree of supervised fine-tuning for a run on ``world_size`` ranks.
 
     Raises:
         ConfigError: with every problem found.
@@ -63,7 +63,7 @@ def validate_sft(config: SFTConfig, world_size: int) -> None:
 
 
 def _shared(config: Config | SFTConfig, world_size: int) -> list[str]:
-    """The problems of the groups that every trainer has."""
+    """Collect the problems of the option groups that every trainer has."""
     return [
         *check_ranges(config), *unmet_needs(config), *_policy(config.model), *_strategy(config, world_size),
         *_optimizer(config.train), *_checkpoint(config.checkpoint, config.data.eval_data), *_packages(config.log)
@@ -79,7 +79,7 @@ def _no_eval_data(eval_steps: int) -> str:
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of ``step`` around ``value`` that are above 0, as text: ``96 or 128``."""
+    """Format the multiples of ``step`` around ``value`` that are above 0: ``96 or 128``."""
     below = value // step * step
     return " or ".join(str(n) for n in (below, below + step) if n > 0)
 
@@ -140,12 +140,12 @@ def _liger() -> Iterator[str]:
 
 
 def _looks_local(path: str) -> bool:
-    """A path that cannot be a hub id (``name`` or ``owner/name``)."""
+    """Return True if a path cannot be a hub id (``name`` or ``owner/name``)."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
 
 
 def _sources(name: str, entries: list[str]) -> Iterator[str]:
-    """Data entries ``path`` or ``path@data_dir``: missing altogether, or a local path that is not there."""
+    """Check data entries ``path`` or ``path@data_dir``: yield a missing option and local paths that do not exist."""
     if name != "eval_data" and not entries:
         yield f"--{name} is missing: give a file, folder or hub id of the training data"
     for entry in entries:
@@ -266,7 +266,7 @@ def _checkpoint(p: CheckpointConfig, eval_data: list[str]) -> Iterator[str]:
 
 
 def _writable(name: str, path: str) -> Iterator[str]:
-    """A folder to be: the nearest of it and its parents that exists must be a folder in which files can be made."""
+    """Check a future folder: the nearest of it and its parents that exists must be a writable folder."""
     parents = (Path(path), *Path(path).absolute().parents)
     there = next(parent for parent in parents if os.path.exists(parent))
     which = "" if there == Path(path) else f"{there} "

@@ -1,4 +1,4 @@
-"""What a reward sees and says. Nothing here imports torch: worker processes import this module."""
+"""Input and output of a reward. Nothing here imports torch: worker processes import this module."""
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -7,7 +7,7 @@ from lightrft.utils.registry import Registry
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response with everything its row knows. ``response`` never contains the prompt."""
+    """One response with all data of its row. ``response`` never contains the prompt."""
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -19,16 +19,16 @@ class RewardInput:
 
 @dataclass
 class Score:
-    """The verdict on one response. ``total`` None means *unscored*: ``error`` then is a short, countable cause."""
+    """Score of one response. ``total`` None means *unscored*: ``error`` is then a short, countable cause."""
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
-    weights: dict[str, float] = field(default_factory=dict)  # of the parts that make the total
+    weights: dict[str, float] = field(default_factory=dict)  # weights of the parts in the total
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one reward part says about one response: a ``value``, or None with the ``error`` (a short, countable cause).
+    """Result of one reward part for one response: a ``value``, or None with ``error`` (a short, countable cause).
 
     ``detail`` is for people (a traceback, a server's answer); ``extra`` holds further numbers for the metrics.
     """
@@ -42,7 +42,7 @@ class Reward(Protocol):
     """One reward part, a batch at a time: a number per response, None where it cannot judge."""
 
     def __call__(self, batch: list[RewardInput]) -> list[float | None]:
-        """Scores in the order of ``batch``."""
+        """Return scores in the order of ``batch``."""
 
 
 REWARDS: Registry[Reward] = Registry("reward")

@@ -20,14 +20,14 @@ from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 60.0  # of waiting for rewards, until it is told what for
+TELL_S = 60.0  # seconds of waiting for rewards until a warning
 
 Weighted = list[tuple[Part, float]]
 
 
 @dataclass
 class Job:
-    """Responses of a handle that one part judges outside this process."""
+    """Job of one part outside this process: some responses of a handle and the futures of their outcomes."""
     part: str
     rows: list[int]
     futures: "list[Future[list[Outcome]]]"
@@ -35,8 +35,10 @@ class Job:
 
 @dataclass
 class Handle:
-    """Responses by number, those to one prompt or more: what is decided already (in ``rows``, by part), what is under
-    way, and what a part is to have together."""
+    """Handle on numbered responses to one or more prompts, and on the state of their scoring.
+
+    ``rows`` holds the outcomes known so far, by part; ``jobs`` are under way; ``together`` waits for whole groups.
+    """
     rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     together: dict[str, tuple[Part, list[int]]] = field(default_factory=dict)
@@ -44,10 +46,10 @@ class Handle:
 
 
 class RewardManager:
-    """Rewards of a run, one instance per rank. ``total = sum(weight * part)``, unscored if any part is.
+    """Manager of a run's rewards, one instance per rank. ``total = sum(weight * part)``, unscored if any part is.
 
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
-    ``counters`` holds how many responses were left unscored, by cause (metrics ``reward/unscored/<cause>``).
+    ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -59,7 +61,7 @@ class RewardManager:
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
         self._under_way: "dict[Future[list[Outcome]], str]" = {}  # name of the part
-        self._silences: dict[str, Silence] = {}  # by part, of what has been begun since scores were last waited for
+        self._silences: dict[str, Silence] = {}  # by part, for responses begun since the last wait for scores
         self._waited_s = 0.0
         try:
             self._fixed = self._configured()
@@ -68,14 +70,14 @@ class RewardManager:
             raise
 
     def submit(self, inputs: list[RewardInput]) -> Handle:
-        """Start scoring and return at once. ``ValueError`` for a row whose reward is not known."""
+        """Start scoring and return at once. Raises ``ValueError`` for a row without a known reward."""
         handle = Handle()
         self.begin([(handle, row, item) for row, item in enumerate(inputs)])
         self.finish(handle)
         return handle
 
     def begin(self, responses: list[tuple[Handle, int, RewardInput]]) -> None:
-        """Add finished responses, each under its number, and start what judges them by themselves."""
+        """Add finished responses, each with its number, and start the parts that judge each response on its own."""
         alone: dict[str, tuple[Part, list[tuple[Handle, int]]]] = {}
         self._waited_s = 0.0
         for handle, row, item in responses:
@@ -94,22 +96,22 @@ class RewardManager:
                 handle.jobs.append(Job(part.name, [row], [future]))
 
     def finish(self, handle: Handle) -> None:
-        """All responses are there: start the parts that are to have them together."""
+        """Start the parts that judge responses together; all responses of the handle are added."""
         for part, rows in handle.together.values():
             rows.sort()
             handle.jobs.append(Job(part.name, rows, self._start(part, [(handle, row) for row in rows])))
         handle.together = {}
 
     def begins_early(self, item: RewardInput) -> bool:
-        """Whether a response to this prompt has something to wait for that does not wait for the others."""
+        """Return True if a slow part judges each response to this prompt on its own."""
         return any(part.submit is not None and not part.together for part, _ in self.parts_of(item))
 
     def compares(self, item: RewardInput) -> bool:
-        """Whether some part is to have all responses to this prompt together."""
+        """Return True if a part judges all responses to this prompt together."""
         return any(part.together for part, _ in self.parts_of(item))
 
     def collect(self, handle: Handle) -> list[Score]:
-        """Wait for a submission; scores in its order. Each cause of unscored responses is counted, and logged once."""
+        """Wait for a submission and return scores in its order; count each cause of unscored responses, log it once."""
         scores = self.wait(handle)
         self.counters.update(score.error for score in scores if score.error is not None)
         return scores
@@ -119,7 +121,7 @@ class RewardManager:
         probe(self, rows)
 
     def parts_of(self, item: RewardInput) -> Weighted:
-        """The weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe."""
+        """Return the weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe."""
         if self._fixed:
             return self._fixed
         key = (item.label, item.data_source)
@@ -128,8 +130,8 @@ class RewardManager:
         return self._recipes[key]
 
     def wait(self, handle: Handle) -> list[Score]:
-        """``collect`` without counting."""
-        self._silences = {}  # all of this step is begun: what comes next is tried anew
+        """Wait and return scores as :meth:`collect` does, without counting."""
+        self._silences = {}  # all of this step is begun: later responses are tried again
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -141,7 +143,7 @@ class RewardManager:
         return [self._total(weights[id(recipe)], outcomes) for _, recipe, outcomes in rows]
 
     def shutdown(self) -> None:
-        """Kill the workers and stop asking the servers. What is under way comes back unscored."""
+        """Kill the workers and stop the requests to servers. Responses under way come back unscored."""
         self.pool.shutdown()
         if self.remote is not None:
             self.remote.shutdown()
@@ -180,7 +182,7 @@ class RewardManager:
             start = time.monotonic()
             wait([future], max(TELL_S - self._waited_s, 0.0))
             self._waited_s += time.monotonic() - start
-            left = Counter(list(self._under_way.values()))  # a copy: other threads take away from it
+            left = Counter(list(self._under_way.values()))  # a copy: other threads remove entries
             if self._waited_s >= TELL_S and left:
                 self._waited_s = 0.0
                 self._tell(left)
@@ -217,8 +219,7 @@ class RewardManager:
 
 
 def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_spread: float) -> None:
-    """Raise :class:`UserError` where no row has rewards that differ by more than ``zero_spread``: no group would count.
-    """
+    """Raise :class:`UserError` if rewards of no row can differ by more than ``zero_spread``: no group would count."""
     most = max((_widest(manager.parts_of(row)) for row in rows), default=inf)
     if most <= zero_spread:
         raise UserError(
@@ -228,5 +229,5 @@ def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_sprea
 
 
 def _widest(parts: Weighted) -> float:
-    """The largest difference of two rewards; the built-in parts are between 0 and 1, of others nothing is known."""
+    """Return the largest difference of two rewards: built-in parts are between 0 and 1, others have no known bound."""
     return sum(abs(weight) if part.name in FAST else inf for part, weight in parts)

@@ -1,4 +1,4 @@
-"""Before training: does each reward tell a known-good answer from a known-bad one?"""
+"""Probe before training: each reward must score a known-good answer above a known-bad one."""
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 class RewardProbeError(UserError):
-    """A reward that cannot teach: it prefers the wrong answer, tells no difference, or scores nothing."""
+    """A reward gives no learning signal: it prefers the wrong answer, sees no difference, or scores nothing."""
 
 
 def probe(manager: "RewardManager", rows: list[RewardInput]) -> None:
     """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one).
 
     Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` when nothing could be scored, or when the
-    built-in parts do not score the known-good answer above the known-bad one. Users' own rewards only
-    earn a warning for that.
+    built-in parts do not score the known-good answer above the known-bad one. Rewards of users only cause a warning
+    in that case.
     """
     chosen: dict[tuple[str, ...], RewardInput] = {}
     for row in rows:
@@ -34,13 +34,13 @@ def probe(manager: "RewardManager", rows: list[RewardInput]) -> None:
 
 
 def good_answers(row: RewardInput) -> list[str]:
-    """Responses that hold the reference, with and without a line of thought."""
+    """Return responses that hold the reference, with and without a line of thought."""
     text = (reference_answers(row.reference) or [""])[0]
     return [f"<think></think>\\boxed{{{text}}}", f"\\boxed{{{text}}}"]
 
 
 def bad_answer(row: RewardInput) -> str:
-    """A response with another answer than the reference (and no line of thought)."""
+    """Return a response with another answer than the reference (and no line of thought)."""
     text = (reference_answers(row.reference) or [""])[0]
     number = plain_number(normalise(text))
     return f"\\boxed{{{number + 1 if number is not None else 'no such answer' if text else ''}}}"

@@ -1,4 +1,4 @@
-"""Reward servers over HTTP: several URLs share the work, each request goes to the least busy one, tries are bounded.
+"""Reward servers over HTTP: several URLs share the work, a request goes to the least busy one, retries are bounded.
 
 POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``, optionally with
 ``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of either dialect.
@@ -20,14 +20,14 @@ MAX_CHUNK = 32  # responses per request
 LANES = 2  # requests in flight per server
 TRIES = 3
 BACKOFF_S = 0.2  # before the second try, doubled before each further one
-REST_S = 5.0  # a server that failed is asked last for this long
+REST_S = 5.0  # seconds for which a failed server is the last choice
 
-_SPOILT = ("http_status", "wrong_json", "wrong_length", "timeout")  # what one response can do to all of a request
+_SPOILT = ("http_status", "wrong_json", "wrong_length", "timeout")  # one response can spoil a request like this
 Row = tuple[RewardInput, Patience, "Future[list[Outcome]]"]
 
 
 class RequestFailed(RuntimeError):
-    """A request without a usable answer; ``cause`` is the countable reason."""
+    """A request had no usable answer; ``cause`` is the countable reason."""
 
     def __init__(self, cause: str, detail: str) -> None:
         super().__init__(detail)
@@ -35,7 +35,7 @@ class RequestFailed(RuntimeError):
 
 
 class Balancer:
-    """Counts requests in flight per URL and gives out the least busy one that has not failed just now."""
+    """Counts requests in flight per URL and picks the least busy URL that has not failed recently."""
 
     def __init__(self, urls: list[str]) -> None:
         self.in_flight = dict.fromkeys(urls, 0)
@@ -44,7 +44,7 @@ class Balancer:
         self._lock = threading.Lock()
 
     def take(self, tried: list[str]) -> str:
-        """The URL for the next request; ``tried`` ones only when there is no other."""
+        """Return the URL for the next request; ``tried`` ones only when there is no other."""
         with self._lock:
             now = time.monotonic()
             url = min(
@@ -54,7 +54,7 @@ class Balancer:
             return url
 
     def give_back(self, url: str, ok: bool) -> None:
-        """The request to ``url`` has ended."""
+        """Record the end of a request to ``url``."""
         with self._lock:
             self.in_flight[url] -= 1
             self.served[url] += ok
@@ -62,29 +62,29 @@ class Balancer:
 
 
 class Size:
-    """Responses per request: half of what was answered too late, twice what took less than half of the limit."""
+    """Number of responses per request: halved after a late answer, doubled after one in less than half of the limit."""
 
     def __init__(self, most: int) -> None:
         self.most, self.limit = most, most
         self._lock = threading.Lock()
 
     def late(self, asked: int) -> None:
-        """A request of that many was not answered in time."""
+        """Record that a request of ``asked`` responses was not answered in time."""
         with self._lock:
             self.most = max(1, min(self.most, asked // 2))
 
     def soon(self, asked: int) -> None:
-        """One was, with time to spare."""
+        """Record that a request of ``asked`` responses was answered in less than half of the limit."""
         with self._lock:
-            if asked >= self.most:  # a smaller one says nothing of larger ones
+            if asked >= self.most:  # a smaller request proves nothing about larger ones
                 self.most = min(self.limit, 2 * self.most)
 
 
 class RemoteReward:
     """Scores responses on ``urls``, ``limit_s`` seconds per request. Its threads start with the first response.
 
-    A response has the same reward whatever else is in the request, so it does not matter when it is sent, and with
-    which.
+    The reward of a response does not depend on the rest of the request, so responses may be sent at any time and in
+    any combination.
     """
 
     def __init__(self, urls: list[str], limit_s: float) -> None:
@@ -95,7 +95,7 @@ class RemoteReward:
         self._closed = threading.Event()
 
     def submit(self, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
-        """Score ``batch``; one future for each response."""
+        """Score ``batch``; return one future for each response."""
         rows: list[Row] = [(item, patient, Future()) for item, patient in zip(batch, patience, strict=True)]
         self._backlog.put(rows, None)
         if not self._threads:
@@ -105,7 +105,7 @@ class RemoteReward:
         return [future for *_, future in rows]
 
     def shutdown(self) -> None:
-        """Send nothing further; what waits comes back unscored."""
+        """Stop sending requests; waiting responses come back unscored."""
         self._closed.set()
         self._backlog.close()
 
@@ -120,7 +120,7 @@ class RemoteReward:
                     future.set_result([outcome])
 
     def _score(self, session: requests.Session, rows: list[Row]) -> list[Outcome]:
-        """Outcomes of one request; of one for each response where one of them may have spoilt it."""
+        """Return the outcomes of one request, or of one request per response if one may have spoilt the first."""
         outcomes = self._try(session, rows, TRIES)
         if len(rows) == 1 or outcomes[0] is NOT_TRIED or any(outcome.error not in _SPOILT for outcome in outcomes):
             return outcomes
@@ -143,7 +143,7 @@ class RemoteReward:
                 failure = error
             start = self._lost(rows, start)
             if failure.cause == "timeout" and len(rows) > 1:
-                break  # fewer at a time are answered sooner
+                break  # a smaller request is answered sooner
         return [Outcome(None, failure.cause, str(failure))] * len(rows)
 
     def _ask(self, session: requests.Session, url: str, rows: list[Row], limit_s: float) -> list[Outcome]:
@@ -155,7 +155,7 @@ class RemoteReward:
                 self.size.soon(len(rows))
             return outcomes
         except RequestFailed as error:
-            if error.cause == "timeout" and len(rows) == 1:  # else it may be that they are too many
+            if error.cause == "timeout" and len(rows) == 1:  # a larger request may just be too large
                 rows[0][1].streak += 1
             raise
         finally:
@@ -164,7 +164,7 @@ class RemoteReward:
                 patience.answered()
 
     def _lost(self, rows: list[Row], start: float) -> float:
-        """The time since ``start``, pauses between tries included, brought no answer; returns the time now."""
+        """Count the time since ``start``, pauses between tries included, as lost; return the current time."""
         now = time.monotonic()
         for silence in {patience.silence for _, patience, _ in rows}:
             silence.add((now - start) / self._backlog.takers)
@@ -172,7 +172,7 @@ class RemoteReward:
 
 
 def post(session: requests.Session, url: str, batch: list[RewardInput], limit_s: float) -> dict[str, object]:
-    """One request. ``RequestFailed`` when the server is down, slow, answers an error or no JSON object with rewards."""
+    """Send one request. Raises ``RequestFailed`` if the server is down, slow, or answers without rewards in JSON."""
     queries = [item.prompt + item.response for item in batch]
     body = {
         "query": queries, "queries": queries, "prompts": [item.prompt for item in batch], "labels":

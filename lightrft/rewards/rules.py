@@ -1,8 +1,8 @@
-r"""Built-in reward parts ``exact``, ``format`` and ``math``, and the final answer that they look for.
+r"""Built-in reward parts ``exact``, ``format`` and ``math``, and the extraction of the final answer.
 
-All judge the response only, never the prompt. Each part has a *fast* function that runs in the trainer process in
+All parts judge only the response, never the prompt. Each part has a *fast* function that runs in the trainer process in
 microseconds. It returns an ``Outcome``, or None when it cannot decide; then (``math`` only) a worker process that can
-be killed asks math-verify. Plain answers are compared exactly: text and rationals, no algebra.
+be killed runs math-verify. Plain answers are compared exactly: text and rationals, no algebra.
 """
 import logging
 import re
@@ -16,7 +16,7 @@ NO_REFERENCE = Outcome(None, "no_reference", "the row has no reference answer, w
 
 
 def exact_score(item: RewardInput) -> Outcome:
-    r"""1 when the last ``\boxed{..}`` is the reference, character by character (outer blanks aside), else 0."""
+    r"""Score 1 if the last ``\boxed{..}`` is the reference, character by character (outer blanks aside), else 0."""
     if item.reference is None:
         return NO_REFERENCE
     boxes = boxed_answers(item.response)
@@ -24,7 +24,7 @@ def exact_score(item: RewardInput) -> Outcome:
 
 
 def format_score(item: RewardInput) -> Outcome:
-    r"""1 when one ``<think>..</think>`` is followed by exactly one ``\boxed{..}``, else 0.
+    r"""Score 1 if one ``<think>..</think>`` is followed by exactly one ``\boxed{..}``, else 0.
 
     A chat template that already ends the prompt with ``<think>`` counts as the opening tag.
     """
@@ -35,7 +35,7 @@ def format_score(item: RewardInput) -> Outcome:
 
 
 def math_score(item: RewardInput) -> Outcome | None:
-    """1 or 0 where text or exact rationals decide (no answer at all is 0); None when algebra has to."""
+    """Score 1 or 0 if text or exact rationals decide (no answer at all is 0); return None if algebra must decide."""
     references = reference_answers(item.reference)
     if not references:
         return NO_REFERENCE
@@ -49,7 +49,7 @@ def math_score(item: RewardInput) -> Outcome | None:
 
 
 def verify_math(item: RewardInput) -> Outcome:
-    """Grade with math-verify. May hang on hostile input: for processes that can be killed (its own signals are off)."""
+    """Grade with math-verify. Hostile input may block it (its own signals are off): run it in a killable process."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
@@ -68,19 +68,19 @@ FAST: dict[str, Callable[[RewardInput],
 
 @REWARDS.register("exact")
 def exact(batch: list[RewardInput]) -> list[float | None]:
-    """``exact_score`` of each response."""
+    """Return ``exact_score`` of each response."""
     return [exact_score(item).value for item in batch]
 
 
 @REWARDS.register("format")
 def format_(batch: list[RewardInput]) -> list[float | None]:
-    """``format_score`` of each response."""
+    """Return ``format_score`` of each response."""
     return [format_score(item).value for item in batch]
 
 
 @REWARDS.register("math")
 def math(batch: list[RewardInput]) -> list[float | None]:
-    """``math_score``, and math-verify where that cannot decide (in this process, without a deadline)."""
+    """Return ``math_score``, or the verdict of math-verify if it is None (in this process, without a deadline)."""
     return [(math_score(item) or verify_math(item)).value for item in batch]
 
 
@@ -93,12 +93,12 @@ _UNIT = re.compile(
     r"(?<=\d) *(?:\\(?:text|mathrm|textbf|mbox) *\{ *[A-Za-z][^{}]*\}|(?<= )[A-Za-z]{2,}(?: [A-Za-z]+)*)\.?$")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox) *\{([^{}]*)\}")
 _NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\\(|\\\)|\\\[|\\\]|\\?\$|~")
-_MAX_ANSWER = 256  # characters; longer answers are left to the worker, too
-_MAX_NUMBER = 64  # characters; longer "numbers" are left to the worker
+_MAX_ANSWER = 256  # characters; the worker judges longer answers, too
+_MAX_NUMBER = 64  # characters; the worker judges longer "numbers"
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The last complete ``\boxed{..}``, ``#### n`` or ``<answer>..</answer>`` of ``response``, or None."""
+    r"""Return the last complete ``\boxed{..}``, ``#### n`` or ``<answer>..</answer>`` of ``response``, or None."""
     marks = list(_MARKS.finditer(response))
     closes = _closing_braces(response, [mark.end() for mark in marks if mark.group().endswith("{")])
     for mark in reversed(marks):
@@ -114,7 +114,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def boxed_answers(text: str) -> list[str]:
-    r"""Every complete ``\boxed{..}`` of ``text``, in order, without surrounding blanks."""
+    r"""Return every complete ``\boxed{..}`` of ``text``, in order, without surrounding blanks."""
     starts = [mark.end() for mark in re.finditer(r"\\boxed\s*\{", text)]
     closes = _closing_braces(text, starts)
     return [text[start:closes[start]].strip() for start in starts if start in closes]
@@ -129,7 +129,7 @@ def _unbraced(text: str, kind: str, start: int) -> str | None:
 
 
 def _closing_braces(text: str, starts: list[int]) -> dict[int, int]:
-    """Position after an opening brace -> position of its partner, for the first of ``starts`` and all braces behind it.
+    """Map the position after an opening brace to that of its partner, from the first of ``starts`` to the end.
 
     One pass, because a broken response may open thousands.
     """
@@ -144,7 +144,7 @@ def _closing_braces(text: str, starts: list[int]) -> dict[int, int]:
 
 
 def reference_answers(reference: Any) -> list[str]:
-    """The accepted answers of a row as text: a list gives several; ``\\boxed`` and ``####`` are taken off."""
+    """Return the accepted answers of a row as text, several for a list, without ``\\boxed`` and ``####``."""
     if reference is None:
         return []
     if hasattr(reference, "tolist"):
@@ -157,7 +157,7 @@ def reference_answers(reference: Any) -> list[str]:
 
 
 def normalise(answer: str) -> str:
-    """One spelling for the same text: no dollars, sizing, thin spaces, text wrappers or final dot; ``\\frac`` only."""
+    """Normalise spelling: no dollars, sizing, thin spaces, text wrappers or final dot; ``\\frac`` only."""
     text = _NOISE.sub("", answer.replace("−", "-"))
     text = _WORDS.sub(r" \1 ", text) if not re.search(r"\d", text) else text
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
@@ -167,7 +167,7 @@ def normalise(answer: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """``text`` (normalised) as an exact rational if it is a plain integer, decimal or fraction of integers."""
+    """Parse ``text`` (normalised) as an exact rational: a plain integer, decimal or fraction of integers; else None."""
     text = text.strip()
     if not text or len(text) > _MAX_NUMBER:
         return None
@@ -183,7 +183,7 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def exact_verdict(answer: str, reference: str) -> bool | None:
-    """Whether ``answer`` is ``reference``, where text or exact rationals decide; None: algebra has to.
+    """Compare ``answer`` with ``reference`` by text or exact rationals; None means that algebra must decide.
 
     Numbers closer than 1e-6 but not equal (0.333333 for 1/3) are left to the algebra, and so is every other notation.
     """

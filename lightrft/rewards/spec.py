@@ -22,7 +22,7 @@ Submit = Callable[[list[RewardInput], list[Patience]], list[Future[list[Outcome]
 
 @dataclass(frozen=True)
 class Entry:
-    """One parsed ``--reward`` entry: a registered ``name``, or a file and perhaps its function."""
+    """One parsed ``--reward`` entry: a registered ``name``, or a file and optionally its function."""
     name: str
     weight: float = 1.0
     path: str = ""
@@ -31,9 +31,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """``fast`` decides in this process or says None; then ``submit`` (a worker or a server) does.
+    """One reward part: ``fast`` decides in this process or returns None; then ``submit`` (worker or server) decides.
 
-    ``together``: it may compare the responses to a prompt and is to have all of them; else ``submit`` gives a future
+    ``together``: the part may compare the responses to a prompt and needs all of them; else ``submit`` gives a future
     for each response.
     """
     name: str
@@ -44,12 +44,12 @@ class Part:
 
     @property
     def built_in(self) -> bool:
-        """Whether the part is ours, so that a known-good answer must beat a known-bad one."""
+        """True for a built-in part, whose score of a known-good answer must beat that of a known-bad one."""
         return self.fast is not None
 
 
 def parse_entry(text: str) -> Entry:
-    """``name``, ``name=weight`` or ``path.py[:function][=weight]``; ``ValueError`` for anything else."""
+    """Parse ``name``, ``name=weight`` or ``path.py[:function][=weight]``; ``ValueError`` for anything else."""
     match = re.fullmatch(r"(?P<what>.+?)(?:=(?P<weight>[^=]*))?", text.strip())
     if match is None:
         raise UserError("empty --reward entry. Remedy: 'name', 'name=weight' or 'path.py:function=weight'")
@@ -68,7 +68,7 @@ def parse_entry(text: str) -> Entry:
 
 
 def named_part(name: str, pool: WorkerPool) -> Part:
-    """A registered reward. Built-in ones try to decide in this process; others run in the workers."""
+    """Return a registered reward. Built-in ones try to decide in this process; others run in the workers."""
     reward = REWARDS.get(name)
     if name == "math":
         spec = Spec("math")
@@ -86,7 +86,7 @@ def named_part(name: str, pool: WorkerPool) -> Part:
 
 
 def file_part(entry: Entry, pool: WorkerPool) -> Part:
-    """A user's file, checked and loaded in a worker now. ``ValueError`` with file, line and remedy when unfit."""
+    """Check a user's file and load it in a worker now. Raises ``ValueError`` with file, line and remedy if unfit."""
     check_source(Path(entry.path))
     spec = Spec("file", entry.path, entry.function)
     info = pool.load(spec).result()
@@ -95,7 +95,7 @@ def file_part(entry: Entry, pool: WorkerPool) -> Part:
 
 
 def remote_part(remote: RemoteReward) -> Part:
-    """The reward servers, as the part ``remote``."""
+    """Return the reward servers as the part ``remote``."""
     return Part("remote", submit=remote.submit)
 
 
@@ -123,7 +123,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_for(item: RewardInput) -> Recipe:
-    """The recipe of a row. ``ValueError`` naming the known ones when neither label nor data source has one."""
+    """Return the recipe of a row; ``ValueError`` with the known ones if neither label nor data source has one."""
     for key in (item.label, item.data_source):
         if key in RECIPES:
             return RECIPES[key]

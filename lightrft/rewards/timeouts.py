@@ -1,4 +1,4 @@
-"""Time limits of rewards that stop answering, and the queue of a few threads."""
+"""Time limits of rewards that stop answering, and the queue that a few threads share."""
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable
@@ -6,41 +6,41 @@ from typing import Generic, TypeVar
 
 from lightrft.rewards.base import Outcome
 
-SILENT = 8  # limits without any answer, until a reward is given up
+SILENT = 8  # time limits without any answer until a reward is given up
 NOT_TRIED = Outcome(None, "timeout", "not tried: the responses before it took too long")
 
 
 class Silence:
-    """Bounds what a reward that answers nothing can cost, however many groups wait for it: ``SILENT`` limits.
+    """Bounds the cost of a reward that never answers to ``SILENT`` time limits, for any number of waiting groups.
 
-    One for each reward and collection: everything begun until scores are waited for.
+    There is one for each reward and collection: all responses begun before a wait for scores.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.lost_s = 0.0  # since the last answer, of all that can judge at once
+        self.lost_s = 0.0  # lost since the last answer, per parallel judge
         self._lock = threading.Lock()
 
     @property
     def over(self) -> bool:
-        """Whether the reward is given up."""
+        """True once the reward is given up."""
         return self.lost_s >= SILENT * self.limit_s
 
     def add(self, seconds: float) -> None:
-        """An attempt has ended without an answer; ``seconds`` is its share of the time of all that judge at once."""
+        """Record an attempt without an answer; ``seconds`` is its time over the number of parallel judges."""
         with self._lock:
             self.lost_s += seconds
 
     def end(self) -> None:
-        """The reward has answered."""
+        """Record an answer of the reward."""
         with self._lock:
             self.lost_s = 0.0
 
 
 class Patience:
-    """Bounds what a group that always hangs can cost: 3 time-outs in a row, a tenth of the limit; 16, nothing.
+    """Bounds the cost of a group that always times out: a tenth of the limit after 3 time-outs in a row, 0 after 16.
 
-    One for each reward and group.
+    There is one for each reward and group.
     """
 
     def __init__(self, limit_s: float, silence: Silence) -> None:
@@ -48,13 +48,13 @@ class Patience:
         self.streak = 0
 
     def deadline_s(self) -> float:
-        """Seconds the next response gets; 0: do not even try."""
+        """Return the seconds for the next response; 0: do not try it."""
         if self.silence.over:
             return 0.0
         return self.limit_s if self.streak < 3 else (self.limit_s / 10 if self.streak < 16 else 0.0)
 
     def answered(self) -> None:
-        """A response of the group has been judged."""
+        """Record that a response of the group was judged."""
         self.streak = 0
         self.silence.end()
 
@@ -63,17 +63,19 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """A queue for ``takers`` threads. Things of one kind travel together: a thread that is free takes its share of
-    those that wait, so that nothing waits for company, and calls grow with the work that has piled up."""
+    """Queue for ``takers`` threads that hands out several things of one kind at a time.
+
+    A free thread takes its share of the waiting things, without waiting for a full batch. Calls grow with the backlog.
+    """
 
     def __init__(self, takers: int) -> None:
         self.takers = takers
-        self._lines: dict[Hashable, deque[T]] = {}  # the first one is served next
+        self._lines: dict[Hashable, deque[T]] = {}  # the first queue is served next
         self._closed = False
         self._changed = threading.Condition()
 
     def put(self, things: Iterable[T], kind: Hashable) -> None:
-        """``RuntimeError`` once it is closed."""
+        """Add things of one kind; raise ``RuntimeError`` once the queue is closed."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward workers have been shut down")
@@ -81,7 +83,7 @@ class Backlog(Generic[T]):
             self._changed.notify_all()
 
     def take(self, most: int) -> list[T]:
-        """At most ``most`` of one kind, the oldest first; waits for them. Nothing: it is closed and empty."""
+        """Wait for and return at most ``most`` things of one kind, the oldest first; none if closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
             if not self._lines:
@@ -91,11 +93,11 @@ class Backlog(Generic[T]):
             share = min(most, -(-len(line) // self.takers))
             taken = [line.popleft() for _ in range(share)]
             if line:
-                self._lines[kind] = line  # after the others
+                self._lines[kind] = line  # behind the other kinds
             return taken
 
     def close(self) -> None:
-        """Take in nothing more."""
+        """Accept no more things."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

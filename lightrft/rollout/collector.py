@@ -1,12 +1,12 @@
-"""Responses that come in one by one, and what a rank is told of them."""
+"""Collection of completions as they end, and the callbacks that report them on each rank."""
 from lightrft.rollout.engine import Arrived, Completion, Finished, Request
 
-Ended = list[tuple[int, int, Completion]]  # request, place among its seeds, response
+Ended = list[tuple[int, int, Completion]]  # request, index among its seeds, completion
 
 
 class CompletionCollector:
-    """Responses to the ``requests`` of all ranks that share an engine. A rank is told of its own, ``mine``, under its
-    own numbers."""
+    """Collector of the completions of all ``requests``, from all ranks that share an engine. Callbacks report only this
+    rank's requests, ``mine``, counted from 0."""
 
     def __init__(self, requests: list[Request], mine: slice, on_finished: Finished | None,
                  on_arrived: Arrived | None) -> None:
@@ -17,11 +17,11 @@ class CompletionCollector:
 
     @property
     def empty(self) -> list[int]:
-        """The requests that ask for nothing."""
+        """Requests without seeds, which ask for nothing."""
         return [i for i, request in enumerate(self.requests) if not request.seeds]
 
     def take(self, ended: Ended) -> list[int]:
-        """Note responses that have ended and tell them; the requests that are complete with them."""
+        """Store completions that have ended and report them; return the requests that they complete."""
         self.keep(ended)
         own = [(i - self.mine.start, j, one) for i, j, one in ended if i in self.mine]
         if own and self.on_arrived is not None:
@@ -30,12 +30,12 @@ class CompletionCollector:
         return [i for i in touched if len(self.done[i]) == len(self.requests[i].seeds)]
 
     def keep(self, ended: Ended) -> None:
-        """Note responses, and tell nobody."""
+        """Store completions without reporting them."""
         for i, j, one in ended:
             self.done[i][j] = one
 
     def enough(self, complete: list[int]) -> bool:
-        """Tell complete requests; whether this rank needs no further token."""
+        """Report complete requests; return whether this rank needs no further token."""
         own = [i for i in complete if i in self.mine]
         self.open -= len(own)
         if self.on_finished is not None:
@@ -43,7 +43,7 @@ class CompletionCollector:
         return self.has_enough or not self.open
 
     def own(self) -> list[list[Completion]]:
-        """This rank's responses, once all are noted."""
+        """Completions of this rank, once all are stored."""
         return [self._responses(i) for i in self.mine]
 
     def _responses(self, i: int) -> list[Completion]:

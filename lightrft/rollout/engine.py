@@ -1,4 +1,4 @@
-"""What every rollout engine does, and the requests it takes."""
+"""Interface of every rollout engine, and the requests that it takes."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -20,9 +20,9 @@ MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    """Parameters for drawing tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
-    ``first_temperature``: of the first token of a response (FIRE, arXiv:2410.21236); None: the same.
+    ``first_temperature``: temperature of the first token of a response (FIRE, arXiv:2410.21236); None: the same.
     """
     max_new_tokens: int
     temperature: float = 1.0
@@ -39,9 +39,9 @@ class Request:
     whatever else is in the batch and however many ranks there are, as far as the arithmetic of the kernels allows.
 
     ``prefixes``: the tokens that each response has already (empty: none has begun). ``max_new_tokens`` counts the
-    prefix too. With the HF engine and SGLang what a seed draws for a token hangs on the token's place alone, so the
-    response goes on as it would have in one go; with vLLM it goes on with noise derived from where it does. The weights
-    may be others than those the prefix comes from.
+    prefix too. With the HF engine and SGLang the noise of a token depends on the seed and the token's position alone,
+    so a resumed response continues as it would have in one go; with vLLM it continues with noise derived from the
+    position where it resumes. The weights may differ from those that drew the prefix.
     """
     token_ids: list[int]
     seeds: list[int]
@@ -60,12 +60,12 @@ class Completion:
 
 
 Finished = Callable[[int, list[Completion]], bool | None]
-Arrived = Callable[[list[tuple[int, int, Completion]]], None]  # request, place among its seeds, response
+Arrived = Callable[[list[tuple[int, int, Completion]]], None]  # request, index among its seeds, response
 
 
 def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int,
                    longest: int = 0) -> None:
-    """Refuse what no text engine, on a model of ``vocabulary`` tokens, can run.
+    """Refuse requests that no text engine can run on a model of ``vocabulary`` tokens.
 
     ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
 
@@ -102,39 +102,43 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
 class RolloutEngine(Protocol):
     """An engine that lives in the training process. ``weight_version`` counts the updates it has received.
 
-    Until the first of them an engine with weights of its own refuses to generate. The proof of the weight sync
-    (:mod:`lightrft.rollout.weight_sync.verify`) asks it what it holds, under the names and in the order that it likes.
+    An engine with its own weights refuses to generate until the first update. The verification of the weight sync
+    (:mod:`lightrft.rollout.weight_sync.verify`) reads fingerprints of its weights, under names and in an order that the
+    verification chooses.
     """
     weight_version: int
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None) -> list[list[Completion]]:
-        """Responses in the order of ``requests`` and their seeds. ``on_finished(i, completions)`` is called as soon as
-        all responses of request ``i`` are done; once it answers True, no further token is drawn, and the responses
-        under way come back as they are ("abort"), perhaps empty. Ranks that share the engine stop once all have had
-        True, or everything that they asked for; until then it is called for further requests. ``on_arrived`` gets every
-        response as soon as it is done, those that end together in one call, before its request is told."""
+        """Return responses in the order of ``requests`` and their seeds.
+
+        ``on_finished(i, completions)`` is called as soon as all responses of request ``i`` are done. Once it returns
+        True, no further token is drawn, and unfinished responses come back as they are ("abort"), perhaps empty. Ranks
+        that share the engine stop once each has had True or all its responses; until then it is called for further
+        requests. ``on_arrived`` gets every response as soon as it is done, those that end together in one call, before
+        ``on_finished`` reports its request.
+        """
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full weights under their HF names; later responses come from them alone."""
+        """Load full weights under their HF names; later responses come from them alone."""
 
     def shared_storage(self) -> set[int]:
-        """Addresses (``data_ptr``) of the trainer's tensors that it computes with; empty: it has weights of its own."""
+        """Addresses (``data_ptr``) of the trainer's tensors that it computes with; empty: it has its own weights."""
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """HF names of the weights that :meth:`fingerprints` can read, and the types they are held in. Known before the
-        first update, and fixed. A weight that is quantized, or lies in a layout that cannot be read, is left out: only
-        the canaries of the proof cover it."""
+        """HF names of the weights that :meth:`fingerprints` can read, and the dtypes they are held in. Known before the
+        first update, and fixed. A weight that is quantized, or stored in a layout that cannot be read, is left out:
+        only the canaries of the verification cover it."""
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """:func:`lightrft.ops.fingerprint.fingerprints` of these weights as they lie now: int64 [names], on the CPU.
+        """Current :func:`lightrft.ops.fingerprint.fingerprints` of these weights: int64 [names], on the CPU.
 
-        Of a fused tensor the rows that belong to the name; over tensor-parallel ranks the sum of their parts, the same
-        on each of them.
+        A fused tensor counts with the rows that belong to the name. Tensor-parallel ranks all return the sum over
+        their parts.
         """
 
     def sleep(self) -> None:
-        """Give back the memory that only generation needs."""
+        """Free the memory that only generation needs."""
 
     def wake(self) -> None:
         """Undo :meth:`sleep`."""
@@ -145,18 +149,18 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """An engine that can keep LoRA beside the base weights."""
+    """An engine that can keep LoRA adapters separate from the base weights."""
 
     @property
     def lora(self) -> Lora:
-        """How the next update is to bring adapters: alone where the engine has the base weights already."""
+        """Form of the adapters in the next update: alone where the engine has the base weights already."""
 
 
 def native_arguments(entries: list[str]) -> dict[str, Any]:
-    """``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
+    """Parse ``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
     return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
 
 
 def host_cache(r: RolloutConfig, total: float) -> float:
-    """Bytes of the cache that an engine with one of its own takes of ``total`` bytes of host memory."""
+    """Bytes, out of ``total`` bytes of host memory, for the cache of an engine that allocates its own."""
     return min(r.engine_mem_util * total, MOST_HOST_CACHE)

@@ -7,8 +7,8 @@ from lightrft.utils.errors import UserError
 
 
 def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> RolloutEngine:
-    """The engine ``cfg.engine_type`` for ``actor``, an :class:`~lightrft.models.actor_language.ActorLanguage` already
-    placed by ``strategy``. Its weights are those of ``actor`` after the first ``sync_weights``.
+    """Build the engine ``cfg.engine_type`` for ``actor``, an :class:`~lightrft.models.actor_language.ActorLanguage`
+    already placed by ``strategy``. Its weights are those of ``actor`` after the first ``sync_weights``.
 
     Raises:
         ValueError: there is no such engine.

@@ -27,7 +27,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[n] float64 in [0, 1): the draw of place ``positions`` [n] in a stream of its own for each of ``seeds`` [n]."""
+    """[n] float64 in [0, 1): the draws at ``positions`` [n] in separate streams, one for each of ``seeds`` [n]."""
     state = _mixed(seeds) + (positions.long() + 1) * -0x61C8864680B583EB
     return (_mixed(state) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 

@@ -16,7 +16,7 @@ _REASONS = ("stop", "length", "abort")
 
 
 def _encode(requests: list[Request]) -> Tensor:
-    """int64: for each request how many tokens, seeds and prefixes it has and how long these are, then all of them."""
+    """Encode requests as int64: for each, the number of its lists (tokens, seeds, prefixes), their lengths, items."""
     numbers: list[int] = []
     for request in requests:
         parts = [request.token_ids, request.seeds, *request.prefixes]
@@ -34,8 +34,8 @@ def _decode(numbers: list[int]) -> list[Request]:
 
 
 def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], slice]:
-    """The text requests of all ranks of ``group`` (a CPU group), rank by rank, and where those of this rank are in
-    them. A collective of two all-gathers of tensors; without a group there is nothing to share."""
+    """Gather the text requests of all ranks of ``group`` (a CPU group), rank by rank; return them and the slice of this
+    rank's. A collective of two all-gathers of tensors; without a group there is nothing to share."""
     if group is None:
         return requests, slice(0, len(requests))
     mine, size = _encode(requests), dist.get_world_size(group)
@@ -50,7 +50,7 @@ def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> 
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``flag`` holds on every rank of ``group``. A collective."""
+    """True if ``flag`` holds on every rank of ``group``. A collective."""
     if group is None:
         return flag
     number = torch.tensor([int(flag)])
@@ -66,7 +66,7 @@ def group_of(size: int, world: World) -> dist.ProcessGroup | None:
 
 
 def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """That of the first rank of ``group``, one-dimensional; on all of them. A collective."""
+    """Broadcast the one-dimensional tensor of the first rank of ``group`` to all of them. A collective."""
     if group is None:
         return tensor
     length = torch.tensor([len(tensor)])
@@ -77,7 +77,7 @@ def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
-    """That of the first rank of ``group``; on all of them. A collective."""
+    """Broadcast the object of the first rank of ``group`` to all of them. A collective."""
     box = [found]
     if group is not None:
         dist.broadcast_object_list(box, group=group, group_src=0)
@@ -85,7 +85,7 @@ def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
 
 
 def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended:
-    """Responses of the first rank of ``group``; on all of them. A collective."""
+    """Broadcast the responses of the first rank of ``group`` to all of them. A collective."""
     if group is None:
         return ended
     numbers: list[float] = []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Lora = Literal["merged", "apart", "alone"]  # how full_params brings adapters
+Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive elements ``tensor`` of a flattened parameter, which one rank answers for.
+    """Consecutive elements ``tensor`` of a flattened parameter, for which one rank is responsible.
 
-    ``shape``: of the whole parameter; ``start``: how many of its elements come before them.
+    ``shape``: shape of the whole parameter; ``start``: number of its elements that come before them.
     """
     tensor: Tensor
     shape: torch.Size
@@ -79,25 +79,25 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
-        """Clip to the global norm, step, advance the schedule, clear gradients; returns the norm before clipping.
+        """Clip to the global norm, step, advance the schedule, clear gradients; return the norm before clipping.
 
         A norm that is not finite (the same on all ranks) clears the gradients and changes nothing else.
         """
 
     @abstractmethod
     def discard_gradients(self, prepared: Prepared) -> None:
-        """Forget every gradient accumulated since the last optimizer step, reduced or not."""
+        """Drop every gradient accumulated since the last optimizer step, reduced or not."""
 
     @abstractmethod
     def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
         """This rank's part of every gradient accumulated since the last optimizer step, by parameter name.
 
-        They share storage with the model. To be called after a backward pass that was the ``last``.
+        They share storage with the model. Call this after a backward pass that was the ``last``.
         """
 
     @abstractmethod
     def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
-        """The norm over all ranks of tensors that lie as :meth:`gradients` do; a collective."""
+        """Norm over all ranks of tensors that are sharded as :meth:`gradients` are; a collective."""
 
     # -- collectives --------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -139,11 +139,11 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
-        """What lies on this rank of every parameter, under the names and in the order of :meth:`full_params` (LoRA
-        apart). No collective: nothing moves. Each element is one rank's, whoever else holds it."""
+        """This rank's part of every parameter, under the names and in the order of :meth:`full_params` (LoRA apart). No
+        collective: nothing moves. One rank is responsible for each element, whoever else holds it."""
 
     def free_full(self, model: nn.Module) -> None:
-        """Give back the full weights that a forward pass without a backward pass leaves behind; nothing by default."""
+        """Free the full weights that a forward pass without a backward pass leaves behind; nothing by default."""
 
     @abstractmethod
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
@@ -155,12 +155,12 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """Model, optimizer and scheduler state, sharded as they lie, in the form ``torch.distributed.checkpoint``
+        """Model, optimizer and scheduler state, sharded as stored, in the form that ``torch.distributed.checkpoint``
         saves."""
 
     @abstractmethod
     def load_state_dict(self, prepared: Prepared, state: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` returned and the checkpoint filled in."""
+        """Restore the state that :meth:`state_dict` returned and the checkpoint filled in."""
 
     @abstractmethod
     def save_model(self, prepared: Prepared, path: Path, dtype: torch.dtype | None = None) -> None:

@@ -2,12 +2,12 @@
 
     step_000010/
         tensors/      torch.distributed.checkpoint: models and optimizers under the parameters' names
-        global.pt     what the trainer keeps once
-        rank_00000.pt ... what every rank keeps (random states, positions)
+        global.pt     state that the trainer keeps once
+        rank_00000.pt ... state that every rank keeps (random states, positions)
         COMPLETE.json step, world size, metrics, size (and for small files CRC) of every file; written last
 
-A checkpoint is written as ``.step_000010.tmp`` and renamed when it is complete; older ones go only after that. All
-ranks must see the same folder.
+A checkpoint is written as ``.step_000010.tmp`` and renamed when it is complete; older ones are removed only after
+that. All ranks must see the same folder.
 """
 import contextlib
 import io
@@ -40,11 +40,11 @@ FAILURES = (OSError, RuntimeError, CheckpointException)  # what a full disk, or 
 
 
 class CheckpointManager:
-    """Saves, finds, loads and rotates the checkpoints of one run. Creating it is a collective.
+    """Manager that saves, finds, loads and rotates the checkpoints of one run. Creating it is a collective.
 
     Args:
         strategy: gives ranks, state and collectives.
-        folder: where the checkpoints lie; created by the first save.
+        folder: folder of the checkpoints; created by the first save.
         keep: how many of the newest are kept (at least 1).
         keep_gib: GiB all of them may take; the newest and the best stay in any case.
         best_metric: the checkpoint with the highest value of this metric is never rotated away.
@@ -67,11 +67,11 @@ class CheckpointManager:
     # -- writing ------------------------------------------------------------------------------------------------------
     def save(self, step: int, prepared: dict[str, Prepared], global_state: dict[str, Any], rank_state: dict[str, Any],
              metrics: dict[str, float]) -> bool:
-        """Save all there is at ``step``; a collective. Waits for the save before.
+        """Save the whole state at ``step``; a collective. Wait for the previous save first.
 
         Returns:
             False when this save failed (a full disk: warned, counted in ``failures``, earlier checkpoints intact). An
-            asynchronous save returns True at once; :meth:`wait` knows.
+            asynchronous save returns True at once; :meth:`wait` returns its result.
         """
         self.wait()
         tensors = BlockingAsyncStager().stage(self._tensors(prepared)) if self.asynchronous else self._tensors(prepared)
@@ -84,7 +84,7 @@ class CheckpointManager:
         return True if self.asynchronous else self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save under way; whether the last save succeeded (True if there was none)."""
+        """Wait for the save in progress; return whether the last save succeeded (True if there was none)."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -97,7 +97,7 @@ class CheckpointManager:
         }
 
     def _write(self, step: int, tensors: dict[str, Any], blobs: dict[str, bytes], metrics: dict[str, float]) -> None:
-        """The phases; after each, all ranks agree on whether to go on (a rank must not fail alone inside a
+        """Run the phases; after each, all ranks agree on whether to continue (a rank must not fail alone inside a
         collective)."""
         self._succeeded = False
         temporary = self.folder / files.temporary_name(step)
@@ -112,7 +112,7 @@ class CheckpointManager:
                 files.remove(temporary)
 
     def _phase(self, work: Any) -> bool:
-        """Run ``work``; True if it went well on all ranks, else each rank warns of its own failure."""
+        """Run ``work``; return True if it succeeded on all ranks, else each failing rank logs a warning."""
         error = ""
         try:
             work()
@@ -153,9 +153,9 @@ class CheckpointManager:
                 self.best_metric, ", ".join(sorted(metrics)) or "none")
 
     def set_aside(self) -> None:
-        """Before a new run: move the folder of an earlier one to ``FOLDER.1``, ``FOLDER.2``, ...; a collective.
+        """Move the folder of an earlier run to ``FOLDER.1``, ``FOLDER.2``, ... before a new run; a collective.
 
-        Otherwise old checkpoints of higher steps would rotate the new ones away, and be loaded in their place.
+        Otherwise old checkpoints of higher steps would rotate the new ones away, and be loaded instead of them.
         """
         if self.strategy.is_main:
             files.set_aside(self.folder)
@@ -163,7 +163,7 @@ class CheckpointManager:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, the same on all ranks; a collective. Incomplete ones are skipped with a
+        """Find the newest complete checkpoint, the same on all ranks; a collective. Incomplete ones are skipped with a
         warning."""
         self.wait()
         found = files.newest(self.folder) if self.strategy.is_main else None
@@ -228,12 +228,12 @@ def step_name(step: int) -> str:
 
 
 def temporary_name(step: int) -> str:
-    """Folder it is written under."""
+    """Folder that the checkpoint of ``step`` is written to first."""
     return f".{step_name(step)}.tmp"
 
 
 def fresh(folder: Path) -> None:
-    """An empty ``folder``; what an interrupted run left beside it is removed."""
+    """Create an empty ``folder``; remove what an interrupted run left next to it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in [*folder.parent.glob(".step_*.tmp"), *folder.parent.glob(".step_*.old")]:
         remove(left)
@@ -258,7 +258,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def describe(path: Path) -> list[int]:
-    """[size] of a file, [size, CRC-32] up to 64 MiB."""
+    """Return [size] of a file, or [size, CRC-32] up to 64 MiB."""
     size = path.stat().st_size
     return [size, zlib.crc32(path.read_bytes())] if size <= CRC_BYTES else [size]
 
@@ -281,7 +281,7 @@ def complete(temporary: Path, final: Path, info: dict[str, Any]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, its marker first, so that it is never taken for complete half-way. What cannot go stays."""
+    """Delete a folder, its marker first, so that it never counts as complete half-way. What cannot go stays."""
     with contextlib.suppress(OSError):
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -293,7 +293,7 @@ def marker(folder: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path) -> str | None:
-    """Why ``folder`` is not a complete checkpoint; None if it is."""
+    """Say why ``folder`` is not a complete checkpoint; None if it is."""
     try:
         listed = marker(folder)["files"]
         for name, expected in listed.items():
@@ -325,7 +325,7 @@ def set_aside(parent: Path) -> Path | None:
 
 
 def room(folder: Path) -> str:
-    """``12.3 MiB free`` on the disk of ``folder``."""
+    """Free space on the disk of ``folder``, as ``12.3 MiB free``."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB free"
     except OSError:
@@ -333,7 +333,7 @@ def room(folder: Path) -> str:
 
 
 def newest(parent: Path) -> Path | None:
-    """The newest complete checkpoint; each newer one that is not is warned of."""
+    """Find the newest complete checkpoint; log a warning for each newer one that is incomplete."""
     for folder in folders(parent):
         why = fault(folder)
         if why is None:
@@ -358,7 +358,7 @@ def rotate(parent: Path, keep: int, keep_gib: float, metric: str | None) -> bool
     """Remove all but the ``keep`` newest, then the oldest until ``keep_gib`` is kept; the newest and the best stay.
 
     Returns:
-        False when some were removed and none could be told the best, as no checkpoint has the ``metric``.
+        False when some were removed and the best is unknown, as no checkpoint has the ``metric``.
     """
     complete_ones = [path for path in folders(parent) if (path / MARKER).is_file()]
     top = best(complete_ones, metric)

@@ -34,7 +34,7 @@ def all_reduce(value: Tensor, op: str) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """CPU tensors as numpy arrays: a tenth of the time that tensors take."""
+    """Pickler of CPU tensors as numpy arrays, in a tenth of the time that tensors take."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
@@ -43,10 +43,10 @@ class _Pickler(pickle.Pickler):
 
 
 class ObjectGather:
-    """``gather(value)``: the value of every rank, in rank order, as ``dist.all_gather_object``, but in one exchange.
+    """Gather of objects: the value of every rank, in rank order, as ``dist.all_gather_object``, but in one exchange.
 
     Every rank sends its size and ``room`` bytes; only where a value needs more does a second exchange follow. All ranks
-    see all sizes, so ``room`` follows them in step on every rank.
+    see all sizes, so ``room`` changes alike on every rank.
     """
     header = 8
 
@@ -54,7 +54,7 @@ class ObjectGather:
         self.room = room
 
     def __call__(self, value: Any) -> list[Any]:
-        """A collective."""
+        """Return the value of every rank, in rank order; a collective."""
         stream = io.BytesIO(bytes(self.header))
         stream.seek(self.header)
         _Pickler(stream, protocol=5).dump(value)
@@ -109,7 +109,7 @@ def _padded(shard: Tensor, rows: int) -> Tensor:
 
 def gather_bucket(bucket: list[Named], device: torch.device) -> Iterator[Named]:
     """Full tensors of ``bucket``, of one dtype and one mesh: one all-gather for all small ones; a large one is gathered
-    straight into its place, when its turn comes, because copying it twice costs more than a collective."""
+    straight into its own memory, when its turn comes, because copying it twice costs more than a collective."""
     first = bucket[0][1]
     if not isinstance(first, DTensor) or shard_group(first).size() == 1:
         for name, tensor in bucket:

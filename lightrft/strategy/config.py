@@ -1,4 +1,4 @@
-"""Where users of the strategy layer look for its options."""
+"""Public import path of the strategy layer's options."""
 from lightrft.config.schema import StrategyConfig
 
 __all__ = ["StrategyConfig"]

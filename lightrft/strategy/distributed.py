@@ -1,4 +1,4 @@
-"""What strategies on a process group have in common: joining it, leaving it and its collectives."""
+"""Base of the strategies on a process group: joining it, leaving it and its collectives."""
 import os
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightrft.utils.env import set_threads
 
 
 class DistributedStrategy(CommonStrategy):
-    """Ranks of the group of torchrun, or of one of a single rank."""
+    """A strategy on the process group of torchrun, or on a group of a single rank."""
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
         super().__init__(cfg, bf16)
@@ -40,15 +40,15 @@ class DistributedStrategy(CommonStrategy):
 
     # -- collectives --------------------------------------------------------------------------------------------------
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """See :class:`StrategyBase`; sums of bool are int64."""
+        """Implement :meth:`StrategyBase.all_reduce`; sums of bool are int64."""
         return collectives.all_reduce(value, op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.all_gather_object`."""
         return self._gather_object(value)
 
     def barrier(self) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.barrier`."""
         dist.all_reduce(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -33,7 +33,7 @@ class WithAdapters(Pretrained, Protocol):
 
 
 class SafetensorsWriter:
-    """Writes a stream of tensors as HF reads it back: one file, or several and an index."""
+    """Writer of a stream of tensors in the form that HF reads: one file, or several and an index."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self.folder, self.file_bytes = folder, file_bytes
@@ -42,7 +42,7 @@ class SafetensorsWriter:
         self.size = self.total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a CPU tensor; writes a file when the next would grow past ``file_bytes``."""
+        """Take a CPU tensor; write a file when it would grow past ``file_bytes``."""
         nbytes = tensor.numel() * tensor.element_size()
         if self.pending and self.size + nbytes > self.file_bytes:
             self._flush()

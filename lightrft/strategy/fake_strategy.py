@@ -1,4 +1,4 @@
-"""One process, no process group: the semantics every other strategy is tested against."""
+"""Strategy of one process without a process group: the semantics that every other strategy is tested against."""
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +20,12 @@ class SingleProcessStrategy(CommonStrategy):
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def teardown(self) -> None:
-        """There is no group to leave; the device is given its memory back."""
+        """Free the device's cached memory; there is no group to leave."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
-        """See :class:`StrategyBase`; ``shard_size`` has no meaning on one rank."""
+        """Implement :meth:`StrategyBase.prepare`; ``shard_size`` has no meaning on one rank."""
         model.to(self.device)
         if self.bf16:
             autocast(model, self.device.type)
@@ -35,22 +35,22 @@ class SingleProcessStrategy(CommonStrategy):
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """A copy; sums of bool are int64."""
+        """Return a copy; sums of bool are int64."""
         if op not in REDUCE_OPS:
             raise ValueError(f"unknown reduction {op!r}; known: {', '.join(REDUCE_OPS)}")
         return value.long() if op == "sum" and value.dtype == torch.bool else value.clone()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """``[value]``."""
+        """Return ``[value]``."""
         return [value]
 
     def barrier(self) -> None:
-        """Nobody to wait for; work queued on the device is finished."""
+        """Wait for the work queued on the device; there are no other ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """The live parameters, detached; nothing is copied."""
+        """Yield the live parameters, detached; nothing is copied."""
         return ((name, param.detach()) for name, param in model.named_parameters() if of in name)
 
 

@@ -1,4 +1,4 @@
-"""What every strategy that updates local tensors does alike: the optimizer step, the state and the export."""
+"""Base of the strategies that update local tensors: the optimizer step, the state and the export."""
 import functools
 import math
 from abc import abstractmethod
@@ -22,7 +22,7 @@ class ExportsParams(Protocol):
     """A module that turns its own parameters into those of the HF model it wraps (names stripped, LoRA merged)."""
 
     def export_params(self, stream: Iterator[tuple[str, Any]], merge: bool = True) -> Iterator[tuple[str, Any]]:
-        """HF names and tensors from own names and full tensors."""
+        """Map own names and full tensors to HF names and tensors."""
 
 
 def default_dtype(dtype: torch.dtype) -> ExitStack:
@@ -47,7 +47,7 @@ def autocast(model: nn.Module, device_type: str) -> None:
 
 
 def untied_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; what is tied comes once, under its first name."""
+    """Parameters and persistent buffers; a tied one comes once, under its first name."""
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -70,12 +70,12 @@ class CommonStrategy(StrategyBase):
         self.cfg, self.bf16 = cfg, bf16
 
     def init_model_context(self) -> AbstractContextManager[Any]:
-        """Models are built in float32 on the CPU; :meth:`prepare` moves what this rank keeps."""
+        """Context that builds models in float32 on the CPU; :meth:`prepare` moves what this rank keeps."""
         return default_dtype(torch.float32)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, prepared: Prepared, last: bool = True) -> None:
-        """See :class:`StrategyBase`. Every rank calls this equally often per step; micro-batches may be empty."""
+        """Implement :meth:`StrategyBase.backward`. Ranks call it equally often per step; micro-batches may be empty."""
         optimizer = trained(prepared)
         if not loss.requires_grad:
             raise ValueError(
@@ -85,30 +85,30 @@ class CommonStrategy(StrategyBase):
         optimizer.backwards += 1
 
     def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """The pass itself; strategies that synchronise gradients extend it."""
+        """Run the pass itself; strategies that synchronize gradients extend it."""
         loss.backward()
 
     def _replicas(self, model: nn.Module) -> int:
-        """How many ranks hold the same part of ``model``."""
+        """Number of ranks that hold the same part of ``model``."""
         return 1
 
     def discard_gradients(self, prepared: Prepared) -> None:
-        """See :class:`StrategyBase`: the way to abandon a step half-way."""
+        """Implement :meth:`StrategyBase.discard_gradients`: the way to abandon a step half-way."""
         trained(prepared).zero_grad()
 
     def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.gradients`."""
         optimizer = trained(prepared)
         optimizer.bind()
         return optimizer.named_grads()
 
     def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.global_norm`."""
         square = squared_norm(parts, self.device) / self._replicas(prepared.model)
         return math.sqrt(self.all_reduce(square).item())
 
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.optimizer_step`."""
         optimizer = trained(prepared)
         reload_optimizer(optimizer)
         optimizer.bind()
@@ -122,11 +122,11 @@ class CommonStrategy(StrategyBase):
         return norm
 
     def _update(self, prepared: Prepared) -> None:
-        """The step of the optimizer itself."""
+        """Run the step of the optimizer itself."""
         trained(prepared).step()
 
     def _grad_norm(self, prepared: Prepared, grads: list[Tensor]) -> float:
-        """The norm of the whole gradient: one all-reduce, which also checks that no rank ran more micro-batches."""
+        """Norm of the whole gradient: one all-reduce, which also checks that no rank ran more micro-batches."""
         square = squared_norm(grads, self.device) / self._replicas(prepared.model)
         backwards = trained(prepared).backwards
         count = torch.full_like(square, backwards)
@@ -139,25 +139,25 @@ class CommonStrategy(StrategyBase):
     # -- weights and state --------------------------------------------------------------------------------------------
     @abstractmethod
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under the names they have in ``model``; those with ``of`` in their name."""
+        """Full parameters under the names they have in ``model``; only those with ``of`` in their name."""
 
     def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20,
                     lora: Lora = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.full_params`."""
         stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
         return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
 
     def part(self, param: nn.Parameter) -> Part:
-        """The elements of ``param`` that this rank answers for."""
+        """The elements of ``param`` for which this rank is responsible."""
         return part(param)
 
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.parts`."""
         found = ((name, self.part(param)) for name, param in model.named_parameters())
         return model.export_params(found, False) if isinstance(model, ExportsParams) else found
 
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.offload`."""
         if prepared.optimizer is not None:
             offload_optimizer(trained(prepared))
         if not optimizer_only:
@@ -166,7 +166,7 @@ class CommonStrategy(StrategyBase):
             torch.cuda.empty_cache()  # for engines that allocate outside of torch
 
     def reload(self, prepared: Prepared) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.reload`."""
         self._move(prepared, self.device)
         if prepared.optimizer is not None:
             reload_optimizer(trained(prepared))
@@ -178,8 +178,8 @@ class CommonStrategy(StrategyBase):
             trained(prepared).bind()
 
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """Flat: ``model/<name>``, ``optim/<name>/<moment>`` and ``schedule/step``. Writing into the tensors of the
-        first two writes into the model and the optimizer."""
+        """Return a flat state: ``model/<name>``, ``optim/<name>/<moment>`` and ``schedule/step``. Writing into the
+        tensors of the first two writes into the model and the optimizer."""
         state: dict[str, Any] = {f"model/{name}": value.detach() for name, value in untied_state(prepared.model)}
         if prepared.optimizer is not None:
             state.update({f"optim/{key}": value for key, value in trained(prepared).named_state().items()})
@@ -187,7 +187,7 @@ class CommonStrategy(StrategyBase):
         return state
 
     def load_state_dict(self, prepared: Prepared, state: dict[str, Any]) -> None:
-        """See :class:`StrategyBase`; tensors that share storage with their targets are not copied again."""
+        """Implement :meth:`StrategyBase.load_state_dict`; tensors that share storage with a target need no copy."""
         own = self.state_dict(prepared)
         with torch.no_grad():
             for key, target in own.items():
@@ -197,5 +197,5 @@ class CommonStrategy(StrategyBase):
             set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
 
     def save_model(self, prepared: Prepared, path: Path, dtype: torch.dtype | None = None) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.save_model`."""
         export.save_model(self, prepared.model, Path(path), dtype)

@@ -1,11 +1,11 @@
-"""Which ranks share one copy of the weights."""
+"""Device mesh of the ranks that share one copy of the weights."""
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrft.utils.errors import UserError
 
 
 def shard_mesh(device_type: str, world_size: int, shard_size: int = 0) -> DeviceMesh:
-    """A mesh ``("shard",)`` over all ranks, or ``("replicate", "shard")`` when fewer ranks than all share one copy.
+    """Make a mesh ``("shard",)`` over all ranks, or ``("replicate", "shard")`` when fewer than all share one copy.
 
     Args:
         device_type: "cuda" or "cpu".

@@ -13,23 +13,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that lies on this rank, sharing its storage, without autograd history."""
+    """The part of ``tensor`` that is stored on this rank, sharing its storage, without autograd history."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """The shape of a whole parameter, of which DeepSpeed leaves an empty tensor where it divides it."""
+    """Shape of a whole parameter, also where DeepSpeed divides it and leaves an empty tensor."""
     return vars(param).get("ds_shape", param.shape)
 
 
 def is_whole(param: Tensor) -> bool:
-    """Whether all of a parameter lies on this rank."""
+    """True if all of a parameter is stored on this rank."""
     return not isinstance(param, DTensor) and "ds_shape" not in vars(param)
 
 
 def part(tensor: Tensor) -> Part:
-    """The elements of ``tensor`` that this rank answers for; none where a rank of another replica does."""
+    """The elements of ``tensor`` for which this rank is responsible; none where a rank of another replica is."""
     if not isinstance(tensor, DTensor):
         return Part(tensor.detach().view(-1), tensor.shape, 0)
     mesh = tensor.device_mesh
@@ -40,7 +40,7 @@ def part(tensor: Tensor) -> Part:
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:
-    """``shard``, laid out over the ranks as ``owner`` is; shares its storage, on whichever device it lies."""
+    """Wrap ``shard`` in the layout of ``owner`` over the ranks; it shares the storage, on the device of ``shard``."""
     return DTensor(shard, owner._spec, requires_grad=False) if isinstance(owner, DTensor) else shard
 
 
@@ -82,19 +82,19 @@ class LocalAdamW(torch.optim.AdamW):
         self.backwards = 0
 
     def named_grads(self) -> dict[str, Tensor]:
-        """This rank's part of every gradient there is."""
+        """This rank's part of every existing gradient."""
         return {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter name, "exp_avg" | "exp_avg_sq" | "step", tensor); what was never stepped starts as zeros, which
-        AdamW cannot tell from no state at all."""
+        """Yield (parameter name, "exp_avg" | "exp_avg_sq" | "step", tensor); state without a step starts as zeros,
+        which AdamW treats like no state at all."""
         for name, shard in self.shards.items():
             state = self.started(shard)
             for key in ("step", *MOMENTS):
                 yield name, key, state[key]
 
     def started(self, shard: Tensor) -> dict[str, Tensor]:
-        """The state of ``shard``, which is there before the first step as well."""
+        """State of ``shard``, created as zeros before the first step."""
         state = self.state[shard]
         if not state:
             device = shard.device if self.defaults["fused"] else torch.device("cpu")
@@ -124,7 +124,7 @@ def create_scheduler(optimizer: torch.optim.Optimizer, spec: OptimSpec) -> Lambd
 
 
 def set_schedule_step(scheduler: LambdaLR, step: int) -> None:
-    """Put the schedule where ``step`` optimizer steps leave it; the rates are computed anew, so they are exact."""
+    """Set the schedule to its state after ``step`` optimizer steps; the rates are computed again, so they are exact."""
     scheduler.last_epoch, scheduler._step_count = step, step + 1
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates):

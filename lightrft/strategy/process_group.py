@@ -1,4 +1,4 @@
-"""Joining and leaving the process group that torchrun describes, and trying it."""
+"""Joining and leaving the process group that torchrun describes, and a test of it."""
 import os
 import time
 from datetime import timedelta
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from lightrft.utils.errors import UserError
 
-# Gloo's threads free the tensors of the last collectives after the caller has gone on, and need the interpreter for it.
-# One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
-# torchrun calls the finished run a failure. Nothing tells when they are through; they take microseconds once scheduled.
+# Gloo's threads free the tensors of the last collectives after the caller has continued, and need the interpreter for
+# it. One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
+# torchrun calls the finished run a failure. Nothing reports when they are done; they take microseconds once scheduled.
 DRAIN_S = 0.2
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,7 +24,7 @@ def join(timeout_s: int) -> bool:
     """Create the default group: gloo for CPU tensors, NCCL for CUDA ones. Without torchrun it has one rank and no port.
 
     Returns:
-        Whether this call created the group (False: it was there already).
+        True if this call created the group, False if it existed already.
     """
     if dist.is_initialized():
         return False
@@ -41,16 +41,16 @@ def join(timeout_s: int) -> bool:
 
 
 def leave() -> None:
-    """Destroy every group, and give its threads the time to let go of their tensors."""
+    """Destroy every group, and give its threads the time to release their tensors."""
     dist.destroy_process_group()
     time.sleep(DRAIN_S)
 
 
 def count_ranks(device_type: str) -> int:
-    """The ranks of the default group, found by a sum on "cpu" (gloo) or on this rank's GPU, "cuda" (NCCL).
+    """Count the ranks of the default group by a sum on "cpu" (gloo) or on this rank's GPU, "cuda" (NCCL).
 
     Raises:
-        RuntimeError: the backend does not work here, in its own words.
+        RuntimeError: the backend does not work here; the message is the backend's.
     """
     index = int(os.environ.get("LOCAL_RANK", "0")) if device_type == "cuda" else 0
     one = torch.ones(1, device=torch.device(device_type, index))

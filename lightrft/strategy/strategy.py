@@ -10,7 +10,7 @@ NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; ru
 
 
 def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
-    """The strategy ``cfg.strategy`` names, not yet set up.
+    """Create the strategy that ``cfg.strategy`` names, not yet set up.
 
     Args:
         cfg: the options; "auto" is fsdp when torchrun started more than one rank, else single.

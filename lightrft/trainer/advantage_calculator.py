@@ -1,4 +1,4 @@
-"""Rewards to advantages, in one fixed order: shaping -> estimator -> normalisation.
+"""Turns rewards into advantages, in one fixed order: shaping -> estimator -> normalisation.
 
 Every rank holds the whole rollout batch when this runs, so batch statistics are global without any communication.
 """
@@ -37,19 +37,19 @@ def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """The mean as a number; 0 over nothing."""
+    """Return the mean as a number; 0 where there is no value."""
     return values.float().mean().item() if len(values) else 0.0
 
 
 def _shape_each(exp: Experience, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the rewards and, where there is one, their baseline alike, or their difference would mean nothing."""
+    """Apply ``change`` to the rewards and to their baseline, if any, so that both stay on one scale."""
     exp.rewards = change(exp.rewards)
     if exp.baseline_rewards is not None:
         exp.baseline_rewards = change(exp.baseline_rewards)
 
 
 def trainable_samples(exp: Experience, cfg: RewardConfig) -> Tensor:
-    """bool [B]: the samples that stay in the loss, the scored ones and, with ``mask_truncated``, not cut off."""
+    """bool [B]: samples that stay in the loss. They are scored and, with ``mask_truncated``, not truncated."""
     return exp.scored & ~exp.truncated if cfg.mask_truncated else exp.scored
 
 
@@ -60,7 +60,7 @@ class AdvantageCalculator:
     Args:
         cfg: estimator, KL and normalisation options.
         reward: shaping options.
-        generate_max_len: longest response in tokens (the overlong penalty is relative to it); ``max_len`` is it now.
+        generate_max_len: longest response in tokens, for the overlong penalty; ``max_len`` is its current value.
     """
 
     def __init__(self, cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> None:
@@ -69,7 +69,7 @@ class AdvantageCalculator:
         self.moments = RunningMoments()
 
     def __call__(self, exp: Experience, kl_coef: float = 0.0) -> dict[str, float]:
-        """Work in place on the whole (all ranks) batch, on CPU; returns ``reward/*``, ``group/*``, ``advantage/*``."""
+        """Fill the whole batch (all ranks) in place, on CPU; return ``reward/*``, ``group/*``, ``advantage/*``."""
         metrics = self._shape(exp)
         self._drop_from_loss(exp)
         kl = self._reward_kl(exp)
@@ -90,7 +90,7 @@ class AdvantageCalculator:
         return metrics
 
     def _shape(self, exp: Experience) -> dict[str, float]:
-        """Length penalty, running normalisation, clip; statistics of the raw reward are taken before."""
+        """Apply length penalty, running normalisation and clip; measure the raw reward before them."""
         raw = exp.rewards[exp.scored]
         metrics = {
             "reward/mean": raw.mean().item(), "reward/std": raw.std(
@@ -108,7 +108,7 @@ class AdvantageCalculator:
         return metrics
 
     def _penalise(self, exp: Experience) -> float:
-        """Add the overlong penalty to rewards and baseline, and to the parts as one of weight 1; returns its mean."""
+        """Add the overlong penalty to rewards and baseline, and to the parts with weight 1; return its mean."""
         cfg = self.reward
         buffer = cfg.overlong_buffer_len or max(self.max_len // 5, 1)  # the paper: 4096 of 20480
 
@@ -125,7 +125,7 @@ class AdvantageCalculator:
         return _mean(own[exp.scored])
 
     def _drop_from_loss(self, exp: Experience) -> None:
-        """Unscored samples, and truncated ones when asked, teach nothing."""
+        """Remove unscored samples, and with ``mask_truncated`` truncated ones, from the loss."""
         exp.loss_mask = exp.loss_mask & torch.repeat_interleave(trainable_samples(exp, self.reward), exp.seq_lens)
 
     def _reward_kl(self, exp: Experience) -> Tensor | None:
@@ -144,7 +144,7 @@ class AdvantageCalculator:
         return metrics
 
     def _normalise(self, exp: Experience) -> dict[str, float]:
-        """At most one whitening, then the clip; statistics are taken before the clip."""
+        """Whiten at most once, then clip; the statistics are taken before the clip."""
         mask, adv = exp.loss_mask, exp.advantages
         if self.cfg.advantages_norm:
             adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased)
@@ -160,7 +160,7 @@ class AdvantageCalculator:
         return metrics
 
     def state_dict(self) -> dict[str, float]:
-        """State of the running normalisation."""
+        """Return the state of the running normalisation."""
         return self.moments.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -169,19 +169,19 @@ class AdvantageCalculator:
 
 
 def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> AdvantageCalculator:
-    """The calculator of the configured estimator; an unknown name is an error that lists the known ones."""
+    """Return the calculator of the configured estimator; an unknown name is an error that lists the known ones."""
     return AdvantageCalculator(cfg, reward, generate_max_len)
 
 
 def fill_reward_parts(exp: Experience, rows: list[dict[str, Any]], estimator: Advantage) -> dict[str, float]:
-    """Fill the fields that ``estimator`` needs, not shaped yet, from the rows of ``exp``; returns their metrics."""
+    """Fill the unshaped fields that ``estimator`` needs from the rows of ``exp``; return their metrics."""
     if estimator.needs_parts:
         exp.reward_parts, exp.part_weights = part_columns(rows)
     return _fill_baseline(exp, rows) if estimator.needs_greedy else {}
 
 
 def part_columns(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Values (NaN where a part does not judge the sample) and weights [B, K] of all parts, by name."""
+    """Return values (NaN where a part does not judge the sample) and weights [B, K] of all parts, by name."""
     names = sorted({name for row in rows for name in row["weights"]})
     values = [[_number(row["parts"].get(name)) for name in names] for row in rows]
     weights = [[row["weights"].get(name, 0.0) for name in names] for row in rows]
@@ -203,13 +203,16 @@ def _fill_baseline(exp: Experience, rows: list[dict[str, Any]]) -> dict[str, flo
 
 
 class RunningMoments:
-    """Welford / Chan et al. (1979) parallel update, in float64; ``std`` is unbiased, 1 until two values were seen."""
+    """Running mean and variance, by the parallel update of Welford / Chan et al. (1979) in float64.
+
+    ``std`` is unbiased, and 1 until two values were seen.
+    """
 
     def __init__(self) -> None:
         self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch (any shape); an empty one changes nothing."""
+        """Add a batch of any shape; an empty one changes nothing."""
         if values.numel() == 0:
             return
         values = values.double()
@@ -221,17 +224,17 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation of everything seen."""
+        """Unbiased standard deviation of all values seen."""
         variance = self.m2 / (self.count - 1) if self.count > 1 else 1.0
         return variance**0.5 if variance > 0 else 1.0
 
     def normalise(self, values: Tensor, minus_mean: bool) -> Tensor:
-        """Values over the running std, centred when ``minus_mean``."""
+        """Divide values by the running std, after centring with ``minus_mean``."""
         centred = values - self.mean if minus_mean else values
         return torch.div(centred, self.std)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

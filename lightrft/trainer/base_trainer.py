@@ -23,7 +23,7 @@ from lightrft.utils.watchdog import clear_stop_request, stop_requested
 class BaseTrainer(ABC):
     """Runs ``total_steps`` steps; a stop request (SIGTERM, Ctrl-C) saves a checkpoint and ends the run early.
 
-    A subclass says what one step is, how to evaluate, and which state beside weights and optimizers the next one needs.
+    A subclass defines one step, the evaluation, and the state besides weights and optimizers that the next step needs.
     """
 
     def __init__(self, cfg: CheckpointConfig, strategy: StrategyBase, prepared: dict[str, Prepared], log: RunLog,
@@ -40,37 +40,37 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def train_step(self) -> dict[str, float]:
-        """One step on the next batch; returns its metrics."""
+        """Run one step on the next batch; return its metrics."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Held-out metrics; empty without held-out data."""
+        """Return held-out metrics; empty without held-out data."""
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """State of everything but weights, optimizers and random generators."""
+        """Return the state of everything except weights, optimizers and random generators."""
 
     @abstractmethod
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`extra_state`."""
 
     def before_loop(self, fresh: bool) -> None:
-        """Called once the weights are in place; ``fresh``: nothing was resumed."""
+        """Prepare the run once the weights are loaded; ``fresh``: nothing was resumed."""
 
     def fit(self) -> None:
-        """Run to the end, or to a stop request."""
+        """Train to the last step, or until a stop request."""
         try:
             self._run()
         except ExpectedError:
             if self.checkpoints is not None:
-                self.checkpoints.wait()  # the one under way is worth having
+                self.checkpoints.wait()  # the checkpoint being written is still useful
             raise
 
     def _run(self) -> None:
         fresh = not self.resume()
         if self.step >= self.total_steps:
             get_logger().info(f"already at step {self.step} of {self.total_steps}: nothing to do")
-        if self.step > self.total_steps:  # the model of this many steps is not at hand; that of more stays as it is
+        if self.step > self.total_steps:  # the resumed model has had more steps: keep it unchanged
             clear_stop_request()
             self.log.close()
             return
@@ -99,7 +99,7 @@ class BaseTrainer(ABC):
             self.save()
 
     def save(self) -> None:
-        """A resumable checkpoint of this step, and its HF copy when asked for; nothing where it has been saved."""
+        """Save a resumable checkpoint of this step, and its HF copy when asked for; do nothing if it is saved."""
         if self.step == self._saved:
             return
         self._saved = self.step
@@ -112,7 +112,7 @@ class BaseTrainer(ABC):
 
     @property
     def resume_hint(self) -> str:
-        """What is left of a run that ends early, once it is saved."""
+        """Return the hint on how to resume a run that ends early."""
         return "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
 
     def _finish(self) -> None:
@@ -127,7 +127,7 @@ class BaseTrainer(ABC):
         self.log.close()
 
     def export(self, name: str) -> None:
-        """The trained model in Hugging Face format, with tokenizer and model card, in SAVE_PATH/``name``."""
+        """Write the model in Hugging Face format, with tokenizer and model card, to SAVE_PATH/``name``."""
         folder = Path(self.cfg.save_path) / name
         self.strategy.save_model(self.prepared["actor"], folder)
         if self.strategy.is_main:
@@ -136,7 +136,7 @@ class BaseTrainer(ABC):
         get_logger().info(f"model written: {folder}")
 
     def resume(self) -> bool:
-        """Continue from the newest complete checkpoint, if asked for; False when starting afresh."""
+        """Resume from the newest complete checkpoint, if asked for; return False for a fresh start."""
         path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
         if path is not None:
             state, ranks = self.checkpoints.load(path, self.prepared)
@@ -154,10 +154,10 @@ class BaseTrainer(ABC):
         return path is not None
 
     def _compare_options(self, state: dict[str, Any]) -> None:
-        """Tell which options have changed since the checkpoint, where that changes what is learnt.
+        """Report the options that have changed since the checkpoint, where the change affects training.
 
         Raises:
-            UserError: the run has no length any more.
+            UserError: the run no longer has a length.
         """
         if problem := lost_length(state["options"], self.log.config):
             raise UserError(problem)

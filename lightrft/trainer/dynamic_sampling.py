@@ -1,4 +1,4 @@
-"""Whole groups of samples that can be kept, joined and numbered anew, and what it took to make them."""
+"""Whole groups of samples that can be selected, joined and renumbered, and the counts of their generation."""
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ _CARRIED = {
 
 
 def tell_dropped(state: dict[str, Any], *kinds: str) -> None:
-    """Warn of what another source left in the ``state`` of a checkpoint: "rows" or "open" groups."""
+    """Warn that "rows" or "open" groups, which another source left in a checkpoint's ``state``, are dropped."""
     for kind in kinds:
         if state.get(kind):
             get_logger().warning(_CARRIED[kind], len(state[kind]))
@@ -34,12 +34,12 @@ class Groups:
         return len(self.rows) // self.size
 
     def keep(self, samples: Tensor) -> "Groups":
-        """The samples where ``samples`` [B] bool."""
+        """Return the groups of the samples where ``samples`` [B] is True."""
         index = samples.nonzero()[:, 0].tolist()
         return Groups(self.exp.select(index), [self.rows[i] for i in index], self.size)
 
     def split(self, count: int) -> tuple["Groups", "Groups"]:
-        """The first ``count`` groups, and the others."""
+        """Return the first ``count`` groups, and the others."""
         first = torch.arange(len(self.rows)) < count * self.size
         return self.keep(first), self.keep(~first)
 
@@ -49,7 +49,7 @@ class Groups:
         return Groups(Experience.cat([self.exp, other.exp]), self.rows + other.rows, self.size)
 
     def numbered(self) -> "Groups":
-        """The same, numbered by their place instead of by the draw of their prompts."""
+        """Return the same groups, numbered by index instead of by the draw of their prompts."""
         exp = self.exp.select(list(range(len(self.rows))))
         exp.sample_ids = torch.arange(len(self.rows))
         exp.group_ids = exp.sample_ids // self.size
@@ -57,28 +57,28 @@ class Groups:
 
     @classmethod
     def none(cls, size: int) -> "Groups":
-        """No groups."""
+        """Return an empty set of groups."""
         return cls(pack_samples([], size), [], size)
 
 
 @dataclass
 class Tally:
-    """What was generated for one step."""
-    carried: int  # groups that were there before
+    """Counts and sums of everything that was generated for one step."""
+    carried: int  # groups carried over from earlier steps
     rounds: int = 0
     first: int = 0  # groups of the first round
     drawn: int = 0
     accepted: int = 0
     tokens: float = 0.0
-    logprobs: float = 0.0  # sums of these and of what follows, over samples and their tokens
+    logprobs: float = 0.0  # this and the following fields are sums over samples and their tokens
     samples: int = 0
     truncated: int = 0
     rewards: float = 0.0
     scored: int = 0
-    causes: Counter[str] = field(default_factory=Counter)  # of those that are not scored
+    causes: Counter[str] = field(default_factory=Counter)  # causes of unscored samples
 
     def add(self, groups: Groups, accepted: int) -> None:
-        """Count one round."""
+        """Add one round."""
         exp = groups.exp
         self.rounds, self.drawn, self.accepted = self.rounds + 1, self.drawn + len(groups), self.accepted + accepted
         self.first = self.first or len(groups)
@@ -89,7 +89,7 @@ class Tally:
         self.rewards, self.scored = self.rewards + exp.rewards.sum().item(), self.scored + exp.scored.sum().item()
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Of all that was generated, rejected groups included; ``seconds`` is what generation took."""
+        """Return metrics of all generated groups, rejected ones included; ``seconds``: time of generation."""
         counts = {
             "group/refilled": self.drawn - self.first,
             "group/rejected": self.drawn - self.accepted,

@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@k and avg@k per data source. It reads the weights and touches no training state."""
+"""Held-out evaluation: pass@k and avg@k per data source. It reads the weights and changes no training state."""
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.samples import reward_input, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt, Sample
 
-ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that say whether the answer is right, best first
+ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
 
 
 def is_correct(reward: float | None, parts: dict[str, float | None]) -> bool:
-    """Whether an answer counts as right: by its accuracy part where it has one, else by a total of at least 1."""
+    """Decide whether an answer is correct: by its accuracy part if it has one, else by a total of at least 1."""
     verdict = next((parts[name] for name in ACCURACY_PARTS if name in parts), reward)
     return verdict is not None and verdict >= 1.0 - 1e-6
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that one of k samples drawn without replacement from n is correct: 1 - C(n-c, k) / C(n, k).
+    """Probability that one of k samples drawn without replacement from n is correct: 1 - C(n-c, k) / C(n, k).
 
     Chen et al. 2021 (arXiv:2107.03374), eq. 1.
     """
@@ -45,7 +45,7 @@ class Evaluator:
                                        stop_token_ids=stop_token_ids(rollout.stop, tokenizer))
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """``eval/<source>/...`` and ``eval/all/...`` of all ranks, and one row per response of the first prompts."""
+        """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and a row per response of the first prompts."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
         scores = self.rewards.collect(
@@ -80,7 +80,7 @@ class Evaluator:
         return metrics
 
     def _source_metrics(self, name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """Unscored responses are left out of every mean and counted by cause; a mean of nothing is left out."""
+        """Return the metrics of a source. Unscored responses enter no mean and are counted by cause."""
         cfg, groups = self.config.eval, defaultdict(list)
         scored = [row for row in rows if row["reward"] is not None]
         for row in scored:

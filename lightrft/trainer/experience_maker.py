@@ -1,7 +1,7 @@
-"""Prompts to experience, stage by stage: generate, reward, pack, gather, log-probs and values, advantages.
+"""Turns prompts into experience, in stages: generate, reward, pack, gather, log-probs and values, advantages.
 
 ``NaiveExperienceMaker`` runs the stages one after the other, :class:`.fast_exp_maker.FastExperienceMaker` overlaps
-them. What comes out is the same.
+them. The result is the same.
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from lightrft.utils.timer import Timer
 
 @dataclass
 class Rollout:
-    """One rollout batch of all ranks, ready for the update: the same on every rank. Without rows there is none."""
+    """Rollout batch of all ranks, ready for the update and equal on every rank. Without rows there is no update."""
     exp: Experience
     buffer: ReplayBuffer
     rows: Rows  # in the order of ``exp``
@@ -37,7 +37,7 @@ class Rollout:
 
 
 class NaiveExperienceMaker:
-    """The stages of one rollout, in order.
+    """Runs the stages of one rollout, in order.
 
     Prompts are dealt to ranks one by one; a prompt's group stays on its rank while it is generated and scored. Then
     every rank gathers the whole batch, so that batch statistics, mini-batches and balance do not depend on the ranks.
@@ -56,20 +56,23 @@ class NaiveExperienceMaker:
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
 
     def limit_responses(self, max_len: int) -> None:
-        """Let responses have at most ``max_len`` tokens from now on."""
+        """Limit responses to ``max_len`` tokens from now on."""
         self.sampling = replace(self.sampling, max_new_tokens=max_len)
         self.calculator.max_len = max_len
 
     def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
-        """One rollout over the global batch ``prompts`` (the same list on every rank)."""
+        """Make one rollout over the global batch ``prompts`` (the same list on every rank)."""
         exp, rows = self.generate(list(enumerate(prompts)), step)
         return self.complete(exp, rows, step, kl_coef)
 
     def generate(self, groups: list[tuple[int, Prompt]], step: int | str) -> tuple[Experience, Callable[[], Rows]]:
-        """Responses to numbered prompts of all ranks, packed by number; the function waits for their rewards.
+        """Generate responses to numbered prompts of all ranks, packed by number.
 
         Args:
-            step: with the number of a prompt and of a sample it makes the sample's seed.
+            step: part of each sample's seed, with the numbers of the prompt and of the sample.
+
+        Returns:
+            The packed samples, and a function that waits for their rewards.
         """
         with self.timer("rollout"):  # it ends when the slowest rank is done
             samples = self.generate_samples(groups[self.strategy.rank::self.strategy.world_size], step)
@@ -80,7 +83,7 @@ class NaiveExperienceMaker:
         return exp, lambda: self._gather_rows(samples, baseline)
 
     def _answer_greedily(self, samples: list[Sample]) -> Callable[[], dict[int, dict[str, Any]]]:
-        """What the rows of each group get from its prompt's greedy response; nothing where none is needed."""
+        """Start the greedy baseline of each group, if needed; the function returned waits for its row entries."""
         if self.greedy is None:
             return dict
         with self.timer("greedy"):
@@ -89,7 +92,7 @@ class NaiveExperienceMaker:
         return baseline
 
     def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
-        """What comes after generation, with the engine asleep: ``exp`` with log-probs, values, rewards, advantages."""
+        """Put the engine to sleep, then fill log-probs, values, rewards and advantages of ``exp``."""
         self.engine.sleep()
         buffer = self.buffer(exp, step)
         self.logprobs.fill(exp, buffer, self.timer)
@@ -100,18 +103,18 @@ class NaiveExperienceMaker:
         return Rollout(exp, buffer, rows, metrics)
 
     def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
-        """Responses of this rank's prompts, group by group."""
+        """Generate the responses to this rank's prompts, group by group."""
         completions = self.engine.generate(self._requests(groups, step), self.sampling)
         return self.samples_of(
             (*group, j, done) for group, responses in zip(groups, completions) for j, done in enumerate(responses))
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The rewards of this rank's samples."""
+        """Return the rewards of this rank's samples."""
         return self.rewards.collect(
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
 
     def samples_of(self, ended: Iterable[Ended]) -> list[Sample]:
-        """Finished responses of this rank as samples."""
+        """Convert finished responses of this rank to samples."""
         return to_samples(self.tokenizer, ended, self.engine.weight_version, self.sampling.stop_token_ids)
 
     def _requests(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Request]:
@@ -122,7 +125,7 @@ class NaiveExperienceMaker:
         ]
 
     def _gather(self, local: Experience) -> Experience:
-        """The whole batch on every rank, in the order of ``sample_ids``."""
+        """Gather the whole batch on every rank, in the order of ``sample_ids``."""
         parts = self.strategy.all_gather_object(local)
         if len(parts) == 1:
             return local
@@ -130,7 +133,7 @@ class NaiveExperienceMaker:
         return exp.select(exp.sample_ids.argsort().tolist())
 
     def _gather_rows(self, samples: list[Sample], baseline: Callable[[], dict[int, dict[str, Any]]]) -> Rows:
-        """The scores of all ranks, in the order of ``sample_ids``."""
+        """Gather the scores of all ranks, in the order of ``sample_ids``."""
         with self.timer("reward"):
             more = baseline()
             local = [
@@ -149,7 +152,7 @@ class NaiveExperienceMaker:
         return row
 
     def buffer(self, exp: Experience, step: int) -> ReplayBuffer:
-        """How the rollout of a step is cut into passes."""
+        """Return the plan that cuts the rollout of a step into passes."""
         train = self.config.train
         return ReplayBuffer(exp.seq_lens, train.train_batch_size, self.limits, self.strategy.rank,
                             self.strategy.world_size, f"{train.seed}/{step}")

@@ -1,4 +1,4 @@
-"""The experience maker that trainers use: rewards are computed while other responses are still being generated."""
+"""The experience maker of the trainers: rewards are computed while other responses are still being generated."""
 from collections.abc import Iterable
 
 from lightrft.rewards.base import Score
@@ -10,11 +10,14 @@ from lightrft.types import Prompt, Sample
 
 
 class FastExperienceMaker(NaiveExperienceMaker):
-    """Scoring is collected after the log-prob passes. It starts as soon as a response is finished where that can save
-    time, which is where a worker or a server judges it by itself; else as soon as its group is."""
+    """Overlaps scoring with generation, and collects the scores after the log-prob passes.
+
+    Scoring starts as soon as a response is finished if a worker or a server judges it on its own, because that saves
+    time; otherwise as soon as its group is finished.
+    """
 
     def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
-        """Drive the engine; what is finished is decoded and handed to the reward workers at once."""
+        """Generate; decode finished responses and send them to the reward workers at once."""
         self._expect(len(groups))
 
         def arrived(ended: list[tuple[int, int, Completion]]) -> None:
@@ -31,7 +34,7 @@ class FastExperienceMaker(NaiveExperienceMaker):
         return self._begun()
 
     def _expect(self, count: int) -> None:
-        """Make room for that many groups."""
+        """Allocate the state of ``count`` groups."""
         self._samples: list[dict[int, Sample]] = [{} for _ in range(count)]
         self._handles = [Handle() for _ in range(count)]
 
@@ -39,16 +42,16 @@ class FastExperienceMaker(NaiveExperienceMaker):
         return any(self.rewards.begins_early(reward_input(prompt, "")) for prompt in prompts)
 
     def _begin(self, fresh: list[tuple[int, Sample]]) -> None:
-        """Take finished samples, each with the place of its group."""
+        """Start scoring finished samples, each given with the index of its group."""
         for i, sample in fresh:
             self._samples[i][sample.index] = sample
         self.rewards.begin([(self._handles[i], sample.index, reward_input(sample.prompt, sample.text))
                             for i, sample in fresh])
 
     def _begun(self) -> list[Sample]:
-        """The samples whose rewards are under way, group by group."""
+        """Return the samples whose scoring has started, group by group."""
         return [group[j] for group in self._samples for j in sorted(group)]
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Wait for the scores of what :meth:`generate_samples` returned last, in its order."""
+        """Wait for the scores of the samples that :meth:`generate_samples` returned last, in its order."""
         return [score for handle in self._handles for score in self.rewards.collect(handle)]

@@ -11,19 +11,22 @@ from lightrft.types import Sample
 
 
 class GreedyBaseline:
-    """Generates and scores one greedy response per prompt, by the weights and the rewards of the samples.
+    """Generates and scores one greedy response per prompt, with the weights and the rewards of the samples.
 
-    It is no sample: it is not trained on and is in no group and in no metric of samples.
+    It is not a sample: it is not trained on, and it enters no group and no metric of samples.
     """
 
     def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.rewards, self.tokenizer = engine, rewards, tokenizer
 
     def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, dict[str, Any]]]:
-        """Answer the prompts of this rank's ``samples`` and start scoring; the function waits for what their rows get.
+        """Answer the prompts of this rank's ``samples`` greedily and start scoring.
 
         Args:
-            sampling: of the samples; length and stop tokens are taken from it.
+            sampling: parameters of the samples; length and stop tokens are taken from them.
+
+        Returns:
+            A function that waits for the scores: group id -> entries for the rows of the group.
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         prompts = {sample.group_id: sample.prompt for sample in samples}

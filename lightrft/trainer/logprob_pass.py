@@ -15,9 +15,9 @@ from lightrft.utils.timer import Timer
 
 
 class ModelOffloader:
-    """With ``--offload_during_rollout`` models, gradients and optimizer states leave the device for every generation.
+    """Moves models, gradients and optimizer states off the device during generation (``--offload_during_rollout``).
 
-    Both ways do nothing without the option, and nothing twice.
+    Without the option nothing moves. A repeated call does nothing.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, prepared: Sequence[Prepared], timer: Timer) -> None:
@@ -25,11 +25,11 @@ class ModelOffloader:
         self.prepared = prepared if config.rollout.offload_during_rollout else ()
 
     def offload(self) -> None:
-        """Make room, before generation."""
+        """Offload the models before generation."""
         self._move(offload=True)
 
     def reload(self) -> None:
-        """Before a pass through the models, and before their weights are read."""
+        """Reload the models before a forward pass, and before their weights are read."""
         self._move(offload=False)
 
     def _move(self, offload: bool) -> None:
@@ -46,24 +46,24 @@ Forward = Callable[[Experience], Tensor]  # -> [T] or [K, T] of its argument
 
 @dataclass(frozen=True)
 class Pass:
-    """What one model has to say of a rollout: ``forward`` gives a row [T] for each of ``fields`` of the Experience."""
-    name: str  # of its span
+    """Forward pass of one model over a rollout: ``forward`` gives a row [T] for each of the Experience's ``fields``."""
+    name: str  # of its timer span
     fields: tuple[str, ...]
     forward: Forward
 
 
 def on_update_packs(config: Config) -> bool:
-    """Whether the no-grad passes run on the micro-batches of the first update epoch (and forward the same rows)."""
+    """Return True if the no-grad passes run on the micro-batches (the same rows) of the first update epoch."""
     rollout = config.rollout
     return not rollout.overlap_passes and rollout.micro_rollout_batch_size in (0, config.train.micro_train_batch_size)
 
 
 @torch.no_grad()
 def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
-    """``model`` on the sequences of all ranks' ``passes``: [T] (or [K, T]) of ``exp`` on every rank, 0 elsewhere (a
-    collective).
+    """Run ``model`` on the sequences of all ranks' ``passes``, a collective; return [T] (or [K, T]) on every rank.
 
-    Each rank computes its own; the sum over ranks of zero-filled rows is the whole (exactly).
+    Other sequences of ``exp`` get 0. Each rank computes its own rows; the sum over ranks of the zero-filled rows is
+    the whole, exactly.
     """
     found = [model(take(exp, part).to(strategy.device)).float().cpu() for part in passes]
     whole = torch.zeros(*found[0].shape[:-1], exp.num_tokens)
@@ -77,16 +77,16 @@ def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]],
 
 
 class LogprobPass:
-    """Fills ``old_logprobs``, ``entropies``, ``ref_logprobs`` and ``values`` where something needs them.
+    """Fills ``old_logprobs``, ``entropies``, ``ref_logprobs`` and ``values`` where they are needed.
 
-    Old log-probs are computed on the very micro-batches of the first update epoch (:func:`on_update_packs`), and on the
-    same rows of them (``Experience.drawn``), so on CPUs the first ratio is exactly 1; they are skipped when the
-    rollout is used for a single optimizer step, whose own forward pass then gives the same numbers. With the correction
-    ``bypass`` they are the engine's, without a pass.
+    Old log-probs are computed on the micro-batches of the first update epoch (:func:`on_update_packs`), and on the same
+    rows of them (``Experience.drawn``), so on CPUs the first ratio is exactly 1. They are skipped when the rollout is
+    used for a single optimizer step, whose forward pass gives the same numbers. With the correction ``bypass`` they are
+    the log-probs of the engine, without a pass.
 
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
-        offloader: of these models.
+        offloader: moves these models.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
@@ -102,13 +102,12 @@ class LogprobPass:
         ]
 
     def wanted(self, num_samples: int) -> list[Pass]:
-        """The passes over a rollout of that many samples."""
+        """Return the passes over a rollout of ``num_samples`` samples."""
         names = wanted_passes(self.config, num_samples, self.critic is not None)
         return [each for each in self.known if each.name in names]
 
     def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
-        """Compute what is wanted and not there yet for the whole batch (a collective); every rank ends with all of
-        it."""
+        """Compute the missing fields of the whole batch, a collective; every rank gets all of them."""
         self.offloader.reload()
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
@@ -135,7 +134,7 @@ class LogprobPass:
 
     @property
     def limits(self) -> MicroBatchLimits:
-        """Of one pass."""
+        """Limits of one pass."""
         train = self.config.train
         return MicroBatchLimits(self.config.rollout.micro_rollout_batch_size or train.micro_train_batch_size,
                                 train.max_tokens_per_micro_batch)

@@ -1,4 +1,4 @@
-"""Metrics of an update, as sums over micro-batches and ranks, and metrics of a rollout batch."""
+"""Metrics of an update (sums over micro-batches and ranks) and of a rollout batch."""
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ class MetricSums:
         self._vectors: set[str] = set()
 
     def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
-        """Per-token metrics ([T] each), averaged over the kept tokens in the end."""
+        """Add per-token metrics ([T] each), to be averaged over the kept tokens."""
         stacked = torch.stack([metrics[key].detach().float() for key in metrics])
         sums = torch.where(mask, stacked, 0.0).sum(-1).double().cpu()
         count = mask.sum().double().cpu()
@@ -26,16 +26,16 @@ class MetricSums:
             self._add(key, torch.stack([value, count]))
 
     def add(self, key: str, value: float, count: float = 1.0) -> None:
-        """A number that is a sum over ``count`` things on this rank."""
+        """Add a sum over ``count`` items of this rank."""
         self._add(key, torch.tensor([value, count], dtype=torch.float64))
 
     def add_vector(self, key: str, values: Tensor) -> None:
-        """A vector of plain sums (read with :meth:`vector`)."""
+        """Add a vector of plain sums (read with :meth:`vector`)."""
         self._vectors.add(key)
         self._add(key, values.double().cpu())
 
     def peak(self, key: str, values: Tensor) -> None:
-        """A scalar or vector whose maximum is wanted."""
+        """Update the maximum of a scalar or vector."""
         values = values.detach().double().cpu()
         self._peaks[key] = torch.maximum(self._peaks[key], values) if key in self._peaks else values
 
@@ -43,7 +43,7 @@ class MetricSums:
         self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def reduce(self, strategy: StrategyBase) -> None:
-        """Combine all ranks (one collective), in place: every rank adds its maxima in a row of their own."""
+        """Combine all ranks in place, in one collective: each rank puts its maxima into a separate row."""
         sums, peaks = _flat(self._sums), _flat(self._peaks)
         rows = peaks.new_zeros(strategy.world_size, len(peaks))
         rows[strategy.rank] = peaks
@@ -52,25 +52,25 @@ class MetricSums:
         _unflatten(self._peaks, total[len(sums):].view_as(rows).amax(0))
 
     def keys(self) -> list[str]:
-        """The keys that have a mean."""
+        """Return the keys that have a mean."""
         return [key for key in self._sums if key not in self._vectors]
 
     def peaks(self) -> list[str]:
-        """The keys that have a maximum."""
+        """Return the keys that have a maximum."""
         return list(self._peaks)
 
     def mean(self, key: str) -> float:
-        """Sum over count; 0 where nothing was counted."""
+        """Return sum over count; 0 where nothing was counted."""
         total, count = self._sums[key].tolist()
         return total / count if count else 0.0
 
     def vector(self, key: str) -> Tensor:
-        """A vector added with :meth:`add_vector`, or a maximum."""
+        """Return a vector added with :meth:`add_vector`, or a maximum."""
         return self._sums[key] if key in self._sums else self._peaks[key]
 
 
 def _flat(table: dict[str, Tensor]) -> Tensor:
-    """All values, in the order of their keys."""
+    """Concatenate all values, in the order of their keys."""
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(table[key].reshape(-1) for key in sorted(table))])
 
 
@@ -82,10 +82,10 @@ def _unflatten(table: dict[str, Tensor], flat: Tensor) -> None:
 
 
 def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
-    """``rollout/*``: counts of prompts, samples and generated tokens, speed, lengths, share that hit the length limit,
-    and the mean of -log p over what was sampled, which estimates the entropy without a pass.
+    """Return ``rollout/*``: prompts, samples, generated tokens, speed, lengths, share that hit the length limit, and
+    the mean of -log p over the sampled tokens, which estimates the entropy without a forward pass.
 
-    To be called while ``loss_mask`` still covers every generated token.
+    Call it while ``loss_mask`` still covers every generated token.
     """
     lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     tokens = lengths.sum().item()
@@ -103,7 +103,7 @@ def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(exp: Experience, step: int) -> dict[str, float]:
-    """``rollout/stale*``: how many versions the weights of ``step`` are ahead of those that drew each token."""
+    """Return ``rollout/stale*``: versions by which the weights of ``step`` are ahead of those that drew each token."""
     age = (step - exp.weight_versions[exp.weight_versions >= 0]).float()
     return {
         "rollout/staleness/mean": age.mean().item(),
@@ -113,7 +113,7 @@ def staleness_metrics(exp: Experience, step: int) -> dict[str, float]:
 
 
 def reward_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """``reward/<part>/{mean,std}`` over the samples each part judged, and how many samples are unscored, by cause."""
+    """Return ``reward/<part>/{mean,std}`` over the samples that each part judged, and unscored counts by cause."""
     metrics: dict[str, float] = {"reward/unscored": sum(row["reward"] is None for row in rows)}
     for name in sorted({name for row in rows for name in row["parts"]}):
         values = torch.tensor([row["parts"][name] for row in rows if row["parts"].get(name) is not None])

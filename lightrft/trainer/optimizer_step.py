@@ -1,6 +1,6 @@
 """One optimizer step over the micro-batches of a mini-batch, and the schedule of its learning rate.
 
-The same for policies, critics and supervised models.
+Policies, critics and supervised models share it.
 """
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class NonFiniteTraining(ExpectedError, RuntimeError):
 
 @dataclass
 class StepResult:
-    """One optimizer step: its loss over all ranks, its learning rate, and the gradient norm before clipping.
+    """Result of one optimizer step: loss over all ranks, learning rate, and gradient norm before clipping.
 
     ``outcome`` is "done", or why no step was made: "empty" (no token was kept) or "bad" (something was not finite).
     """
@@ -34,7 +34,7 @@ class StepResult:
 
 
 class OptimizerStep:
-    """Makes the optimizer steps of one model and counts the bad ones.
+    """Runs the optimizer steps of one model and counts the bad ones.
 
     A step is not made when its mini-batch keeps no token, or when a loss or gradient is not finite on any rank; a
     non-finite loss is never back-propagated. ``max_bad_steps`` bad ones in a row raise :class:`NonFiniteTraining`.
@@ -55,10 +55,10 @@ class OptimizerStep:
         total, lr = 0.0, prepared.scheduler.get_last_lr()[0]
         for number, part in enumerate(micro_batches):
             micro_batch = take(exp, part).to(self.strategy.device)
-            with self.timer("forward"):  # it ends when the slowest rank is done
+            with self.timer("forward"):  # ends when the slowest rank is done
                 loss = loss_of(micro_batch)
                 value = self.strategy.all_reduce(
-                    loss.detach().double().cpu()).item()  # not finite where any rank's is not
+                    loss.detach().double().cpu()).item()  # non-finite if that of any rank is
             if not math.isfinite(value):
                 self.strategy.discard_gradients(prepared)
                 return self._bad("loss", loss.item(), lr)
@@ -86,12 +86,12 @@ class OptimizerStep:
 
 
 def mean(values: list[float]) -> float:
-    """The mean; 0 over nothing."""
+    """Return the mean; 0 where there is no value."""
     return sum(values) / len(values) if values else 0.0
 
 
 def step_metrics(name: str, results: list[StepResult]) -> dict[str, float]:
-    """``NAME/{loss,grad_norm,lr,optimizer_steps,skipped_steps,empty_steps}`` over the steps of one rollout.
+    """Return ``NAME/{loss,grad_norm,lr,optimizer_steps,skipped_steps,empty_steps}`` over the steps of one rollout.
 
     ``lr`` is the rate of the last step; skipped are the steps that were not finite, empty those without a kept token.
     The loss is NaN where every step was skipped.
@@ -109,7 +109,7 @@ def step_metrics(name: str, results: list[StepResult]) -> dict[str, float]:
 
 
 def lr_schedule(name: str, total_steps: int, warmup_ratio: float, min_ratio: float) -> Callable[[int], float]:
-    """Factor on the peak learning rate at optimizer step 0, 1, ...: linear warm-up, then ``name``.
+    """Return the factor on the peak learning rate at optimizer step 0, 1, ...: linear warm-up, then ``name``.
 
     Args:
         name: ``constant``, ``linear`` (to 0) or ``cosine_with_min_lr`` (to ``min_ratio``).
@@ -133,5 +133,5 @@ def lr_schedule(name: str, total_steps: int, warmup_ratio: float, min_ratio: flo
 
 
 def schedule_of(cfg: TrainConfig, total_steps: int) -> Callable[[int], float]:
-    """The schedule that the options ask for."""
+    """Return the schedule that the options ask for."""
     return lr_schedule(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.lr_min_ratio)

@@ -1,4 +1,4 @@
-"""The no-grad passes on finished responses, while the engine decodes the others (``--overlap_passes``)."""
+"""Runs the no-grad passes on finished responses while the engine decodes the others (``--overlap_passes``)."""
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
@@ -18,15 +18,15 @@ from lightrft.types import Experience, Prompt, Sample
 
 
 class OverlappedPasses:
-    """A thread that runs ``passes`` on the samples it is given; to be entered around generation, once.
+    """Runs ``passes`` on finished samples in a thread. Enter it once, around generation.
 
-    Samples are packed in the order in which they are finished, which with the HF engine and vLLM hangs on requests and
-    weights alone, so it makes no difference when a pass runs. Sharded forward passes are collectives: a round is one
-    pass on every rank; a rank that has a pack waits for those that have none yet, and joins in with empty ones when its
-    own are through. The collectives are those of this thread alone, for generating ranks have none in common.
+    Samples are packed in the order in which they finish. With the HF engine and vLLM this order depends only on
+    requests and weights, so the time of a pass does not matter. Sharded forward passes are collectives: a round is one
+    pass on every rank. A rank that has a pack waits for those that have none yet, and joins with empty packs once its
+    own are done. Only this thread runs collectives, because generating ranks share none.
 
     Args:
-        n_per_prompt: samples of a group; with its number they tell samples apart.
+        n_per_prompt: samples per group; it makes sample ids unique, together with the number of the group.
     """
 
     def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits,
@@ -40,14 +40,14 @@ class OverlappedPasses:
 
     def __enter__(self) -> "OverlappedPasses":
         self._stream = None
-        if self.strategy.device.type == "cuda":  # beside the engine's kernels, and after the weights are there
+        if self.strategy.device.type == "cuda":  # runs alongside the engine's kernels, once the weights are loaded
             self._stream = torch.cuda.Stream(self.strategy.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.strategy.device))
         self._thread.start()
         return self
 
     def add(self, samples: list[Sample]) -> None:
-        """Take finished samples of this rank; raises what a pass has raised."""
+        """Add finished samples of this rank; raise the error of a failed pass."""
         self._raise()
         for sample in samples:
             lens = [len(each.token_ids) for each in (*self._open, sample)]
@@ -57,7 +57,7 @@ class OverlappedPasses:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        """Wait for the passes that are left, of all ranks; not after an error, for other ranks may never come."""
+        """Wait for the remaining passes of all ranks; not after an error, as other ranks may never join."""
         if kind is None and self._open:
             self._send()
         self._packs.put([])
@@ -66,7 +66,7 @@ class OverlappedPasses:
             self._raise()
 
     def fill(self, exp: Experience) -> None:
-        """Put what was found into the fields of ``exp``, samples of this rank."""
+        """Write the results into the fields of ``exp``, which holds samples of this rank."""
         names = [name for each in self.passes for name in each.fields]
         rows = [torch.zeros(len(names), 0), *(self.found[number] for number in exp.sample_ids.tolist())]
         vars(exp).update(zip(names, torch.cat(rows, 1)))
@@ -95,10 +95,10 @@ class OverlappedPasses:
 
 
 class OverlappedExperienceMaker(FastExperienceMaker):
-    """What :class:`.logprob_pass.LogprobPass` would compute is there before the rollout is gathered."""
+    """Computes the fields of :class:`.logprob_pass.LogprobPass` before the rollout is gathered."""
 
     def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
-        """As without the option; ends when all ranks' passes are through."""
+        """Generate as without the option; return when the passes of all ranks are done."""
         rollout = self.config.rollout
         size = rollout.n_samples_per_prompt
         self.early = OverlappedPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),

@@ -1,4 +1,4 @@
-"""Partial rollout (``--oversample``): a step does not wait for its longest responses; they continue in the next one."""
+"""Partial rollout (``--oversample``): a step does not wait for its longest responses; the next step continues them."""
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -19,11 +19,11 @@ from lightrft.utils.logging import get_logger
 
 @dataclass
 class Response(Completion):
-    """A response so far, without its prompt; ``weight_versions`` are those of the weights that drew its tokens."""
+    """Response so far, without its prompt; ``weight_versions`` are the versions of the weights that drew its tokens."""
     weight_versions: list[int]
 
     def add(self, more: Completion, version: int) -> None:
-        """Append what the weights of ``version`` have generated."""
+        """Append tokens that the weights of ``version`` generated."""
         self.token_ids, self.logprobs = self.token_ids + more.token_ids, self.logprobs + more.logprobs
         self.weight_versions = self.weight_versions + [version] * len(more.token_ids)
         self.finish_reason = more.finish_reason
@@ -31,49 +31,49 @@ class Response(Completion):
 
 @dataclass
 class PartialGroup:
-    """The responses to one prompt, on every rank."""
-    number: int  # of the draw of its prompt
+    """Responses to one prompt; every rank holds them."""
+    number: int  # number of the draw of its prompt
     prompt: Prompt
     responses: list[Response]
     rows: Rows = field(default_factory=list)  # of the responses that are finished and scored
 
     @classmethod
     def new(cls, number: int, prompt: Prompt, size: int) -> "PartialGroup":
-        """Nothing is generated yet."""
+        """Create a group of ``size`` empty responses."""
         return cls(number, prompt, [Response([], [], "abort", []) for _ in range(size)])
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "PartialGroup":
-        """The inverse of :func:`dataclasses.asdict`."""
+        """Restore a group from the result of :func:`dataclasses.asdict`."""
         responses = [Response(**response) for response in state["responses"]]
         return cls(state["number"], Prompt(**state["prompt"]), responses, state["rows"])
 
     @property
     def open(self) -> list[int]:
-        """Which responses are unfinished."""
+        """Indices of the unfinished responses."""
         return [j for j, response in enumerate(self.responses) if response.finish_reason == "abort"]
 
     @property
     def tokens(self) -> int:
-        """Generated so far."""
+        """Number of tokens generated so far."""
         return sum(len(response.token_ids) for response in self.responses)
 
     def oldest(self, version: int) -> int:
-        """Version of the oldest weights that drew a token; ``version`` where none is drawn yet."""
+        """Return the version of the oldest weights that drew a token; ``version`` if no token is drawn yet."""
         return min((v for response in self.responses for v in response.weight_versions[:1]), default=version)
 
     def add(self, completions: list[Completion], version: int, places: list[int]) -> None:
-        """Go on with the responses at ``places``; those that are finished have had theirs."""
+        """Extend the responses at indices ``places``; finished ones are complete already and are skipped."""
         for j, more in zip(places, completions, strict=True):
             if self.responses[j].finish_reason == "abort":
                 self.responses[j].add(more, version)
 
     def ended(self, place: int) -> Ended:
-        """A finished response, to be decoded."""
+        """Return a finished response, to be decoded."""
         return self.number, self.prompt, place, self.responses[place]
 
     def samples(self, group_id: int) -> list[Sample]:
-        """The finished group as samples, not decoded."""
+        """Convert the finished group to samples, without decoding."""
         prompt, n = self.prompt, len(self.prompt.token_ids)
         return [
             Sample(prompt, group_id, index, prompt.token_ids + done.token_ids,
@@ -83,18 +83,18 @@ class PartialGroup:
 
 
 class PartialExperienceMaker(FastExperienceMaker):
-    """Takes groups that are under way some way further.
+    """Advances groups that are under way.
 
-    Groups are dealt to ranks one by one, and so is the number of those that must be finished: each rank stops by
-    itself, after the same token in every run. What it has generated is gathered, so that nothing hangs on the rank.
+    Groups are dealt to ranks one by one, and so is the number of groups that must be finished: each rank stops by
+    itself, after the same token in every run. Its completions are gathered, so that nothing depends on the rank.
     """
 
     def advance(self, groups: list[PartialGroup], wanted: int, due: set[int]) -> Callable[[], Rows]:
-        """Generate until ``wanted`` of ``groups`` (none is finished) are, and those with a number in ``due`` as well.
+        """Generate until ``wanted`` of the unfinished ``groups`` are finished, and all with a number in ``due``.
 
         Returns:
-            A function that waits for the rewards: the rows of all samples whose scoring began now, which are those left
-            of groups that are finished now, and perhaps some of others, in the order of their numbers.
+            A function that waits for the rewards and returns the rows of all samples whose scoring began in this call,
+            in the order of their numbers: the rest of every group finished now, and perhaps samples of other groups.
         """
         rank, world = self.strategy.rank, self.strategy.world_size
         mine = groups[rank::world]
@@ -110,7 +110,7 @@ class PartialExperienceMaker(FastExperienceMaker):
         return lambda: self._gather_rows(samples, baseline)
 
     def _drive(self, mine: list[PartialGroup], quota: int, due: set[int]) -> list[Sample]:
-        """The engine on this rank's groups; samples of which the rewards are under way now."""
+        """Run the engine on this rank's groups; return the samples whose scoring has started."""
         version, opened, done = self.engine.weight_version, [group.open for group in mine], set[int]()
         late = {group.number for group in mine} & due
         self._expect(len(mine))
@@ -129,28 +129,28 @@ class PartialExperienceMaker(FastExperienceMaker):
             return len(done) >= quota and not late
 
         early = self._begins_early([group.prompt for group in mine])
-        asked = self._continued(mine) if quota or late else []  # ranks that share an engine have to call it together
+        asked = self._continued(mine) if quota or late else []  # ranks that share an engine must call it together
         found = self.engine.generate(asked, self.sampling, finished, arrived if early else None)
         for i in sorted(set(range(len(found))) - done):
             mine[i].add(found[i], version, opened[i])
-            if not mine[i].open:  # its last response ended while it was being stopped
+            if not mine[i].open:  # its last response finished while the engine stopped
                 self._finish(i, mine[i])
         return self._begun()
 
     def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
-        """A row goes along with its group from step to step, so it has to be complete without the group."""
+        """Require rows that are complete without their group, because a row is carried over with its group."""
         alone = self.greedy is None and not any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts)
         return alone and super()._begins_early(prompts)
 
     def _finish(self, i: int, group: PartialGroup) -> None:
-        """Score what is left of a group whose responses are all finished."""
+        """Score the remaining responses of a finished group."""
         begun = {row["index"] for row in group.rows} | self._samples[i].keys()
         rest = [j for j in range(len(group.responses)) if j not in begun]
         self._begin([(i, sample) for sample in self.samples_of(map(group.ended, rest))])
         self.rewards.finish(self._handles[i])
 
     def _continued(self, groups: list[PartialGroup]) -> list[Request]:
-        """What is left to generate; a response draws by the seed that it began with."""
+        """Return requests for the unfinished responses; each response keeps its original seed."""
         whole = self._requests([(group.number, group.prompt) for group in groups], "draw")
         return [
             replace(request, seeds=[request.seeds[j]
@@ -160,15 +160,15 @@ class PartialExperienceMaker(FastExperienceMaker):
 
 
 class OversamplingSource:
-    """Partial rollout (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521).
+    """Source of batches with partial rollout (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521).
 
-    ``oversample`` batches of groups are under way; generation ends when one batch is finished, which is trained. The
-    others are carried over with every token that they have. A group that would become older than ``max_staleness``
-    versions is waited for, so nothing is thrown away and long responses are trained as often as short ones. Groups are
-    trained in the order of their oldest token. Near the end no more prompts are drawn than are trained.
+    ``oversample`` batches of groups are under way. Generation ends when one batch is finished; that batch is trained.
+    The other groups are carried over with all their tokens. Generation waits for a group that would exceed a staleness
+    of ``max_staleness`` versions, so nothing is discarded and long responses are trained as often as short ones. Groups
+    are trained in the order of their oldest token. Near the end only as many prompts are drawn as can be trained.
 
     Args:
-        total_steps: of the run.
+        total_steps: steps of the run.
     """
     exhausted = False  # every step has a whole batch
 
@@ -181,7 +181,7 @@ class OversamplingSource:
         self.groups: list[PartialGroup] = []
 
     def make(self, step: int, kl_coef: float = 0.0) -> Rollout:
-        """The rollout of one step."""
+        """Make the rollout of one step."""
         missing = min(self.most, (self.total_steps - step) * self.batch) - len(self.groups)
         self.groups += [
             PartialGroup.new(number, prompt, self.size) for number, prompt in self.loader.draw(max(0, missing))
@@ -202,7 +202,7 @@ class OversamplingSource:
         return rollout
 
     def _take(self, step: int) -> list[PartialGroup]:
-        """The batch of finished groups whose tokens are the oldest; the others stay, in the same order."""
+        """Remove and return the batch of finished groups with the oldest tokens; the others keep their order."""
         self.groups.sort(key=lambda group: (group.oldest(step + 1), group.number))
         chosen = [group for group in self.groups if not group.open][:self.batch]
         taken = {group.number for group in chosen}
@@ -210,7 +210,7 @@ class OversamplingSource:
         return chosen
 
     def _rows(self, rows: Rows, chosen: list[PartialGroup]) -> Rows:
-        """Give every group its new ``rows``; returns all those of ``chosen``, numbered by place."""
+        """Give every group its new ``rows``; return all rows of ``chosen``, numbered by the index of their group."""
         groups = {group.number: group for group in (*chosen, *self.groups)}
         for row in rows:
             groups[row["group_id"]].rows.append(row)
@@ -231,11 +231,11 @@ class OversamplingSource:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that go on."""
+        """Return the unfinished and waiting groups."""
         return {"open": [asdict(group) for group in self.groups], "size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; what this run cannot go on with is told and dropped."""
+        """Continue from :meth:`state_dict`; drop groups that this run cannot continue, with a warning."""
         carried = [PartialGroup.load(each) for each in state.get("open", ())]
         if carried and (state["size"] != self.size or len(carried) > self.batch):
             get_logger().warning(

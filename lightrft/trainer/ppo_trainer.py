@@ -26,7 +26,7 @@ from lightrft.utils.timer import Timer
 
 
 class PPOTrainer(BaseTrainer):
-    """Trains a policy by any registered algorithm; every part is given."""
+    """Trains a policy with any registered algorithm; every part is passed in."""
 
     def __init__(self, config: Config, strategy: StrategyBase, prepared: dict[str, Prepared], engine: RolloutEngine,
                  maker: NaiveExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,
@@ -47,20 +47,20 @@ class PPOTrainer(BaseTrainer):
         self.fresh = self.facts_due = True
 
     def before_loop(self, fresh: bool) -> None:
-        """Give the engine its weights; evaluate the untrained policy when asked for."""
+        """Send the weights to the engine; evaluate the untrained policy when asked for."""
         self.fresh = fresh
-        self.engine.sleep()  # its cache is not to lie beside a bucket of weights
+        self.engine.sleep()  # its cache and a bucket of weights must not share memory
         self._wake_engine(self.step)
         if fresh and self.config.eval.eval_at_start:
             self.log.evaluation(self.step, self.evaluate())
 
     def train_step(self) -> dict[str, float]:
-        """One rollout and all optimizer steps on it; the engine has the new weights afterwards."""
+        """Run one rollout and all optimizer steps on it; the engine has the new weights afterwards."""
         coef, length = self.kl.value, self._begin_stage()
         self.prepared["actor"].model.eval()
         self.offloader.offload()
         rollout = self.source.make(self.step, coef)
-        self.engine.sleep()  # both are done already, but in a step without a rollout
+        self.engine.sleep()  # both have happened already, except in a step without a rollout
         self.offloader.reload()
         with self.timer("update_other"):
             metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
@@ -76,7 +76,7 @@ class PPOTrainer(BaseTrainer):
         return metrics | self._tell(*self.tripwires.step(metrics))
 
     def _end_step(self, metrics: dict[str, float]) -> None:
-        """See :class:`BaseTrainer`; a run that nobody scores ends here, saved.
+        """End the step as :class:`BaseTrainer` does; save and end a run whose responses stay unscored.
 
         Raises:
             UnscoredTraining: ``max_unscored_steps`` steps in a row had no scored response.
@@ -87,13 +87,13 @@ class PPOTrainer(BaseTrainer):
             raise UnscoredTraining(f"{reason}; {self.resume_hint}")
 
     def _tell(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
-        """Warn of the ``news`` of the tripwires, on one rank; returns their metrics."""
+        """Log the ``news`` of the tripwires as warnings, on one rank; return their metrics."""
         for text in news if self.strategy.is_main else ():
             get_logger().warning(text)
         return values
 
     def _begin_stage(self) -> int:
-        """Tell the parts that depend on it how long the responses of this step may be; returns that length."""
+        """Set the limit on the response length of this step in all parts that depend on it; return the limit."""
         length, news = self.stages.length(self.step), self.stages.boundary(self.step)
         if news:
             get_logger().info(news)
@@ -102,31 +102,31 @@ class PPOTrainer(BaseTrainer):
         return length
 
     def _end_with_the_data(self, step: int) -> None:
-        """Make ``step`` the last one when dynamic sampling has used up its prompts in fewer steps than was possible."""
+        """Make ``step`` the last one when dynamic sampling has used up its prompts before ``total_steps``."""
         if self.source.exhausted and step < self.total_steps:
             get_logger().info(f"the data is used up after step {step}; at most {self.total_steps} were possible")
             self.total_steps = step
 
     def _wake_engine(self, version: int) -> dict[str, float]:
-        """Weights for an engine that slept; returns the metrics of their proof."""
+        """Wake the engine and sync the weights; return the metrics of the verification."""
         with self.timer("weight_sync"):
             self.engine.wake()
             return self.sync_weights(version)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Strategy -> engine, and the proof of it; returns the metrics of the proof."""
+        """Copy the weights from the strategy to the engine and verify them; return the metrics of the verification."""
         sync_weights(self.strategy, self.prepared["actor"], self.engine, version, self.config.rollout.sync_bucket_mib,
                      self.proof)
         return self.proof.check(version) if self.proof else {}
 
     def evaluate(self) -> dict[str, float]:
-        """pass@k and avg@k of the engine's weights on the held-out prompts."""
+        """Return pass@k and avg@k of the engine's weights on the held-out prompts."""
         if self.evaluator is None:
             return {}
         self.prepared["actor"].model.eval()
         self.offloader.offload()
         metrics, rows = self.evaluator.run()
-        if self.offloader.offloaded:  # there is no room for both
+        if self.offloader.offloaded:  # no memory for both
             self.engine.sleep()
             self.offloader.reload()
             self._wake_engine(self.step)
@@ -135,13 +135,13 @@ class PPOTrainer(BaseTrainer):
         return metrics | self._tell(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:
-        """The policy, and at the end the critic when asked for."""
+        """Export the policy, and at the end the critic when asked for."""
         super().export(name)
         if name == "hf" and "critic" in self.prepared and self.config.model.save_value_network:
             self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
 
     def extra_state(self) -> dict[str, Any]:
-        """Sampler position, groups carried over, coefficients, reward normalisation, bad steps in a row, tripwires."""
+        """Return sampler position, carried groups, coefficients, reward normalisation, bad steps and tripwires."""
         return {
             "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(),
             "entropy": self.entropy.state_dict(), "calculator": self.maker.calculator.state_dict(),
@@ -160,9 +160,9 @@ class PPOTrainer(BaseTrainer):
         self.tripwires.load_state_dict(state["tripwires"])
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Move the coefficient after the step that used it; returns the coefficient that was used.
+        """Adapt the KL coefficient after the step that used it; return the coefficient that was used.
 
-        Only samples whose KL was measured count: a batch that keeps none leaves it where it is.
+        Only samples whose KL was measured count: a batch that keeps none leaves it unchanged.
         """
         if self.config.algorithm.init_kl_coef == 0:
             return {}
@@ -172,7 +172,7 @@ class PPOTrainer(BaseTrainer):
         return {"policy/kl_coef": used}
 
     def _adapt_entropy(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The same for the entropy bonus; an update that measured no entropy leaves it where it is."""
+        """Adapt the coefficient of the entropy bonus; an update that measured no entropy leaves it unchanged."""
         if not self.entropy.target and not self.entropy.value:
             return {}
         used = self.entropy.coef

@@ -28,7 +28,7 @@ from lightrft.trainer.checks.gradient_invariance import SelfTest
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
-Coefs = tuple[float, float | None]  # of the KL and the entropy
+Coefs = tuple[float, float | None]  # coefficients of the KL and the entropy bonus
 FIRST_RATIO, FIRST_KL = "policy/first_ratio_gap", "policy/first_kl_ref"
 
 
@@ -50,11 +50,11 @@ class PolicyUpdate:
         self.self_test = SelfTest(config, strategy, self.steps)
 
     def limit_responses(self, max_len: int) -> None:
-        """Let responses have at most ``max_len`` tokens from now on: the constant of seq-mean-token-sum-norm."""
+        """Limit responses to ``max_len`` tokens from now on; it is the default constant of seq-mean-token-sum-norm."""
         self.norm = self.policy_loss.norm = float(self.config.algorithm.loss_agg_norm or max_len)
 
     def run(self, rollout: Rollout, step: int, kl_coef: float, entropy_coef: float | None = None) -> dict[str, float]:
-        """All optimizer steps on ``rollout``; returns ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``.
+        """Make all optimizer steps on ``rollout``; return ``policy/*``, ``critic/*`` and ``rollout/mismatch/*``.
 
         The coefficients are those of this step (entropy: default ``--entropy_coef``).
         """
@@ -77,7 +77,7 @@ class PolicyUpdate:
         return self._metrics(sums, results, rollout.exp, live)
 
     def _self_test(self, rollout: Rollout, coefs: Coefs, train_actor: bool) -> None:
-        """Whether the gradients depend on the cut; leaves no trace."""
+        """Check that the gradients do not depend on the cut, without side effects."""
         models = {name: self._prepared(name) for name in self.steps if train_actor or name == "critic"}
 
         def losses_of(denominators: Denominators) -> dict[str, Callable[[Experience], Tensor]]:
@@ -87,14 +87,14 @@ class PolicyUpdate:
         self.self_test.run(rollout.exp, rollout.buffer, self.norm, models, losses_of)
 
     def _compare_engine(self, sums: MetricSums, exp: Experience) -> None:
-        """Count the old log-probs of ``exp`` against the engine's."""
+        """Add the mismatch between the old log-probs of ``exp`` and those of the engine."""
         totals, peaks = mismatch_sums(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
         sums.add_vector("mismatch", totals)
         sums.peak("mismatch_peaks", peaks)
         self.same_policy.add(sums, exp)
 
     def _compare_all(self, sums: MetricSums, rollout: Rollout) -> None:
-        """Count all samples where a pass before the update saw them; else the first optimizer step counts its own."""
+        """Add the mismatch of all samples if a pass ran before the update; else the first optimizer step adds it."""
         if rollout.exp.old_logprobs is None or bypasses(self.config):
             return
         for mini in rollout.buffer.epoch(0):
@@ -102,7 +102,7 @@ class PolicyUpdate:
                 self._compare_engine(sums, take(rollout.exp, part))
 
     def _mismatch(self, sums: MetricSums) -> dict[str, float]:
-        """``rollout/mismatch/*``; only the number of tokens where that is 0."""
+        """Return ``rollout/mismatch/*``; only the number of tokens if it is 0."""
         if "mismatch_peaks" not in sums.peaks() or not sums.vector("mismatch")[0]:
             return {"rollout/mismatch/tokens": 0}
         found = mismatch_metrics(sums.vector("mismatch"), sums.vector("mismatch_peaks"))
@@ -134,7 +134,7 @@ class PolicyUpdate:
 
     def _policy_loss(self, sums: MetricSums, denominators: Denominators, coefs: Coefs,
                      first_step: bool) -> Callable[[Experience], Tensor]:
-        """The loss of one micro-batch, which also collects its metrics."""
+        """Return the loss function of a micro-batch, which also collects its metrics."""
 
         def loss_of(exp: Experience) -> Tensor:
             logprobs, entropy = self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True)
@@ -183,7 +183,7 @@ class PolicyUpdate:
         return metrics
 
     def state_dict(self) -> dict[str, int]:
-        """Bad steps in a row of every model."""
+        """Return the bad steps in a row of every model."""
         return {name: step.bad_in_a_row for name, step in self.steps.items()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -193,7 +193,7 @@ class PolicyUpdate:
 
 
 def _critic_metrics(sums: MetricSums) -> dict[str, float]:
-    """Means, and explained variance = 1 - Var[returns - values] / Var[returns] with the values before the update."""
+    """Return means, and explained variance = 1 - Var[returns - values] / Var[returns], values before the update."""
     mean = {key: sums.mean(f"critic/{key}") for key in ("returns", "returns_sq", "error", "error_sq")}
     variance = mean["returns_sq"] - mean["returns"]**2
     explained = 1 - (mean["error_sq"] - mean["error"]**2) / variance if variance > 1e-12 else 0.0
@@ -208,10 +208,10 @@ def _peak(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class LiveSamples:
-    """All, or only those with an advantage, when the others would add exactly 0 to the gradient.
+    """Selects all samples, or only those with an advantage when the others would add exactly 0 to the gradient.
 
-    They add more with a KL or an entropy bonus in the loss (whose adaptive weight needs the entropy of every sample),
-    and with a policy loss that does something where the advantage is 0.
+    The others add more with a KL or an entropy bonus in the loss (the adaptive bonus needs every sample's entropy),
+    and with a policy loss that has a gradient where the advantage is 0.
     """
 
     def __init__(self, config: Config) -> None:
@@ -221,14 +221,14 @@ class LiveSamples:
         self.drops = config.train.drop_zero_advantage and entry.skips_zero and not regularised
 
     def __call__(self, exp: Experience) -> Tensor:
-        """bool [B], the same on every rank."""
+        """bool [B]: the samples to train on, the same on every rank."""
         if not self.drops:
             return torch.ones(exp.num_seqs, dtype=torch.bool)
         return segment_sum(exp.loss_mask & (exp.advantages != 0), exp.cu_seqlens) > 0
 
 
 class TokenSelection:
-    """Sets ``exp.selected``, by statistics over the mini-batch of all ranks; does nothing for a loss that chooses none.
+    """Sets ``exp.selected`` by statistics over the mini-batch of all ranks, for losses that select tokens.
 
     The result is the same on every rank and does not depend on the cut into micro-batches.
     """
@@ -238,12 +238,12 @@ class TokenSelection:
         self.selects = POLICY_LOSSES.get(config.algorithm.policy_loss).selects
 
     def mark(self, exp: Experience, mini: MiniBatch, seed: int, fresh: bool) -> None:
-        """Choose among the tokens of ``mini`` (a collective).
+        """Select tokens of ``mini``, a collective; do nothing for a loss that selects none.
 
         Args:
             exp: the whole rollout batch.
-            seed: of the choice, the same on every rank.
-            fresh: the policy is still the one of the rollout, so that the trainer's old log-probs are the current ones.
+            seed: seed of the selection, the same on every rank.
+            fresh: True while the policy is the one of the rollout, so that the old log-probs are the current ones.
         """
         if self.selects is None:
             return
@@ -255,7 +255,7 @@ class TokenSelection:
         exp.selected = self.selects(logprobs, replace(exp, loss_mask=mask), self.config.algorithm, seed)
 
     def _current(self, exp: Experience, mini: MiniBatch) -> Tensor:
-        """Log-probs [T] of the policy now, 0 outside ``mini``."""
+        """Return log-probs [T] of the current policy, 0 outside ``mini``."""
         model = self.actor.model
         model.eval()
         return run_passes(self.strategy, exp, mini.micro_batches,

@@ -1,4 +1,4 @@
-"""Where the rollout batch of a step comes from: the next prompts, or (dynamic sampling) groups worth training on."""
+"""Sources of the rollout batch of a step: the next prompts, or with dynamic sampling the groups that can be trained."""
 from typing import Any
 
 from lightrft.config.schema import Config
@@ -18,22 +18,22 @@ from lightrft.utils.logging import get_logger
 
 
 class PromptSource:
-    """Every step takes the next batch of prompts and all of their groups."""
-    exhausted = False  # the number of steps says when the data is used up
+    """Takes the next batch of prompts and all of their groups in every step."""
+    exhausted = False  # the number of steps already limits the data
 
     def __init__(self, maker: NaiveExperienceMaker, loader: PromptLoader) -> None:
         self.maker, self.loader = maker, loader
 
     def make(self, step: int, kl_coef: float = 0.0) -> Rollout:
-        """The rollout of one step."""
+        """Make the rollout of one step."""
         return self.maker.make(next(self.loader), step, kl_coef)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing waits."""
+        """Return an empty state: no group is carried over."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to go on with; what a run with dynamic sampling or oversampling left is told."""
+        """Resume without groups; warn of those that a run with dynamic sampling or oversampling left."""
         tell_dropped(state, "open", "rows")
 
 
@@ -41,13 +41,13 @@ class DynamicSource:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose rewards do not differ are replaced by others.
 
     A group is accepted when it has two scored samples whose rewards, before shaping, differ by more than
-    ``zero_spread``, and a sample that stays in the loss. Rounds of generation go on until a batch of groups is there,
-    ``max_gen_rounds`` are over or the data is used up. What is too much waits for the next step with its rollout
-    log-probs and weight version. Each round is gathered before anything is decided, and seeds hang on the number of the
-    draw, so ranks make no difference.
+    ``zero_spread``, and a sample that stays in the loss. Generation continues in rounds until a batch of groups is
+    accepted, ``max_gen_rounds`` are over or the data is used up. Surplus groups are kept for the next step, with their
+    rollout log-probs and weight version. Each round is gathered before any group is accepted, and seeds depend on the
+    number of the draw, so the number of ranks makes no difference.
 
     Args:
-        limit: prompts to draw in the whole run; None: the data has no end.
+        limit: prompts to draw in the whole run; None: no limit.
     """
 
     def __init__(self, config: Config, maker: NaiveExperienceMaker, loader: PromptLoader, limit: int | None) -> None:
@@ -57,16 +57,16 @@ class DynamicSource:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further step can be made."""
+        """True when no further step can be made."""
         return not self._left() and not len(self.waiting)
 
     def _left(self) -> int:
-        """Prompts that may still be drawn for one batch."""
+        """Return the number of prompts that may still be drawn for one batch."""
         left = self.batch if self.limit is None else self.limit - self.loader.position
         return max(0, min(left, self.batch))
 
     def make(self, step: int, kl_coef: float = 0.0) -> Rollout:
-        """The rollout of one step; it has no rows when no group was accepted."""
+        """Make the rollout of one step; it has no rows when no group was accepted."""
         tally = Tally(carried=min(len(self.waiting), self.batch))
         while len(self.waiting) < self.batch and tally.rounds < self.config.rollout.max_gen_rounds and self._left():
             self._round(min(self._left(), self._wanted(tally)), tally)
@@ -77,14 +77,14 @@ class DynamicSource:
         return rollout
 
     def _wanted(self, tally: Tally) -> int:
-        """How many prompts may fill the batch at the acceptance rate of this step; a whole batch while it is 0."""
+        """Return how many prompts should fill the batch at this step's acceptance rate; a whole batch if it is 0."""
         missing = self.batch - len(self.waiting)
         if not tally.drawn:
             return missing
         return min(self.batch, -(-missing * tally.drawn // tally.accepted)) if tally.accepted else self.batch
 
     def _round(self, count: int, tally: Tally) -> None:
-        """Generate and score ``count`` prompts; the accepted groups wait, in the order of their draws."""
+        """Generate and score ``count`` prompts; append the accepted groups to ``waiting``, in the order of draws."""
         exp, rows_of = self.maker.generate(self.loader.draw(count), "draw")
         groups = Groups(exp, rows_of(), self.waiting.size)
         set_rewards(exp, groups.rows)
@@ -105,12 +105,12 @@ class DynamicSource:
         return Rollout(groups.exp, self.maker.buffer(groups.exp, step), [], dict.fromkeys(nothing, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that wait."""
+        """Return the waiting groups."""
         tensors = {name: value for name, value in vars(self.waiting.exp).items() if value is not None}
         return {"exp": tensors, "rows": self.waiting.rows, "size": self.waiting.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; groups of another size than this run's are told and dropped."""
+        """Continue from :meth:`state_dict`; drop groups of another size than this run's, with a warning."""
         tell_dropped(state, "open")
         if state.get("rows") and state["size"] == self.waiting.size:
             self.waiting = Groups(Experience(**state["exp"]), state["rows"], state["size"])
@@ -121,7 +121,7 @@ class DynamicSource:
 
 
 def get_maker(config: Config) -> type[FastExperienceMaker]:
-    """The class of experience makers that :func:`get_group_source` needs."""
+    """Return the class of experience makers that :func:`get_group_source` needs."""
     if config.rollout.overlap_passes:
         return OverlappedExperienceMaker
     return PartialExperienceMaker if config.rollout.oversample > 1 else FastExperienceMaker
@@ -129,7 +129,7 @@ def get_maker(config: Config) -> type[FastExperienceMaker]:
 
 def get_group_source(config: Config, maker: NaiveExperienceMaker, loader: PromptLoader,
                      total_steps: int) -> PromptSource | DynamicSource | OversamplingSource:
-    """The source that the options ask for, in a run of ``total_steps`` steps."""
+    """Return the source that the options ask for, in a run of ``total_steps`` steps."""
     if isinstance(maker, PartialExperienceMaker):
         return OversamplingSource(config, maker, loader, total_steps)
     if not config.rollout.dynamic_sampling:

@@ -1,4 +1,4 @@
-"""Everything a run leaves for a person: metrics, table, curve, model card; for RL also rollouts and solutions."""
+"""Logs and files of a run for people: metrics, table, curve, model card; for RL also rollouts and solutions."""
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,15 @@ tags:
 
 
 def mfu(parameters: int, tokens: float, seconds: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation of training: 6 N per token (PaLM, arXiv:2204.02311, appendix B) over the
-    peak of all ranks; recomputed activations do not count."""
+    """Return the model FLOPs utilisation of training: 6 N per token over the peak of all ranks.
+
+    See PaLM, arXiv:2204.02311, appendix B. Recomputed activations do not count.
+    """
     return 6 * parameters * tokens / (max(seconds, 1e-9) * peak_flops)
 
 
 class RunLog:
-    """Metrics of a run. Writes on rank 0; on the other ranks every call is a no-op."""
+    """Log of a run's metrics. It writes on rank 0; on the other ranks every call is a no-op."""
     kind = "supervised fine-tuning"
 
     def __init__(self, config: Config | SFTConfig, strategy: StrategyBase, aliases: str = "none") -> None:
@@ -59,24 +61,24 @@ class RunLog:
         self.folder = Path(config.checkpoint.save_path)
         self.sinks: MetricSinks | None = None
         self.last: dict[str, float] = {}
-        self.parameters = 0  # of the trained model; set by the trainer
+        self.parameters = 0  # parameters of the trained model; set by the trainer
 
     def start(self, step: int) -> None:
-        """Open the sinks; lines of an earlier run beyond ``step`` are cut off, the last one left is taken up."""
+        """Open the sinks; remove lines of an earlier run beyond ``step``, and load the last line left."""
         if self.strategy.is_main:
             self.sinks = MetricSinks.from_config(self.config, self.folder, self.aliases)
             self.sinks.truncate_after(step)
             self.last = self._written()
 
     def _written(self) -> dict[str, float]:
-        """The last line of ``metrics.jsonl``; empty without one."""
+        """Return the last line of ``metrics.jsonl``; empty if there is none."""
         path = self.folder / "metrics.jsonl"
         lines = read_metrics(path) if path.exists() else []
         numbers = lines[-1].items() if lines else ()
         return {name: value for name, value in numbers if value is not None and name != "step"}
 
     def step(self, step: int, metrics: dict[str, float], timer: Timer) -> None:
-        """One line of metrics, with the times, the speed and the memory of the step."""
+        """Write one line of metrics, with the times, the speed and the memory of the step."""
         times = timer.metrics()
         times["time/update_s"] = sum(times.get(f"time/{name}_s", 0.0) for name in UPDATE_PARTS)
         tokens = metrics.get("rollout/tokens", metrics.get("sft/tokens", 0.0))
@@ -88,7 +90,7 @@ class RunLog:
             self.sinks.log(step, self.last)
 
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
-        """``perf/mfu`` of the update, on GPUs whose peak is known."""
+        """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
         peak = peak_flops(gpu_name()) if self.strategy.device.type == "cuda" else None
         trained = metrics.get("policy/trained_tokens", metrics.get("sft/tokens", 0.0))
         if peak is None or not self.parameters:
@@ -96,7 +98,7 @@ class RunLog:
         return {"perf/mfu": mfu(self.parameters, trained, seconds, peak * self.strategy.world_size)}
 
     def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
-        """What an exported model needs beside its weights: tokenizer and model card (to be called on rank 0)."""
+        """Write the tokenizer and the model card of an exported model (call it on rank 0)."""
         if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
             (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
         tokenizer.save_pretrained(folder)
@@ -116,7 +118,7 @@ class RunLog:
 
 
 class RolloutLog(RunLog):
-    """Also keeps rollouts and shows solutions."""
+    """Log of an RL run: it also saves rollouts and shows solutions."""
     kind = "reinforcement fine-tuning"
 
     def __init__(self, config: Config, strategy: StrategyBase) -> None:
@@ -125,29 +127,29 @@ class RolloutLog(RunLog):
         self.trajectories = TrajectorySaver(self.folder / "rollouts", config.log.num_trajectories_to_save)
 
     def start(self, step: int) -> None:
-        """See :class:`RunLog`; rollouts of an earlier run are moved aside when a new one starts."""
+        """Start as :class:`RunLog` does; a new run moves the rollouts of an earlier one to a backup path."""
         super().start(step)
         if self.strategy.is_main and step == 0:
             backup_path(self.trajectories.folder)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics that belong to no training step."""
+        """Write metrics that belong to no training step."""
         if self.sinks is not None and metrics:
             self.sinks.log(step, metrics)
 
     def solutions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """A few held-out solutions on the console."""
+        """Print a few held-out solutions on the console."""
         if self.strategy.is_main:
             print_samples(rows, self.options.print_samples, f"held-out solutions after step {step}")
 
     def rollout(self, step: int, rollout: Rollout) -> None:
-        """The rollout as jsonl, when asked for."""
+        """Write the rollout as jsonl, when asked for."""
         if self.strategy.is_main and self.options.save_trajectories:
             self.trajectories.save(step, _rows(rollout))
 
 
 def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """One row per sample with its mean advantage and its length in tokens (prompt included)."""
+    """Yield one row per sample, with its mean advantage and its length in tokens (prompt included)."""
     exp = rollout.exp
     advantages = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask).tolist()
     for row, length, advantage in zip(rollout.rows, exp.seq_lens.tolist(), advantages):

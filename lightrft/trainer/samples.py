@@ -1,4 +1,4 @@
-"""Responses as samples, packed samples, and what rewards and seeds are made from."""
+"""Conversion of responses to samples and packed batches, and the inputs of rewards and seeds."""
 import hashlib
 from collections.abc import Iterable
 from itertools import chain
@@ -14,17 +14,17 @@ from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
 
 Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
-Ended = tuple[int, Prompt, int, Completion]  # number of the group, its prompt, place in the group, response
+Ended = tuple[int, Prompt, int, Completion]  # number of the group, its prompt, index in the group, response
 
 
 def sample_seed(*path: int | str) -> int:
-    """A 63-bit seed from a path such as (run seed, step, group, sample): the same on every rank and machine."""
+    """Hash a path such as (run seed, step, group, sample) to a 63-bit seed, the same on every rank and machine."""
     digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The token of every stop string; a string that is not exactly one token is an error."""
+    """Return the token of every stop string; a string that is not exactly one token is an error."""
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
     for text, tokens in zip(stop, ids):
         if len(tokens) != 1:
@@ -34,14 +34,14 @@ def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def reward_input(prompt: Prompt, response: str) -> RewardInput:
-    """What a reward sees of a response, which never contains the prompt."""
+    """Build the input of a reward; ``response`` never contains the prompt."""
     return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
                        label=prompt.label, reference=prompt.reference, columns=prompt.columns)
 
 
 def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weight_version: int,
                stop: tuple[int, ...] = ()) -> list[Sample]:
-    """Finished responses as samples, decoded. Special tokens are kept, only the end token goes; ``stop`` stays."""
+    """Decode finished responses into samples. Special tokens and ``stop`` tokens stay; only the end token goes."""
     ended, kept = list(ended), set(stop) - {tokenizer.eos_token_id}
     bodies = [
         done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
@@ -59,7 +59,7 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weigh
 
 
 def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
-    """Samples as one packed Experience on the CPU; rewards come later."""
+    """Pack samples into one Experience on the CPU; rewards are set later."""
 
     def flat(name: str, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.fromiter(chain.from_iterable(getattr(sample, name) for sample in samples), dtype))
@@ -78,6 +78,6 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
 
 
 def set_rewards(exp: Experience, rows: Rows) -> None:
-    """Fill ``scored`` and ``rewards`` (not shaped yet)."""
+    """Fill ``scored`` and ``rewards``, before shaping."""
     exp.scored = torch.tensor([row["reward"] is not None for row in rows], dtype=torch.bool)
     exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)

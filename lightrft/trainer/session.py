@@ -1,4 +1,4 @@
-"""Around every training run: checks before any process group exists, the strategy, the watchdog, signals, the end."""
+"""Session around a training run: checks before any process group exists, strategy, watchdog, signals, clean end."""
 import gc
 import sys
 from collections.abc import Iterator
@@ -30,20 +30,20 @@ from lightrft.utils.watchdog import Watchdog, connect_store, install_signal_hand
 
 @dataclass
 class Session:
-    """What a script needs of a running session."""
+    """Handles of a running session for a script."""
     strategy: StrategyBase
     timer: Timer
 
 
 @contextmanager
 def training_session(parsed: ParsedConfig) -> Iterator[Session]:
-    """A checked configuration, set up on all ranks, and left cleanly.
+    """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
-    process group exists. Inside, what the user can mend (:class:`lightrft.utils.errors.UserError`) ends in one line and
-    exit code 2, what was foreseen in one line and exit code 1, any other error with a traceback and a report of all
-    ranks (:mod:`lightrft.utils.watchdog`). A run that was asked to stop exits with 143 (SIGTERM) or 130 (Ctrl-C) after
-    it has saved.
+    process group exists. Inside the session an error that the user can fix (:class:`lightrft.utils.errors.UserError`)
+    ends in one line and exit code 2, another expected error in one line and exit code 1, and any other error with a
+    traceback and a report of all ranks (:mod:`lightrft.utils.watchdog`). A run that receives a stop request exits with
+    143 (SIGTERM) or 130 (Ctrl-C) after it has saved.
     """
     check(parsed)
     config, world, timer = parsed.config, World.from_env(), Timer()
@@ -57,7 +57,7 @@ def training_session(parsed: ParsedConfig) -> Iterator[Session]:
     with _one_line(watchdog), watchdog, disk_full_is_expected(config.checkpoint.save_path):
         seed_everything(config.train.seed + strategy.rank)
         _announce(parsed, strategy)
-        gc.freeze()  # what has been imported stays: walking through it again and again takes milliseconds per step
+        gc.freeze()  # imported objects stay: scanning them in every collection takes milliseconds per step
         yield Session(strategy, timer)
     strategy.teardown()
     if stop_exit_code():
@@ -66,7 +66,7 @@ def training_session(parsed: ParsedConfig) -> Iterator[Session]:
 
 @contextmanager
 def _one_line(watchdog: Watchdog) -> Iterator[None]:
-    """Errors that were foreseen end in one line and their exit code; of several ranks one tells it."""
+    """Turn an expected error into one line and its exit code; of several ranks one logs it."""
     try:
         yield
     except ExpectedError as error:
@@ -76,7 +76,7 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 
 
 def check(parsed: ParsedConfig) -> None:
-    """Validate; with ``--dry_run`` print the report and leave; else create the folder of the run."""
+    """Validate; with ``--dry_run`` print the report and exit; else create the folder of the run."""
     world = World.from_env()
     with exit_on_config_error():
         _validate(parsed, world.world_size)
@@ -88,7 +88,7 @@ def check(parsed: ParsedConfig) -> None:
 
 
 def _validate(parsed: ParsedConfig, world_size: int) -> None:
-    """A problem names the preset, script or file that set the option, where no flag did."""
+    """Validate the options; a problem names the preset, script or file that set an option if no flag did."""
     config = parsed.config
     try:
         if isinstance(config, Config):
@@ -104,7 +104,7 @@ def _facts() -> AlgorithmFacts:
 
 
 def _make_folder(path: Path) -> None:
-    """The folder of the run, before hours of work go into what cannot be kept."""
+    """Create the folder of the run early, so that hours of training are not lost for lack of it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,7 +123,7 @@ def _report(parsed: ParsedConfig, world_size: int) -> str:
 
 
 def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
-    """Keep the configuration beside the run, and say what a step consists of."""
+    """Save the configuration in the folder of the run, and log the contents of a step."""
     if strategy.is_main:
         folder = Path(parsed.config.checkpoint.save_path)
         save_config(parsed.config, folder / "config.yaml", parsed.plugins)

@@ -22,7 +22,7 @@ from lightrft.utils.timer import Timer
 
 
 def pack_rows(rows: Sequence[SFTExample]) -> Experience:
-    """Conversations as one packed Experience; the loss mask covers what the assistant says."""
+    """Pack conversations into one Experience; the loss mask covers the tokens of the assistant."""
     lens = torch.tensor([0] + [len(row.token_ids) for row in rows])
     return Experience(token_ids=torch.tensor([token for row in rows for token in row.token_ids],
                                              dtype=torch.long), cu_seqlens=lens.cumsum(0).to(torch.int32),
@@ -30,7 +30,7 @@ def pack_rows(rows: Sequence[SFTExample]) -> Experience:
 
 
 class SFTTrainer(BaseTrainer):
-    """``SFTTrainer(config, strategy, actor, tokenizer, rows, eval_rows).fit()``: mean NLL per assistant token."""
+    """Trains on NLL per assistant token: ``SFTTrainer(config, strategy, actor, tokenizer, rows, eval_rows).fit()``."""
 
     def __init__(self, config: SFTConfig, strategy: StrategyBase, actor: nn.Module, tokenizer: PreTrainedTokenizerBase,
                  rows: Sequence[SFTExample], eval_rows: Sequence[SFTExample] = (), timer: Timer | None = None) -> None:
@@ -46,7 +46,7 @@ class SFTTrainer(BaseTrainer):
                          total, train.eval_steps)
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step on the next batch."""
+        """Run one optimizer step on the next batch."""
         with self.timer("update_other"):
             exp = pack_rows(next(self.loader))
             tokens = exp.loss_mask.sum().item()
@@ -65,7 +65,7 @@ class SFTTrainer(BaseTrainer):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """``eval/loss``: mean NLL per assistant token over all held-out rows."""
+        """Return ``eval/loss``: mean NLL per assistant token over all held-out rows."""
         if not self.eval_rows:
             return {}
         self.actor.model.eval()
@@ -77,7 +77,7 @@ class SFTTrainer(BaseTrainer):
         return {"eval/loss": self.strategy.all_reduce(torch.stack(losses).sum()).item()}
 
     def extra_state(self) -> dict[str, Any]:
-        """Sampler position and bad steps in a row."""
+        """Return sampler position and bad steps in a row."""
         return {"loader": self.loader.state_dict(), "bad_in_a_row": self.optimizer_step.bad_in_a_row}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The trainer that scripts use: wires config, strategy and models into :class:`PPOTrainer`; the same on every rank."""
+"""The trainer of scripts: wires config, strategy and models into :class:`PPOTrainer`, identically on every rank."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,15 +33,17 @@ from lightrft.utils.timer import Timer
 
 @dataclass
 class Models:
-    """The modules of a run, not yet placed. ``reference`` is None when no KL is asked for, or when LoRA is on (then the
-    actor without its adapters is the reference)."""
+    """Modules of a run, before the strategy prepares them.
+
+    ``reference`` is None without a KL coefficient, and with LoRA (the actor without its adapters is the reference).
+    """
     actor: nn.Module
     critic: nn.Module | None = None
     reference: nn.Module | None = None
 
 
 def build_models(config: Config, strategy: StrategyBase) -> Models:
-    """Load what the options need: always the actor, the critic for GAE, the reference for a KL coefficient.
+    """Load the models that the options need: always the actor, the critic for GAE, the reference for a KL coefficient.
 
     Raises:
         ValueError: a model that cannot be used, or lengths beyond the policy's context.
@@ -57,9 +59,9 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
 
 
 def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt]) -> None:
-    """Stop where the rewards cannot fill a batch of dynamic sampling, or do not tell a good answer from a bad one."""
+    """Raise if the rewards cannot fill a batch of dynamic sampling, or do not separate good from bad answers."""
     if not (config.rollout.dynamic_sampling or config.reward.reward_probe):
-        return  # the data may be large
+        return  # the data may be large: do not read it for nothing
     asked = [reward_input(prompt, "") for prompt in prompts]
     if config.rollout.dynamic_sampling:
         check_spread(rewards, asked, config.algorithm.zero_spread)
@@ -68,15 +70,15 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
 
 
 class SPMDPPOTrainer(PPOTrainer):
-    """``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
+    """Trainer of a run: ``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
     Args:
         config: the whole tree, validated.
-        strategy: set up.
-        models: from :func:`build_models`.
+        strategy: a strategy that is set up.
+        models: result of :func:`build_models`.
         prompts: training prompts; ``eval_prompts``: held-out ones.
-        timer: of the session (the watchdog reads it).
-        rewards: scores responses (default: what the options ask for).
+        timer: timer of the session (the watchdog reads it).
+        rewards: scores responses (default: the rewards that the options ask for).
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
@@ -113,7 +115,7 @@ class SPMDPPOTrainer(PPOTrainer):
                          timer, total)
 
     def fit(self) -> None:
-        """Train, then end the reward workers and the engine."""
+        """Train, then shut down the reward workers and the engine."""
         try:
             super().fit()
         finally:
@@ -125,7 +127,7 @@ SPMDPPOTrainerVL = SPMDPPOTrainer  # one path for all modalities
 
 
 def updates_per_rollout(config: Config) -> int:
-    """Optimizer steps on one rollout batch."""
+    """Return the number of optimizer steps on one rollout batch."""
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     return -(-samples // config.train.train_batch_size) * config.train.max_epochs
 

@@ -1,4 +1,4 @@
-"""Our metrics under the names that verl and TRL give them, for dashboards that exist already."""
+"""Our metrics under the names that verl and TRL give them, for existing dashboards."""
 import re
 from collections.abc import Mapping
 
@@ -67,7 +67,7 @@ ALIASES = ("none", *_EXACT)
 
 
 def alias_metrics(metrics: Mapping[str, float], style: str) -> dict[str, float]:
-    """``metrics`` and, beside them, every one that has another name in ``style`` ("none", "verl" or "trl")."""
+    """Return ``metrics`` and, in addition, each one under its name in ``style`` ("none", "verl" or "trl"), if any."""
     if style not in ALIASES:
         raise ValueError(f"unknown metric aliases {style!r}; known: {', '.join(ALIASES)}")
     merged = dict(metrics)

@@ -1,4 +1,4 @@
-"""``learning_curve.png`` from ``metrics.jsonl``."""
+"""Plot ``learning_curve.png`` from ``metrics.jsonl``."""
 import json
 import os
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_SMOOTH = 0.08  # of the run on either side of a point
+_SMOOTH = 0.08  # window on either side of a point, as a share of the run
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _SKIPPED_PARTS = ("unscored", "kl")
 
@@ -14,13 +14,13 @@ Series = tuple[list[int], list[float]]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a half-written last line is left out."""
+    """Read the lines of a metrics file; an incomplete last line is left out."""
     text = Path(path).read_text(encoding="utf-8")
     return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
 
 def series(rows: Sequence[dict[str, Any]], name: str) -> Series:
-    """Steps and values of one metric where it is a number."""
+    """Collect steps and values of one metric where it is a number."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -51,7 +51,7 @@ def _panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         ("entropy (nats)", {"policy/entropy": "policy"}),
         ("loss", {"sft/loss": "training", "eval/loss": "held-out"}),
     ]
-    moving = {name for name in names if any(row.get(name) for row in rows)}  # a line that is 0 throughout says nothing
+    moving = {name for name in names if any(row.get(name) for row in rows)}  # a line that is 0 throughout is left out
     kept = [(title, {name: legend for name, legend in lines.items() if name in moving}) for title, lines in panels]
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
@@ -84,7 +84,7 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
 
 
 def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
-    """One panel: raw points pale, their moving average strong; held-out numbers as marked points."""
+    """Draw one panel: raw points pale, their moving average strong; held-out numbers as marked points."""
     for color, (name, legend) in zip(_COLORS, metrics.items()):
         steps, values = series(rows, name)
         if name.startswith("eval/"):

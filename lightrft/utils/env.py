@@ -1,4 +1,4 @@
-"""The process and its surroundings: ranks, random state, threads, memory."""
+"""Environment of the process: ranks, random state, threads, memory."""
 import os
 import random
 import resource
@@ -18,7 +18,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, as ``torchrun`` describes it; one process when started without."""
+    """Rank of this process among all, as ``torchrun`` sets it; without torchrun, a single process."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -47,7 +47,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0."""
+        """True on rank 0."""
         return self.rank == 0
 
 
@@ -70,7 +70,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo what happened to the generators since :func:`rng_state`; devices that are absent now are skipped."""
+    """Restore the generators to a state of :func:`rng_state`; devices that are absent now are skipped."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, numbers, *rest = state["numpy"]
@@ -81,7 +81,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def set_threads(local_world_size: int) -> int:
-    """Share the cores between the ranks of this node, unless OMP_NUM_THREADS decides; returns the threads per rank.
+    """Divide the cores among the ranks of this node, unless OMP_NUM_THREADS is set; return the threads per rank.
 
     (``torchrun`` itself sets OMP_NUM_THREADS=1 when it starts more than one process.)
     """
@@ -94,7 +94,7 @@ def set_threads(local_world_size: int) -> int:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far, in GiB: allocated tensors on CUDA, resident memory of the process on CPU."""
+    """Peak memory so far, in GiB: allocated tensors on CUDA, resident memory of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
@@ -102,8 +102,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def used_memory_gib(device: torch.device) -> float:
-    """Memory that is taken now, in GiB: on CUDA of the whole device, engine and other processes included; on CPU
-    resident memory of this process."""
+    """Memory in use now, in GiB: on CUDA, of the whole device, engine and other processes included; on CPU, resident
+    memory of this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / _GIB
@@ -115,7 +115,7 @@ def used_memory_gib(device: torch.device) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of ``device`` in all; on CPU of the host or, where it is less, what the container may use."""
+    """Total memory of ``device`` in bytes; on CPU that of the host, or the limit of the container if it is less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

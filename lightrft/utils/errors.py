@@ -1,4 +1,4 @@
-"""Errors that the person who started the run can mend, reported in one line, and a fence around foreign code."""
+"""Errors that the user can fix, reported in one line, and a context manager around foreign code."""
 import errno
 import traceback
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ExpectedError(Exception):
-    """An end that was foreseen: the message says what is wrong and what helps; everything else is a bug, with its
-    traceback.
+    """Foreseen end of a run: the message names the problem and the remedy. Every other exception is a bug and is shown
+    with its traceback.
 
     Attributes:
         exit_code: of the process.
@@ -25,7 +25,7 @@ class UserError(ExpectedError, ValueError):
 
 @contextmanager
 def disk_full_is_expected(folder: str) -> Iterator[None]:
-    """Turn an ``OSError`` for lack of room into an :class:`ExpectedError` that names ``folder`` and the remedy."""
+    """Turn an ``OSError`` of a full disk into an :class:`ExpectedError` that names ``folder`` and the remedy."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
 
 
 class CaptureException:
-    """A ``with`` block around foreign code: whatever it raises ends the block, and is kept in ``cause``."""
+    """Context manager around foreign code: any exception ends the block and is stored in ``cause``."""
 
     def __init__(self) -> None:
         self.cause: BaseException | None = None
@@ -51,5 +51,5 @@ class CaptureException:
 
     @property
     def text(self) -> str:
-        """The traceback, for people."""
+        """The formatted traceback; empty without an exception."""
         return "".join(traceback.format_exception(self.cause)) if self.cause is not None else ""

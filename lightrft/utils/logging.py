@@ -1,4 +1,4 @@
-"""The one logger: everything on rank 0, warnings and errors elsewhere, never through the middle of a progress bar."""
+"""Logger of the library: everything on rank 0, warnings and errors elsewhere; lines never break a progress bar."""
 import logging
 import os
 import sys
@@ -7,7 +7,7 @@ _NAME = "lightrft"
 
 
 class _Formatter(logging.Formatter):
-    """``12:34:56 message``, with levels and ranks that are not the usual ones; ``extra={"plain": True}`` stays bare."""
+    """Formats ``12:34:56 message``, with level above INFO and rank above 0; ``extra={"plain": True}`` adds nothing."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -19,7 +19,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the current ``sys.stderr``; an active tqdm bar is lifted for the line and drawn again below it."""
+    """Writes to the current ``sys.stderr``; an active tqdm bar is cleared for the line and redrawn below it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -35,7 +35,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def get_logger() -> logging.Logger:
-    """The logger of the library: level INFO on rank 0 (environment variable ``RANK``), WARNING on the others.
+    """Return the logger of the library: level INFO on rank 0 (environment variable ``RANK``), WARNING on the others.
 
     ``LIGHTRFT_LOG_LEVEL`` (DEBUG, INFO, WARNING, ERROR) overrides the level of every rank.
     """

@@ -13,7 +13,7 @@ LOG_INTERVAL_S = 10.0
 
 
 class _LogBar:
-    """A bar as one log line every ``LOG_INTERVAL_S`` seconds (files and pipes keep no carriage returns)."""
+    """Shows progress as one log line every ``LOG_INTERVAL_S`` seconds (files and pipes ignore carriage returns)."""
 
     def __init__(self, desc: str, unit: str, initial: int, disable: bool, iterable: Iterable[Any] = (),
                  total: int | None = None) -> None:
@@ -28,7 +28,7 @@ class _LogBar:
             self.update(1)
 
     def update(self, n: int = 1) -> None:
-        """Count ``n`` more; log when it is time."""
+        """Count ``n`` more items; log when a line is due."""
         self.n += n
         now = time.monotonic()
         if not self._disable and now - self._shown > LOG_INTERVAL_S:
@@ -38,13 +38,13 @@ class _LogBar:
                                   unit=self._unit, initial=self._initial))
 
     def close(self) -> None:
-        """Nothing is on screen."""
+        """Do nothing: no bar is on screen."""
 
 
 def progress(iterable: Iterable[Any] | int, desc: str, unit: str = "it", initial: int = 0, leave: bool = False) -> Any:
-    """A tqdm bar over ``iterable``, or a bare bar with ``.update(n)`` when a total count is given.
+    """Return a tqdm bar over ``iterable``, or a bar with ``.update(n)`` if ``iterable`` is a total count.
 
-    Ranks above 0 get a disabled one. Without a terminal a line goes to the log every ``LOG_INTERVAL_S`` seconds.
+    Ranks above 0 get a disabled one. Without a terminal a line is logged every ``LOG_INTERVAL_S`` seconds.
     """
     source: dict[str, Any] = {"total": iterable} if isinstance(iterable, int) else {"iterable": iterable}
     common: dict[str,

@@ -1,4 +1,4 @@
-"""Named parts that a user picks on the command line and that third parties add."""
+"""Registry of named components that users select on the command line and third parties can add."""
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Register the decorated object under every name. A name that is taken by another object is an error."""
+        """Register the decorated object under every name. A name of another object raises ``ValueError``."""
 
         def add(entry: T) -> T:
             for name in names:
@@ -35,7 +35,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The entry called ``name``; otherwise a ``ValueError`` that lists the known names."""
+        """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
         if name not in self._entries:
             near = get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always; the console table; TensorBoard, W&B and trackio when asked."""
+"""Destinations of the metrics: metrics.jsonl always; the console table; TensorBoard, W&B and trackio on request."""
 import json
 import os
 import time
@@ -20,7 +20,7 @@ _WANDB_ID = "wandb_run_id"
 
 
 class Sink(Protocol):
-    """One place that metrics go to."""
+    """One destination of the metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of ``step``."""
@@ -38,14 +38,14 @@ def _require(package: str, extra: str) -> ModuleType:
 
 
 class JsonlSink:
-    """``metrics.jsonl``: one line per call, keys sorted behind ``step``, numbers that JSON lacks as null."""
+    """``metrics.jsonl``: one line per call, keys sorted after ``step``, numbers that JSON lacks as null."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = open(path, "a", encoding="utf-8")
         self._synced = 0.0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line and hand it to the system (a killed process loses nothing); to the disk every 10 s."""
+        """Append one line and flush it (a killed process loses nothing); write it through to the disk every 10 s."""
         self._file.write(json.dumps({"step": step, **jsonable(dict(sorted(metrics.items())))}) + "\n")
         self._file.flush()
         if time.monotonic() - self._synced > _FSYNC_S:
@@ -53,14 +53,14 @@ class JsonlSink:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write through to the disk."""
+        """Write everything through to the disk and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 class ConsoleSink:
-    """A line of the step table every ``every`` steps; metrics that hold an evaluation are always shown."""
+    """A line of the step table every ``every`` steps; steps with an evaluation are always shown."""
 
     def __init__(self, every: int) -> None:
         self._every, self._table = max(every, 1), StepTable()
@@ -72,7 +72,7 @@ class ConsoleSink:
                 get_logger().info(line, extra={"plain": True})
 
     def close(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
 
 class TensorboardSink:
@@ -96,7 +96,7 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """One W&B run per folder: a resumed run goes on under the same id. ``step`` is the x-axis of every metric."""
+    """One W&B run per folder: a run resumes under the same id. ``step`` is the x-axis of every metric."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
         wandb = _require("wandb", "wandb")
@@ -116,7 +116,7 @@ class WandbSink:
 
 
 class TrackioSink:
-    """A local trackio run, continued when it exists."""
+    """A local trackio run, resumed if it exists."""
 
     def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
         self._trackio = _require("trackio", "trackio")
@@ -132,19 +132,19 @@ class TrackioSink:
 
 
 class MetricSinks:
-    """All sinks of a run. To be made on rank 0 only.
+    """All sinks of a run. Create it on rank 0 only.
 
     Args:
-        folder: of the run; ``metrics.jsonl`` lies directly in it.
+        folder: of the run; ``metrics.jsonl`` is stored directly in it.
         tensorboard: write TensorBoard events to ``folder/tensorboard``.
-        wandb: arguments of ``wandb.init`` (project, name, group, entity), None for no W&B.
-        trackio: arguments of ``trackio.init`` (project, name), None for no trackio.
+        wandb: arguments of ``wandb.init`` (project, name, group, entity), or None.
+        trackio: arguments of ``trackio.init`` (project, name), or None.
         aliases: "none", "verl" or "trl": repeat metrics under these names.
         logging_steps: steps between lines of the console table; every other sink gets every step.
-        run_config: what W&B and trackio keep as the configuration of the run.
+        run_config: configuration of the run that W&B and trackio store.
 
     Raises:
-        ImportError: a package that was asked for is missing; names the extra that brings it.
+        ImportError: a requested package is missing; the message names the extra that installs it.
     """
 
     def __init__(self, folder: str | Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
@@ -173,7 +173,7 @@ class MetricSinks:
 
     @classmethod
     def from_config(cls, config: Any, folder: str | Path, aliases: str = "none") -> "MetricSinks":
-        """The sinks that the ``log`` group of a config tree asks for."""
+        """Build the sinks that the ``log`` group of a config tree selects."""
         log = config.log
         trackio = {"project": log.wandb_project, "name": log.wandb_run_name}
         wandb = trackio | {"group": log.wandb_group, "entity": log.wandb_org}
@@ -182,9 +182,9 @@ class MetricSinks:
                    run_config=asdict(config))
 
     def truncate_after(self, step: int) -> None:
-        """Cut ``metrics.jsonl`` back to the checkpoint of ``step`` (to be called before the first :meth:`log`).
+        """Cut ``metrics.jsonl`` back to the checkpoint of ``step``. Call this before the first :meth:`log`.
 
-        Later lines and a half-written last one are dropped, so a resumed run leaves the file of an uninterrupted one.
+        Later lines and an incomplete last one are dropped, so a resumed run writes the file of an uninterrupted one.
         With ``step`` 0 (a new run) an existing file is moved aside, to ``metrics.1.jsonl``, ...; so are the
         TensorBoard folder and the id of the W&B run.
         """
@@ -203,7 +203,7 @@ class MetricSinks:
         os.replace(part, self.path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write ``metrics`` of ``step`` to every sink (opened now, the first time)."""
+        """Write ``metrics`` of ``step`` to every sink; the first call opens them."""
         if not self._sinks:
             self._sinks = [opener(step) for opener in self._openers]
         named = alias_metrics(metrics, self._aliases)
@@ -217,7 +217,7 @@ class MetricSinks:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a complete line, infinity for a damaged one."""
+    """Return the step of a complete line, infinity for a damaged one."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 HEADER_EVERY = 20
 _WIDTH = 8
 
-# Title, the metrics it shows (the first that is present), how it is written.
+# Title, the metrics it shows (the first that is present), and their format.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("reward", ("reward/mean", ), lambda x: f"{x:.3f}"),
     ("accuracy", ("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean"), lambda x: f"{x:.3f}"),
@@ -22,7 +22,7 @@ _HIDDEN_PHASES = ("other", "step", "forward", "backward", "optimizer", "update_o
 class StepTable:
     """Lines of the step table: the columns that the run reports, then the seconds of its phases.
 
-    The header comes first, again every ``HEADER_EVERY`` rows, and whenever a new column appears.
+    The header is repeated every ``HEADER_EVERY`` rows, and whenever a new column appears.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StepTable:
         self._rows = 0
 
     def lines(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The row of ``step``, with the header in front when it is due."""
+        """Return the row of ``step``, after the header if it is due."""
         cells = {
             title: write(metrics[found]) for title, names, write in _COLUMNS
             if (found := next((name for name in names if name in metrics), None))

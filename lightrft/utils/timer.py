@@ -1,4 +1,4 @@
-"""Named spans of a training step; what is nested is never counted twice."""
+"""Named spans of a training step; nested time is never counted twice."""
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ class Timer:
         clock: seconds, monotonic.
 
     Attributes:
-        gauge: read at the end of every span, and reported as ``perf/mem/<name>_gib``; None: not.
+        gauge: function read at the end of every span and reported as ``perf/mem/<name>_gib``; None: not read.
     """
 
     def __init__(self, names: Sequence[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
@@ -29,7 +29,7 @@ class Timer:
         self._mark = self._start = clock()
 
     def _switch(self) -> None:
-        """Book the time since the last switch on the innermost span."""
+        """Add the time since the last switch to the innermost span."""
         now = self._clock()
         if self._stack:
             self._seconds[self._stack[-1]] += now - self._mark
@@ -60,20 +60,20 @@ class Timer:
         return stack[-1] if stack else "idle"
 
     def phase(self) -> str:
-        """Where the program is, for the watchdog: changes whenever a span begins or ends. Safe from any thread.
+        """Name and number of the span, for the watchdog; changes when a span begins or ends. Safe from any thread.
 
-        An exception on its way out is still where it was raised.
+        While an exception propagates, this is the span that raised it.
         """
         return f"{self._left or self.current} (span {self._spans})"
 
     def seconds(self, name: str) -> float:
-        """Seconds booked on ``name`` since the last :meth:`metrics`."""
+        """Seconds counted for ``name`` since the last :meth:`metrics`."""
         self._switch()
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """``time/<name>_s`` of every known span, ``time/other_s``, ``time/step_s``, and the last reading of the gauge
-        at the end of each span; starts the next step."""
+        """Return ``time/<name>_s`` of every known span, ``time/other_s``, ``time/step_s``, and the last reading of the
+        gauge at the end of each span; start the next step."""
         self._switch()
         total = self._mark - self._start
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}

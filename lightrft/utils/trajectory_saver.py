@@ -1,4 +1,4 @@
-"""Rollouts as jsonl, and a few of them on the console."""
+"""Save rollouts as JSON lines, and show a few of them on the console."""
 import json
 import math
 import os
@@ -9,12 +9,12 @@ from typing import Any
 
 from lightrft.utils.logging import get_logger
 
-_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # json.dumps would make one per row
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # json.dumps would build one per row
 _SHOWN = ("reward", "advantage", "reference", "finish_reason", "response_length")
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with numbers that JSON lacks (nan, inf) as None, and tuples, arrays and tensors as lists."""
+    """Convert ``value`` for JSON: numbers that it lacks (nan, inf) to None; tuples, arrays and tensors to lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -37,7 +37,7 @@ class TrajectorySaver:
     """Writes ``folder/step_N.jsonl``, one sample per line.
 
     Args:
-        folder: where the files go; made when the first one is written.
+        folder: of the files; created with the first one.
         num: at most this many samples per file (the first ones); 0: all.
     """
 
@@ -45,10 +45,10 @@ class TrajectorySaver:
         self.folder, self.num = Path(folder), num
 
     def save(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the rows of one rollout, in order; a file of that name is replaced, and only when all is written.
+        """Write the rows of one rollout, in order; an existing file is replaced, but only when all is written.
 
         Usual keys: prompt, response, reward, parts, advantage, reference, finish_reason, prompt_length,
-        response_length, and token-level lists (tokens, logprobs, ...). ``step`` is added in front.
+        response_length, and token-level lists (tokens, logprobs, ...). ``step`` is added as the first key.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step}.jsonl"
@@ -65,7 +65,7 @@ def _shown(value: Any) -> str:
 
 
 def format_samples(rows: Iterable[Mapping[str, Any]], num: int, width: int = 1200) -> str:
-    """The first ``num`` rows as text: prompt, response (cut in the middle at ``width`` characters each), verdict."""
+    """Format the first ``num`` rows: prompt, response (cut in the middle at ``width`` characters each), verdict."""
 
     def cut(text: str) -> str:
         text, half = text.strip(), width // 2

@@ -1,4 +1,4 @@
-"""No rank dies, raises or hangs in silence: the others name it, its phase and its stack, and exit."""
+"""Watchdog of the ranks: if one dies, raises or hangs, the others report it, its phase and its stack, and exit."""
 import json
 import multiprocessing
 import os
@@ -37,16 +37,16 @@ class Store(Protocol):
         """Read a key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
+        """Return True if all keys exist."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
 
 
 def connect_store(world: World) -> Store | None:
-    """A connection of its own to the store at MASTER_ADDR:MASTER_PORT (a blocked collective does not block it).
+    """Open a separate connection to the store at MASTER_ADDR:MASTER_PORT (a blocked collective does not block it).
 
-    To be called when the process group exists. None for one process.
+    Call this when the process group exists. Returns None for one process.
     """
     if world.world_size == 1:
         return None
@@ -59,7 +59,7 @@ def connect_store(world: World) -> Store | None:
 
 
 def main_stack() -> str:
-    """Where the main thread is now, innermost call last."""
+    """Format the current stack of the main thread, innermost call last."""
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
     return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)\n"
@@ -70,11 +70,11 @@ class Watchdog:
 
     Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
     in one phase for longer than ``timeout_s``, or that wrote nothing for ``stale_s`` is a failure: every rank prints it
-    with the phases and stacks that are known and leaves with exit code 1. One process needs no store and no thread.
-    An :class:`ExpectedError` is told once (``speaks`` says by whom; rank 0 goes first); other ranks leave quietly.
+    with the phases and stacks that are known and exits with code 1. One process needs no store and no thread.
+    An :class:`ExpectedError` is reported once (by the rank with ``speaks``; rank 0 is first); others exit quietly.
 
     Args:
-        phase: says where this rank is, e.g. ``timer.phase``; called from another thread. A new value is progress.
+        phase: returns the phase of this rank, e.g. ``timer.phase``; called in another thread. A new value is progress.
         timeout_s: most seconds in one phase (call :meth:`tick` inside long ones).
         store: of :func:`connect_store`; None only with one process.
         stale_s: silence after which a rank counts as dead.
@@ -95,7 +95,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="lightrft-watchdog", daemon=True)
 
     def tick(self) -> None:
-        """Say that the current phase makes progress."""
+        """Record that the current phase makes progress."""
         self._ticks += 1
 
     def __enter__(self) -> "Watchdog":
@@ -113,7 +113,7 @@ class Watchdog:
             self.report_exception(error)
 
     def _end(self) -> None:
-        """This rank is done and no longer watched."""
+        """Mark this rank as done, so that it is no longer watched."""
         self._stop.set()
         self._thread.join()
         try:
@@ -122,15 +122,15 @@ class Watchdog:
             get_logger().debug("the store ended before this rank's watchdog")
 
     def report_exception(self, error: BaseException) -> None:
-        """Publish an error of this rank; if another rank failed before it, say so. The caller raises it on.
+        """Publish an error of this rank; if another rank failed before it, log that. The caller re-raises the error.
 
-        The process is given 20 more seconds to end, even where a destructor hangs.
+        The process has 20 more seconds to end, even if a destructor hangs.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_LAST_SECONDS)
         text, self._reporting = "".join(traceback.format_exception(error)), True
-        with self._leaving:  # the thread goes on beating, but must not end the process before the traceback is out
+        with self._leaving:  # the thread keeps beating, but must not end the process before the traceback is out
             try:
                 if isinstance(error, ExpectedError):
                     self._announce(error)
@@ -148,7 +148,7 @@ class Watchdog:
                 self._stop.set()
 
     def _announce(self, error: ExpectedError) -> None:
-        """Publish an expected error; what another rank has told already is not told again."""
+        """Publish an expected error; one that another rank has already reported is not repeated."""
         text, deadline = f"stopped the run: {error}", time.monotonic() + (_RANK_0_FIRST_S if self.rank else 0.0)
         while self._failure() is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -158,7 +158,7 @@ class Watchdog:
         self.speaks = first is None or first["what"] != text
 
     def _quit(self, failure: dict[str, Any]) -> None:
-        """End this process for an expected error elsewhere, which that rank has told; rank 0 repeats it."""
+        """End this process for an expected error that another rank has reported; rank 0 repeats it."""
         if self.rank == 0:
             get_logger().error(f"rank {failure['rank']} {failure['what']}, in phase {failure['phase']}")
         sys.stdout.flush()
@@ -166,7 +166,7 @@ class Watchdog:
         os._exit(failure["exit_code"])
 
     def _cause_elsewhere(self) -> dict[str, Any] | None:
-        """What another rank suffered before this one raised: a published failure, or silence for three seconds."""
+        """Failure of another rank before this one raised: a published one, or silence for three seconds."""
         if self._failure() is None and (dead := self._dead_peers()) and self._failure() is None:
             self._publish_dead(dead[0])
         return self._failure()
@@ -205,7 +205,7 @@ class Watchdog:
         return self._store.get(key) if self._store.check([key]) else b""
 
     def _publish(self, rank: int, what: str, stack: str, exit_code: int | None = None) -> dict[str, Any]:
-        """Add a failure to the common list; returns it."""
+        """Add a failure to the common list and return it."""
         beat = json.loads(self._read(f"beat/{rank}") or b"{}")
         phase = self.phase() if rank == self.rank else beat.get("phase", "unknown")
         failure = {"rank": rank, "what": what, "phase": phase, "stack": stack}
@@ -214,7 +214,7 @@ class Watchdog:
         return failure
 
     def _publish_stuck(self, seconds: float) -> None:
-        """This rank makes no progress. Who waits for others gives them the time to say so first."""
+        """Publish that this rank makes no progress. A rank in a collective waits, so that others can report first."""
         stack = main_stack()
         if seconds > self.timeout_s + (_GRACE_S if _COLLECTIVE in stack else 0.0):
             self._publish(self.rank, f"made no progress for {seconds:.0f} s", stack)
@@ -241,7 +241,7 @@ class Watchdog:
                 f"-- rank {self.rank} stops for that reason, in phase {self.phase()}; {own}")
 
     def _leave(self, failure: dict[str, Any], text: str) -> None:
-        """Say why and end the process, whatever the main thread is blocked in."""
+        """Log the reason and end the process, whatever the main thread is blocked in."""
         with self._leaving:
             if self._stop.is_set():
                 return
@@ -262,10 +262,10 @@ class _Stop:
 
 
 def install_signal_handlers() -> None:
-    """SIGTERM and Ctrl-C only ask: :func:`stop_requested` becomes true, the trainer saves and leaves.
+    """Turn SIGTERM and Ctrl-C into a request: :func:`stop_requested` becomes true, the trainer saves and exits.
 
     A second Ctrl-C (two seconds later or more: torchrun repeats the first) raises ``KeyboardInterrupt``. Note that
-    torchrun kills its workers ``--shutdown-timeout`` (30) seconds after it was told to stop.
+    torchrun kills its workers ``--shutdown-timeout`` (30) seconds after it was asked to stop.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -280,15 +280,15 @@ def install_signal_handlers() -> None:
 
 
 def stop_requested() -> bool:
-    """Whether SIGTERM or Ctrl-C has arrived. Ranks differ for a moment: decide with ``strategy.any_rank``."""
+    """Return True if SIGTERM or Ctrl-C has arrived. Ranks differ for a moment: decide with ``strategy.any_rank``."""
     return _Stop.received != 0
 
 
 def clear_stop_request() -> None:
-    """To be called when the work is complete: a request that came too late to change anything is no failure."""
+    """Clear the request when the work is complete: one that came too late to change anything is no failure."""
     _Stop.received = 0
 
 
 def stop_exit_code() -> int:
-    """0 when nobody asked to stop, else 128 + signal (143 SIGTERM, 130 Ctrl-C): the run is saved but not complete."""
+    """Return 0 without a request, else 128 + signal (143 SIGTERM, 130 Ctrl-C): the run is saved but not complete."""
     return 128 + _Stop.received if _Stop.received else 0

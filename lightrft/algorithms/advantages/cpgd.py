@@ -16,6 +16,6 @@ from lightrft.types import Experience
 
 @advantage("cpgd", needs_group=True, reads=("norm_group_std", "std_eps"))
 def cpgd(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     return from_outcome(exp, torch.where(live, (exp.rewards - group.mean) / group_scale(group, cfg), 0), cfg)

@@ -15,6 +15,6 @@ from lightrft.types import Experience
 
 @advantage("dr_grpo", needs_group=True, reads=())
 def dr_grpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     return from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)

@@ -15,5 +15,5 @@ from lightrft.types import Experience
 
 @advantage("gae", needs_critic=True, reads=("lambd", ))
 def gae(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]. The critic's target is ``returns = advantages + exp.values``; the caller adds it before any whitening."""
+    """Return advantages [T]. The caller computes the critic's target, ``advantages + values``, before any whitening."""
     return estimate(exp.token_rewards, exp.values, action_mask(exp), exp.cu_seqlens, cfg.gamma, cfg.lambd)[0]

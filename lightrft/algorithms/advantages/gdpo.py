@@ -20,7 +20,7 @@ from lightrft.types import Experience
 @advantage("gdpo", needs_group=True, whitens=True, needs_parts=True,
            reads=("std_eps", "whiten_flat_groups", "gdpo_whiten_tokens"))
 def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
     total, taught = torch.zeros_like(exp.rewards), torch.zeros_like(exp.scored)
     for values, weights in zip(exp.reward_parts.unbind(1), exp.part_weights.unbind(1)):
         group, live = live_groups(values, exp.scored & ~values.isnan(), exp, cfg)

@@ -16,7 +16,7 @@ from lightrft.types import Experience
 
 @advantage("gpg", needs_group=True, reads=())
 def gpg(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]; ``exp`` is the rollout batch of all ranks, so alpha is global."""
+    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so alpha is global."""
     group, live = reward_groups(exp, cfg)
     alpha = exp.scored.sum() / live.sum().clamp_min(1).to(exp.rewards.dtype)
     return from_outcome(exp, torch.where(live, alpha * (exp.rewards - group.mean), 0), cfg)

@@ -15,6 +15,6 @@ from lightrft.types import Experience
 
 @advantage("group_norm", "grpo", needs_group=True, reads=("std_eps", ))
 def group_norm(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     return from_outcome(exp, torch.where(live, (exp.rewards - group.mean) / (group.std + cfg.std_eps), 0), cfg)

@@ -18,7 +18,7 @@ from lightrft.types import Experience
 
 @advantage("grpo_passk", needs_group=True, reads=("pass_k", "norm_group_std", "std_eps"))
 def grpo_passk(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     outcome = torch.zeros_like(exp.rewards)
     for number in exp.group_ids[live].unique():

@@ -16,6 +16,6 @@ from lightrft.types import Experience
 
 @advantage("maxrl", needs_group=True, needs_positive=True, reads=())
 def maxrl(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     return from_outcome(exp, torch.where(live & (group.mean > 0), exp.rewards / group.mean - 1, 0), cfg)

@@ -16,7 +16,7 @@ from lightrft.types import Experience
 
 @advantage("opo", needs_group=True, reads=())
 def opo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     _, live = reward_groups(exp, cfg)
     lengths = segment_sum(exp.loss_mask, exp.cu_seqlens).to(exp.rewards.dtype)
     weighted = group_stats(lengths * exp.rewards, exp.group_ids, exp.scored).mean

@@ -15,5 +15,5 @@ from lightrft.types import Experience
 
 @advantage("reinforce", reads=())
 def reinforce(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     return discounted_returns(exp.token_rewards, action_mask(exp), exp.cu_seqlens, cfg.gamma)

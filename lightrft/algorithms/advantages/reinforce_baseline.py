@@ -18,7 +18,7 @@ from lightrft.types import Experience
 
 @advantage("reinforce_baseline", needs_group=True, whitens=True, reads=("whiten_flat_groups", ))
 def reinforce_baseline(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
     group, live = reward_groups(exp, cfg)
     returns = from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)
     part = exp.scored if cfg.whiten_flat_groups else live

@@ -16,6 +16,6 @@ from lightrft.types import Experience
 
 @advantage("remax", needs_greedy=True, reads=())
 def remax(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     known = exp.scored & ~exp.baseline_rewards.isnan()
     return from_outcome(exp, torch.where(known, exp.rewards - exp.baseline_rewards, 0), cfg)

@@ -15,7 +15,7 @@ from lightrft.types import Experience
 
 @advantage("rloo", needs_group=True, reads=())
 def rloo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """[T]."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     scale = group.size / (group.size - 1).clamp_min(1)
     return from_outcome(exp, torch.where(live, scale * (exp.rewards - group.mean), 0), cfg)

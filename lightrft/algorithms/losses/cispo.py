@@ -18,7 +18,7 @@ from lightrft.types import Experience
 
 @policy_loss("cispo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "cispo_absolute"))
 def cispo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics)."""
+    """Return (loss [T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask).detach()
     low, high = clip_bounds(cfg)
     smallest, largest = (0.0, high) if cfg.cispo_absolute else (1 - low, 1 + high)

@@ -33,7 +33,7 @@ def high_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, see
 @policy_loss("clip_cov", selects=high_covariance,
              reads=("eps_clip", "eps_clip_high", "clip_cov_ratio", "clip_cov_low", "clip_cov_high"))
 def clip_cov(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``selected_frac``: the drawn tokens."""
+    """Return (loss [T], metrics); ``selected_frac``: the drawn tokens."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))
     metrics = ratio_metrics(ratio, clipped.low, clipped.high, selected_frac=exp.selected.float())

@@ -20,7 +20,7 @@ from lightrft.types import Experience
 
 @policy_loss("cpgd", reads=("eps_clip", "eps_clip_high", "policy_drift_coef"))
 def cpgd(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics)."""
+    """Return (loss [T], metrics)."""
     log_ratio = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     low, high = clip_bounds(cfg)
     clipped = pessimistic(log_ratio, exp.advantages, log(1 - low) if low < 1 else -inf, log(1 + high))

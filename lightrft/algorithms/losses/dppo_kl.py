@@ -22,7 +22,7 @@ DELTA = 0.05
 
 @policy_loss("dppo_kl", skips_zero=True, reads=("dppo_delta", "dppo_ratio_max"))
 def dppo_kl(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``ratio`` is the one before ``dppo_ratio_max``."""
+    """Return (loss [T], metrics); ``ratio`` is the one before ``dppo_ratio_max``."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     moved = binary_kl(exp.old_logprobs, logprobs.detach())
     delta = DELTA if cfg.dppo_delta is None else cfg.dppo_delta

@@ -20,7 +20,7 @@ DELTA = 0.15
 
 @policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", "dppo_ratio_max"))
 def dppo_tv(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``ratio`` is the one before ``dppo_ratio_max``."""
+    """Return (loss [T], metrics); ``ratio`` is the one before ``dppo_ratio_max``."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     moved = (logprobs.detach().exp() - exp.old_logprobs.exp()).abs()
     delta = DELTA if cfg.dppo_delta is None else cfg.dppo_delta

@@ -19,7 +19,7 @@ from lightrft.types import Experience
 
 @policy_loss("gmpo", skips_zero=True, reads=("eps_clip", "eps_clip_high"))
 def gmpo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``ratio`` is the sequence's, after clipping."""
+    """Return (loss [T], metrics); ``ratio`` is the sequence's, after clipping."""
     log_ratio, sign = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask), exp.advantages.sign()
     low, high = clip_bounds(cfg)
     clipped = pessimistic(log_ratio, sign, -low, high)  # its loss is -sign * c

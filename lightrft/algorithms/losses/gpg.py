@@ -17,7 +17,7 @@ from lightrft.types import Experience
 
 @policy_loss("gpg", "reinforce", needs_old=False, skips_zero=True, reads=())
 def gpg(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics)."""
+    """Return (loss [T], metrics)."""
     ratio = safe_ratio(logprobs.detach(), exp.old_logprobs, exp.loss_mask)
     nowhere = torch.zeros_like(exp.loss_mask)
     return -exp.advantages * logprobs, ratio_metrics(ratio, nowhere, nowhere)

@@ -18,7 +18,7 @@ from lightrft.types import Experience
 
 @policy_loss("gspo", skips_zero=True, reads=("eps_clip", "eps_clip_high"))
 def gspo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``ratio`` is the sequence's."""
+    """Return (loss [T], metrics); ``ratio`` is the sequence's."""
     log_ratio = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     ratio = sequence_ratio(log_ratio, exp.loss_mask, exp.cu_seqlens)
     clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))

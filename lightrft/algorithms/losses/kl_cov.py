@@ -27,7 +27,7 @@ def highest_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, 
 
 @policy_loss("kl_cov", selects=highest_covariance, reads=("kl_cov_ratio", "kl_cov_coef", "kl_cov_abs"))
 def kl_cov(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); ``selected_frac``: the tokens with the penalty. Nothing is clipped."""
+    """Return (loss [T], metrics); ``selected_frac``: the tokens with the penalty. Nothing is clipped."""
     log_ratio = safe_log_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     ratio = log_ratio.exp()
     kl = log_ratio.abs() if cfg.kl_cov_abs else kl_estimate(exp.old_logprobs, logprobs, "k3")

@@ -17,7 +17,7 @@ from lightrft.types import Experience
 
 @policy_loss("ppo", skips_zero=True, reads=("eps_clip", "eps_clip_high", "dual_clip"))
 def ppo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics)."""
+    """Return (loss [T], metrics)."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg), cfg.dual_clip)
     metrics = ratio_metrics(ratio, clipped.low, clipped.high)

@@ -16,7 +16,7 @@ from lightrft.types import Experience
 
 @policy_loss("sapo", skips_zero=True, reads=("sapo_tau_pos", "sapo_tau_neg"))
 def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """([T], metrics); nothing is clipped."""
+    """Return (loss [T], metrics); nothing is clipped."""
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     taus = exp.advantages.new_tensor([cfg.sapo_tau_neg, cfg.sapo_tau_pos])
     tau = taus[(exp.advantages > 0).long()]

@@ -1,4 +1,4 @@
-"""Public data sets by name: raw rows, as their authors publish them -> rows in our schema."""
+"""Public data sets by name: conversion of raw rows, as their authors publish them, to rows in our schema."""
 from collections.abc import Callable
 
 from lightrft.datasets.loading import Row

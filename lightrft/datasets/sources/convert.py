@@ -1,4 +1,4 @@
-"""Raw files of a registered source -> ``train.parquet`` and ``test.parquet``."""
+"""Converts raw files of a registered source to ``train.parquet`` and ``test.parquet``."""
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,10 +9,10 @@ from lightrft.datasets.sources import SOURCES
 
 
 def raw_rows(spec: str, split: str) -> list[Row]:
-    """The rows of one split: of a folder or hub id by file name, of a single file by its ``split`` column.
+    """Return the rows of one split: of a folder or hub id by file name, of a single file by its ``split`` column.
 
     Raises:
-        DataError: unreadable data, or a single file without that split.
+        DataError: the data is unreadable, or a single file has no such split.
     """
     rows = load_rows(spec, split)
     if not Path(spec).expanduser().is_file():
@@ -25,7 +25,7 @@ def raw_rows(spec: str, split: str) -> list[Row]:
 
 
 def convert(source: str, spec: str, folder: Path, splits: tuple[str, ...] = ("train", "test")) -> dict[str, int]:
-    """Write ``folder/<split>.parquet`` in our schema; returns the rows of each.
+    """Write ``folder/<split>.parquet`` in our schema; return the number of rows of each split.
 
     Args:
         source: a name in ``SOURCES``.

@@ -10,10 +10,10 @@ _FINAL = re.compile(r"####\s*(-?[\d.,]+)")
 
 
 def final_answer(answer: str) -> str:
-    """The number after ``####``, without thousands separators.
+    """Return the number after ``####``, without thousands separators.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such number.
     """
     found = _FINAL.search(answer)
     if found is None:
@@ -23,7 +23,7 @@ def final_answer(answer: str) -> str:
 
 @SOURCES.register("gsm8k", "openai/gsm8k")
 def gsm8k(row: Row, split: str, index: int) -> Row:
-    """One problem in our schema: system instruction and question, the final number as reference."""
+    """Convert one problem to our schema: system instruction and question, the final number as reference."""
     if not row.get("question") or not row.get("answer"):
         raise DataError(f"row {index + 1} of split {split!r} has no question or no answer (it has {', '.join(row)})")
     solution = final_answer(row["answer"])

@@ -1,4 +1,4 @@
-"""What the machine computes with: GPUs, CUDA, NCCL and bfloat16, or the CPU; and whether processes can talk."""
+"""Checks of the devices (GPUs, CUDA, NCCL and bfloat16, or the CPU) and of communication between processes."""
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ GROUP_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Device:
-    """A device that ranks compute on; ``free`` and ``total`` memory in bytes, of one rank."""
+    """A device that ranks compute on; ``free`` and ``total`` are the bytes of memory of one rank."""
     name: str
     free: int
     total: int
 
 
 def devices(ranks: int) -> list[Device]:
-    """The GPUs of this machine; without one its CPU, whose memory ``ranks`` processes share."""
+    """List the GPUs of this machine; without a GPU, its CPU, whose memory ``ranks`` processes share."""
     import torch
 
     from lightrft.utils.env import total_memory
@@ -32,7 +32,7 @@ def devices(ranks: int) -> list[Device]:
 
 
 def _available() -> int:
-    """Bytes of host memory that a new process can have."""
+    """Bytes of host memory that a new process can use."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -41,7 +41,7 @@ def _available() -> int:
 
 
 def check_devices(bf16: bool = False) -> Iterator[Finding]:
-    """CUDA, NCCL and one line per GPU, or one line for the CPU.
+    """Report CUDA, NCCL and one line per GPU, or one line for the CPU.
 
     Args:
         bf16: the run computes in bfloat16.
@@ -72,7 +72,7 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
 
 
 def _unused_gpu(cuda: str | None) -> Iterator[Finding]:
-    """An NVIDIA GPU that this torch cannot use."""
+    """Report an NVIDIA GPU that this torch cannot use."""
     if Path("/proc/driver/nvidia/version").exists():
         text = "torch is a CPU build" if cuda is None else f"torch for CUDA {cuda} cannot start it (driver, visibility)"
         remedy = ("install a CUDA build of torch" if cuda is None else

@@ -1,4 +1,4 @@
-"""Whether transformers and the rollout engine load, and whether installed engines fit the packages beside them."""
+"""Checks that transformers and the rollout engine load, and that installed engines fit the other packages."""
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ENGINES = ("vllm", "sglang")
 
 
 def check_import(name: str, timeout_s: float = 120) -> Iterator[Finding]:
-    """Import a package as a training run does, in a process of its own: what breaks there cannot break the doctor."""
+    """Import a package as a training run does, in a separate process: a crash there cannot break the doctor."""
     try:
         done = subprocess.run([sys.executable, "-c", PROBES[name]], capture_output=True, text=True, timeout=timeout_s,
                               stdin=subprocess.DEVNULL)
@@ -33,7 +33,7 @@ def check_import(name: str, timeout_s: float = 120) -> Iterator[Finding]:
 
 
 def _import_remedy(name: str, trace: str) -> str:
-    """A torchvision for CUDA beside a torch for CPUs (or of another release) is the known cause."""
+    """Name the remedy. The known cause is a torchvision for CUDA with a torch for CPUs, or with another release."""
     for other in ("torchvision", "torchaudio"):
         if other in trace:
             return f"{other} was built for another torch: pip uninstall {other}, or install the one that matches torch"
@@ -41,7 +41,7 @@ def _import_remedy(name: str, trace: str) -> str:
 
 
 def check_engine(chosen: str) -> Iterator[Finding]:
-    """The chosen engine loads; every installed one agrees with the packages beside it. (A missing one: see versions.)
+    """Check that the chosen engine loads and that every installed one fits the other packages. (Missing: see versions.)
 
     Args:
         chosen: ``--engine_type``; "hf" comes with lightrft and needs nothing more.
@@ -57,7 +57,7 @@ def check_engine(chosen: str) -> Iterator[Finding]:
 
 
 def _conflicts(name: str) -> Iterator[str]:
-    """What the metadata of an engine asks of the shared packages and does not get."""
+    """Yield the unmet requirements of an engine on the shared packages, by its metadata."""
     from packaging.requirements import Requirement
     for requirement in map(Requirement, requires(distribution(name)) or []):
         here = installed(requirement.name) if requirement.name in SHARED else None

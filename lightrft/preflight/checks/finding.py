@@ -1,4 +1,4 @@
-"""One line of the doctor: what was looked at, the verdict, and what would mend it."""
+"""One line of the doctor: the subject, the verdict and the remedy."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ VERDICTS = ("ok", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict`` is one of :data:`VERDICTS`; ``remedy`` is empty where nothing has to be done."""
+    """Result of one check. ``verdict`` is one of :data:`VERDICTS`; ``remedy`` is empty if nothing has to be done."""
     verdict: str
     name: str
     text: str
@@ -20,7 +20,7 @@ class Finding:
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of ``check``; what it refuses, and a package or a system call that fails inside it, are too."""
+    """Yield the findings of ``check``. Its refusals and failing packages or system calls become findings too."""
     try:
         yield from check()
     except UserError as error:

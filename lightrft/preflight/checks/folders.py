@@ -1,4 +1,4 @@
-"""Room in shared memory and at ``--save_path``."""
+"""Checks of the free space in shared memory and at ``--save_path``."""
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SHM_BYTES = GIB  # NCCL takes tens of MiB per rank, an engine with tensor parall
 
 
 def check_shm(folder: Path = SHM) -> Iterator[Finding]:
-    """Shared memory between the processes of a machine."""
+    """Check the shared memory between the processes of a machine."""
     if not folder.is_dir():
         yield Finding("ok", str(folder), "this system has none")
         return
@@ -28,7 +28,7 @@ def check_shm(folder: Path = SHM) -> Iterator[Finding]:
 
 
 def check_save_path(config: Config) -> Iterator[Finding]:
-    """``--save_path`` can be written to and its disk is not full."""
+    """Check that ``--save_path`` can be written to and its disk is not full."""
     name, path = "--save_path", Path(config.checkpoint.save_path).expanduser().absolute()
     folder = _existing(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -40,7 +40,7 @@ def check_save_path(config: Config) -> Iterator[Finding]:
 
 
 def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Finding]:
-    """``--save_path`` has room for what the run will leave."""
+    """Check that ``--save_path`` has room for the files that the run will leave."""
     free = shutil.disk_usage(_existing(Path(config.checkpoint.save_path).expanduser().absolute())).free
     needed = run_bytes(config, size, critic)
     text = (f"checkpoints and the final model take at most {needed / GIB:.2f} of {free / GIB:.1f} GiB free (rollouts "
@@ -52,13 +52,13 @@ def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Findin
 
 
 def _existing(path: Path) -> Path:
-    """The folder or file that exists of a path."""
+    """The nearest of a path and its parents that exists."""
     return next(part for part in (path, *path.parents) if os.path.exists(part))
 
 
 def run_bytes(config: Config, size: ModelSize, critic: bool) -> float:
-    """Checkpoints there (float32 weights and, without LoRA, Adam's two moments; one more while the oldest is replaced),
-    and the final model."""
+    """Bytes of the checkpoints there (float32 weights and, without LoRA, Adam's two moments; one more while the oldest
+    is replaced) and of the final model."""
     c = config.checkpoint
     elsewhere, several = c.disable_ckpt or c.ckpt_path is not None, c.save_steps > 0
     copies = 0 if elsewhere else 1 + several * (c.max_ckpt_num + (c.best_metric is not None))

@@ -1,4 +1,4 @@
-"""Whether a model and a batch fit on the devices, by the estimate that ``--dry_run`` prints."""
+"""Checks that a model and a batch fit on the devices, by the estimate that ``--dry_run`` prints."""
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
-    """The model has positions for the lengths, and its weights, where they lie in a local folder, are all there."""
+    """Check that the model has positions for the lengths and that, in a local folder, no file of weights is missing."""
     from lightrft.models.loader import check_context
     path, rollout = str(config.model.pretrain), config.rollout
     check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
@@ -30,14 +30,14 @@ def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
     if lacking := _lacking(folder):
         yield Finding("fail", "model", f"{text}, {len(lacking)} files are missing, first {lacking[0]}",
                       "download it again")
-    elif folder.is_dir() and not model_size(folder):  # which also reads every file
+    elif folder.is_dir() and not model_size(folder):  # this also reads every file
         yield Finding("warn", "model", f"{text}, no *.safetensors files", "download or convert its weights")
     else:
         yield Finding("ok", "model", text)
 
 
 def _lacking(folder: Path) -> list[str]:
-    """The files that the index of a checkpoint in several files names and that are not there."""
+    """List the missing files that the index of a checkpoint in several files names."""
     index = folder / "model.safetensors.index.json"
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
     return sorted(name for name in set(named) if not (folder / name).is_file())
@@ -45,7 +45,7 @@ def _lacking(folder: Path) -> list[str]:
 
 def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Device],
                  critic: bool = False) -> Iterator[Finding]:
-    """The batch, and one verdict per device."""
+    """Report the batch, and one verdict per device."""
     yield Finding("ok", "batch", batch_summary(config, ranks))
     for device in devices:
         yield _verdict(config, ranks, size, device, critic)
@@ -79,7 +79,7 @@ def _no_cache(config: Config, weights: float, name: str, device: Device) -> Find
 
 
 def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, together: float) -> str:
-    """The first change after which it fits; if none does, the one that saves most."""
+    """Name the first change with which the run fits; if there is none, the one that saves most."""
     here = Room(device.total, device.name != "cpu")
     plans = [(words, peak(memory(changed, ranks, size, here, critic))[1])
              for words, changed in _changes(config, device)]
@@ -93,7 +93,7 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
 
 
 def _changes(config: Config, device: Device) -> Iterator[tuple[str, Config]]:
-    """What can be done about it, the least intrusive first. On a CPU offloading saves nothing."""
+    """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
     for change in (*(offloads if device.name != "cpu" else ()), *SMALLER):
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in change.items())

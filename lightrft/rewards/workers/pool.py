@@ -1,7 +1,7 @@
-"""Killable worker processes. One thread of the trainer owns one process: starts, feeds and kills it.
+"""Pool of killable worker processes. Each process has one thread of the trainer, which starts, feeds and kills it.
 
 Processes are fresh interpreters (no fork of a process that runs torch threads, no import of the training script), start
-with the first task, and are replaced when they hang or die.
+with the first task, and are replaced when they time out or die.
 """
 import os
 import signal
@@ -23,12 +23,12 @@ from lightrft.rewards.workers.worker import Info, Spec
 from lightrft.utils.errors import UserError
 
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
-MAX_CHUNK = 8  # responses per message, of those that are scored one by one
-MAX_CALL = 64  # responses per call, of a function that takes lists; a group that is larger is cut
+MAX_CHUNK = 8  # responses per message, for functions that score one by one
+MAX_CALL = 64  # responses per call of a function that takes lists; a larger group is cut
 
 
 class LoadError(UserError):
-    """A worker could not load what it was asked to."""
+    """A worker could not load its reward."""
 
 
 class WorkerDied(RuntimeError):
@@ -37,7 +37,7 @@ class WorkerDied(RuntimeError):
 
 @dataclass
 class Task:
-    """Responses for one reward, each with the patience of its group; in one call, or one by one."""
+    """Responses for one reward, each with its group's patience; scored in one call (``together``) or one by one."""
     spec: Spec
     rows: list[tuple[RewardInput, Patience]]
     together: bool
@@ -46,7 +46,7 @@ class Task:
 
 
 class Worker:
-    """One process and the pipe to it."""
+    """One worker process and its pipe."""
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
@@ -58,21 +58,21 @@ class Worker:
         theirs.close()
 
     def signal_kill(self) -> None:
-        """End the process and what it started, at once; from any thread."""
+        """Kill the process and its children at once; callable from any thread."""
         if self.process.returncode is None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it has ended by itself
+                pass  # the process has already ended
 
     def discard(self) -> None:
-        """Kill, and give back the process entry and the pipe."""
+        """Kill the process, and release its process entry and the pipe."""
         self.signal_kill()
         self.process.wait()
         self.pipe.close()
 
     def receive(self, limit_s: float) -> Any:
-        """The next message. ``TimeoutError`` after ``limit_s``, ``WorkerDied`` when the process has ended."""
+        """Return the next message. Raises ``TimeoutError`` after ``limit_s``, ``WorkerDied`` if the process ended."""
         try:
             if not self.pipe.poll(limit_s):
                 raise TimeoutError
@@ -103,7 +103,7 @@ class WorkerPool:
         self._backlog: Backlog[Task] = Backlog(count)
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}
-        self._suspects: set[Spec] = set()  # rewards that have hung or died; their responses are sent one by one
+        self._suspects: set[Spec] = set()  # rewards that timed out or died; their responses are sent one by one
         self._closed = False
         self._lock = threading.Lock()
 
@@ -113,14 +113,14 @@ class WorkerPool:
         return [worker.process.pid for worker in list(self._workers.values())]
 
     def submit(self, spec: Spec, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
-        """Score each response by itself; one future for each."""
+        """Score each response on its own; return one future for each."""
         tasks = [Task(spec, [row], False) for row in zip(batch, patience, strict=True)]
         self._put(tasks, spec)
         return [task.future for task in tasks]
 
     def submit_together(self, spec: Spec, batch: list[RewardInput],
                         patience: list[Patience]) -> "list[Future[list[Outcome]]]":
-        """Score ``batch`` in calls that tear no group apart; the futures hold their outcomes in order."""
+        """Score ``batch`` in calls that split no group; the futures hold their outcomes in order."""
         rows = iter(zip(batch, patience, strict=True))
         sizes = calls([item.prompt for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
         tasks = [Task(spec, list(islice(rows, size)), True) for size in sizes]
@@ -129,14 +129,14 @@ class WorkerPool:
         return [task.future for task in tasks]
 
     def load(self, spec: Spec) -> "Future[Info]":
-        """Start the workers that do not run yet and let them import ``spec``, in the background."""
+        """Start the workers that are not running yet; they import ``spec`` in the background."""
         tasks = [Task(spec, [], True) for _ in range(self.count)]
         for task in tasks:
             self._put([task], object())
         return tasks[0].info
 
     def shutdown(self) -> None:
-        """Kill the workers. What they were scoring comes back unscored."""
+        """Kill the workers. Responses that they were scoring come back unscored."""
         self._backlog.close()
         with self._lock:
             self._closed = True
@@ -171,10 +171,10 @@ class WorkerPool:
         self._discard(slot)
 
     def _score(self, slot: int, task: Task) -> list[Outcome]:
-        """Outcomes of a chunk. Who hangs or kills the process is left out and the rest goes on in a fresh one.
+        """Score a chunk. A response that times out or kills the process fails; a fresh process scores the rest.
 
-        In a chunk of several it is not known who did: outcomes travel together. What has not come is asked again, one
-        by one.
+        In a chunk of several the culprit is unknown, because outcomes are sent together. The responses without an
+        outcome are sent again, one by one.
         """
         done: list[Outcome] = []
         singly = task.spec in self._suspects
@@ -198,7 +198,7 @@ class WorkerPool:
 
     def _attempt(self, slot: int, task: Task, asked: list[tuple[RewardInput,
                                                                 Patience]]) -> tuple[list[Outcome], Outcome | None]:
-        """What the worker said before it was through (None), hung or died."""
+        """Return the outcomes that the worker sent, and its failure if it timed out or died (else None)."""
         scored: list[Outcome] = []
         worker = self._ready(slot, task, [item for item, _ in asked])
         start = time.monotonic()
@@ -222,7 +222,7 @@ class WorkerPool:
         return scored, failure
 
     def _ready(self, slot: int, task: Task, asked: list[RewardInput]) -> Worker:
-        """A worker that has loaded the reward and is scoring ``asked``; one that died while idle is replaced."""
+        """Return a worker that has loaded the reward and is scoring ``asked``; replace one that died while idle."""
         for fresh in ([False, True] if slot in self._workers else [True]):
             worker = self._spawn(slot) if fresh else self._workers[slot]
             with CaptureException() as caught:
@@ -251,8 +251,10 @@ class WorkerPool:
 
 
 def calls(groups: list[str], size: int) -> list[int]:
-    """How many responses each call takes: about ``size``, at most ``MAX_CALL``, and equal ``groups`` that stand
-    together stay together, unless they are more than that."""
+    """Return the number of responses of each call: about ``size``, at most ``MAX_CALL``.
+
+    Adjacent responses of equal ``groups`` stay in one call, unless they are more than ``MAX_CALL``.
+    """
     found, open_ = list[int](), 0
     for group in (len(list(run)) for _, run in groupby(groups)):
         if open_ and open_ + group > MAX_CALL:

@@ -1,4 +1,4 @@
-"""A user's reward file: three signatures, told apart by their parameter names. Runs in worker processes.
+"""A user's reward file with one of three signatures, recognised by parameter names. Runs in worker processes.
 
 - ``reward_func(queries, prompts, labels)``: lists in; a list, a tensor or ``{"rewards": ...}`` out.
   A query is prompt + response; a label is the row's reference, or its label where it has none.
@@ -33,7 +33,7 @@ Scorer = Callable[[list[RewardInput]], Iterator[Outcome | None]]
 
 
 def check_source(path: Path) -> None:
-    """``ValueError`` naming file and line when ``path`` is missing, no text or no Python."""
+    """Raise ``ValueError`` with file and line if ``path`` is missing, not text or not Python."""
     try:
         compile(path.read_bytes(), str(path), "exec")
     except FileNotFoundError as error:
@@ -47,7 +47,7 @@ def check_source(path: Path) -> None:
 
 
 def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
-    """Import the file and wrap its function: (scorer, function's name, whether it takes a whole batch)."""
+    """Import the file and wrap its function; return (scorer, function's name, True if it takes a whole batch)."""
     module = _import(Path(path))
     chosen = _choose(module, path, function)
     kind = signature_of(chosen)
@@ -62,7 +62,7 @@ def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
 
 
 def signature_of(function: Callable[..., Any]) -> str | None:
-    """The key of ``SIGNATURES`` that the parameter names of ``function`` tell; None when they tell none."""
+    """Return the key of ``SIGNATURES`` that fits the parameter names of ``function``, or None."""
     names = set(inspect.signature(function).parameters)
     return next((kind for kind, told in SIGNATURES.items() if names.issuperset(told)), None)
 
@@ -117,7 +117,7 @@ def _completion_arguments(batch: list[RewardInput]) -> dict[str, Any]:
 
 
 def _columns(batch: list[RewardInput]) -> dict[str, Any]:
-    """Columns of the data as lists; ``reference`` also goes by the names that functions tend to give it."""
+    """Return columns of the data as lists; ``reference`` also under the names that functions commonly use."""
     answers = [item.reference for item in batch]
     own = {
         name: [item.columns.get(name) for item in batch] for name in {key: 0 for item in batch for key in item.columns}
@@ -131,7 +131,7 @@ def _columns(batch: list[RewardInput]) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of what it takes; None: anything. (Looking takes longer than many a reward.)"""
+    """Return the parameter names; None: any. Cached, because inspection takes longer than many rewards."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return None if takes_all else frozenset(parameters)
@@ -176,7 +176,7 @@ def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput
         if len(batch) == 1 or not all(outcome.error in ("exception", "wrong_length") for outcome in outcomes):
             yield from outcomes
             return
-        for item in batch:  # one response spoils the batch: find out which
+        for item in batch:  # one response spoils the batch: find it
             yield None
             yield from once([item])
 
@@ -184,7 +184,7 @@ def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput
 
 
 def outcomes_of(result: Any, size: int) -> list[Outcome]:
-    """A batch's answer as outcomes: a list, a tensor, or a dict with ``rewards`` (or ``scores``) and ``extra_logs``."""
+    """Convert a batch result (list, tensor, or dict with ``rewards`` or ``scores`` and ``extra_logs``) to outcomes."""
     extras: dict[str, Any] = {}
     if isinstance(result, dict):
         extras = dict(
@@ -208,7 +208,7 @@ def outcomes_of(result: Any, size: int) -> list[Outcome]:
 
 
 def outcome_of(result: Any, extra: dict[str, Any] | None = None) -> Outcome:
-    """One answer as an outcome: a number, or a dict with ``score`` whose other numbers become metrics."""
+    """Convert one result to an outcome: a number, or a dict with ``score`` whose other numbers become metrics."""
     extra = dict(extra or {})
     if isinstance(result, dict):
         extra |= {name: value for name, value in result.items() if name != "score"}

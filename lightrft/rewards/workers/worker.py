@@ -1,4 +1,4 @@
-"""The process that scores: may be killed at any moment, dies with its parent, imports neither torch nor the script.
+"""Worker process that scores: killable at any moment, ends with its parent, imports neither torch nor the script.
 
 Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loaded", info)`` or ``("failed", text)``; then the outcomes in
 lists, each of which restarts the parent's deadline.
@@ -22,13 +22,13 @@ from lightrft.utils.errors import CaptureException
 from lightrft.rewards.workers.user_file import Scorer, load, outcomes_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_TOGETHER_S = 1e-3  # outcomes that come faster than this travel together: a message costs both sides more than they do
-_MATH_BYTES = 2 << 30  # what one algebra call may allocate: 9**9**9 must not take the machine's memory
+_TOGETHER_S = 1e-3  # faster outcomes share a message: a message costs both sides more than they do
+_MATH_BYTES = 2 << 30  # limit of one algebra call: 9**9**9 must not take the machine's memory
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker is to load: ``math``, a user's ``file`` (path, function) or a pickled ``callable``."""
+    """Specification of a worker's reward: ``math``, a user's ``file`` (path, function) or a pickled ``callable``."""
     kind: str
     path: str = ""
     function: str = ""
@@ -37,13 +37,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Info:
-    """What a worker found: the name of the function, and whether it takes a whole batch in one call."""
+    """Description of a loaded reward: the name of the function; ``batched``: it takes a whole batch in one call."""
     name: str
     batched: bool
 
 
 def resolve(spec: Spec) -> tuple[Scorer, Info]:
-    """Import what ``spec`` names."""
+    """Import the reward that ``spec`` names."""
     if spec.kind == "file":
         scorer, name, batched = load(spec.path, spec.function)
         return scorer, Info(name, batched)
@@ -72,7 +72,7 @@ def _math(batch: list[RewardInput]) -> Iterator[Outcome]:
 
 @contextmanager
 def _memory_cap(more: int) -> Iterator[None]:
-    """Allocations beyond what the process holds now plus ``more`` bytes raise ``MemoryError`` (Linux)."""
+    """Make allocations of more than ``more`` bytes beyond the current size raise ``MemoryError`` (Linux)."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         yield
@@ -104,7 +104,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
-    """Lists of them; a None, before what may take long, and a slow outcome end one."""
+    """Group outcomes into lists; a None (before a step that may take long) or a slow outcome ends a list."""
     ready, sent = list[Outcome](), time.monotonic()
     for outcome in outcomes:
         ready += [] if outcome is None else [outcome]
@@ -116,7 +116,7 @@ def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
 
 
 def die_with(parent: int) -> None:
-    """End this process, however busy, when the process ``parent`` ends (on Linux by the kernel, else by looking)."""
+    """End this process, however busy, when the process ``parent`` ends (on Linux by the kernel, else by polling)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -129,7 +129,7 @@ def die_with(parent: int) -> None:
 
 
 def main(fd: int, parent: int) -> None:
-    """Entry of the process: ``fd`` is its end of the pipe."""
+    """Entry point of the process: ``fd`` is its end of the pipe."""
     die_with(parent)
     try:
         serve(Connection(fd))

@@ -1,10 +1,10 @@
 """Continuous batching: one ``generate`` call of the HF engine, from waiting prompts to finished responses.
 
-Rows of the key-value cache are *slots*; a prompt has a *place*, which all its samples read. A finished response leaves
-its slot at once and, as soon as a share of the slots is free, waiting ones take them; when nothing waits any more, live
-rows and prompts are moved to the front, so that matrix products work on them only. The host keeps one small array per
-slot; nothing in the decode loop runs once per row. A response that goes on from a prefix has its slot filled with that
-first; from then on it is in the state in which it would be had all of it been generated here.
+Rows of the key-value cache are *slots*; a prompt has a *prompt slot* (``place``), which all its samples read. A
+finished response frees its slot at once. As soon as a share of the slots is free, waiting responses take them. When
+none waits any more, live rows and prompts move to the front, so that matrix products cover only them. The host keeps
+one small array per slot; nothing in the decode loop runs once per row. For a response that resumes from a prefix, the
+slot is first filled with the prefix; from then on its state is the same as if all of it had been generated here.
 """
 from collections import deque
 from dataclasses import dataclass, replace
@@ -31,10 +31,10 @@ class _Shared:
 
 
 class Generation:
-    """The state of one call; :meth:`run` is the whole life of it.
+    """State of one ``generate`` call; :meth:`run` executes the call.
 
     On the device, ``state`` [5, slots] int64 holds the newest token, its position in the sequence and in the response,
-    the sample a slot works for (``num_samples`` when free) and whether it is alive. Results are written to ``tokens``
+    the sample a slot serves (``num_samples`` when free) and whether it is alive. Results are written to ``tokens``
     and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce.
     """
 
@@ -57,8 +57,8 @@ class Generation:
         self.done = np.zeros(self.num_samples, dtype=bool)
         self.owner = np.full(cache.plan.slots, -1)  # sample of each slot, -1: free
         self.count = np.zeros(cache.plan.slots, dtype=np.int64)  # its tokens so far, 0 where free
-        self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each place, -1: free
-        self.place = np.full(len(requests), -1)  # the inverse
+        self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each prompt slot, -1: free
+        self.place = np.full(len(requests), -1)  # the inverse: prompt slot of each request, or -1
         self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
         self.responses: list[list[Completion]] = [[] for _ in requests]
         self.read: dict[int, Completion] = {}  # by sample
@@ -79,7 +79,7 @@ class Generation:
         self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
 
     def run(self) -> list[list[Completion]]:
-        """Generate all, or until ``on_finished`` has had enough; responses in the order of requests and seeds."""
+        """Generate all, or until ``on_finished`` returns True; return responses in the order of requests and seeds."""
         for i in np.flatnonzero(self.remaining == 0):
             self._deliver(int(i))
         while self.remaining.any() and not self.ended:
@@ -107,7 +107,7 @@ class Generation:
 
     # -- admission ----------------------------------------------------------------------------------------------------
     def _admit(self, free: np.ndarray) -> None:
-        """Fill the slots ``free``: the shared prompt's other samples, or new prompts, as fit one prefill pass."""
+        """Fill the slots ``free`` with the shared prompt's other samples, or with new prompts of one prefill pass."""
         if self.shared is not None:
             self._admit_shared(free)
             return
@@ -134,7 +134,7 @@ class Generation:
         self._start(samples, free[:len(samples)], shared.logits.expand(len(samples), -1))
 
     def _prefill(self, groups: list[int], places: np.ndarray) -> Tensor:
-        """Runs each prompt of ``groups`` once, into its place. Last-token logits [prompts, V]."""
+        """Run each prompt of ``groups`` once, into its prompt slot; return last-token logits [prompts, V]."""
         self.place[groups], self.tenant[places] = places, groups
         prompts = [self.requests[i].token_ids for i in groups]
         view = Prefill(self.cache, [len(prompt) for prompt in prompts], places)
@@ -142,7 +142,7 @@ class Generation:
         return self._forward(tokens, view.positions, view, view.last)
 
     def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> None:
-        """Slots begin to work for samples; ``logits`` [k, V] are those after their prompts."""
+        """Assign slots to samples and draw a token for each; ``logits`` [k, V] are those after their prompts."""
         fresh = self.begun[samples] == 0
         if fresh.any():
             self._draw(samples[fresh], slots[fresh], logits[torch.from_numpy(fresh).to(logits.device)], self.first)
@@ -150,7 +150,7 @@ class Generation:
             self._draw(samples[~fresh], slots[~fresh], self._restore(samples[~fresh], slots[~fresh]), self.params)
 
     def _restore(self, samples: np.ndarray, slots: np.ndarray) -> Tensor:
-        """Runs the prompts and prefixes of ``samples``; the prefixes go into ``slots``. Last-token logits [k, V]."""
+        """Run the prompts and prefixes of ``samples``, the prefixes into ``slots``; return last-token logits [k, V]."""
         lengths = self.prompt_len[samples] + self.begun[samples]
         passes, logits = (lengths.cumsum() - lengths) // _PREFILL_TOKENS, []
         for part in (passes == number for number in np.unique(passes)):
@@ -161,7 +161,7 @@ class Generation:
         return torch.cat(logits)
 
     def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> None:
-        """The next token of samples, from ``logits`` [k, V]; from now on their slots are live."""
+        """Draw the next token of samples from ``logits`` [k, V]; from now on their slots are live."""
         device, begun = self.cache.device, self.begun[samples]
         index, ids, column, lengths = (torch.from_numpy(x).to(device)
                                        for x in (slots, samples, begun, self.prompt_len[samples]))
@@ -182,7 +182,7 @@ class Generation:
                           logits_to_keep=keep, kv_cache=view).logits[0]
 
     def _step(self) -> None:
-        """One token for every row."""
+        """Generate one token for every row."""
         live = self.live
         if not live or self.ended:
             return
@@ -199,7 +199,7 @@ class Generation:
             self._retire(finished.cpu().numpy())
 
     def _arrange(self) -> None:
-        """Tell the attention which prompt each row reads."""
+        """Pass to the attention the prompt slot and the prompt length that each row reads."""
         owner = self.owner[:self.live]
         alive = owner >= 0
         self.decode.arrange(np.where(alive, self.place[self.request_of[owner]], -1),
@@ -207,7 +207,7 @@ class Generation:
         self.moved = False
 
     def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams) -> Tensor:
-        """Draw and store one token per column of ``state`` [5, k], in place; which responses ended, bool [k]."""
+        """Draw and store one token per column of ``state`` [5, k], in place; return which responses ended, bool [k]."""
         tokens, logprobs = sample(logits, noise, params)
         where = (state[_SAMPLE], state[_COLUMN] + 1)
         self.tokens[where], self.logprobs[where] = tokens, logprobs
@@ -217,7 +217,7 @@ class Generation:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
     def _retire(self, slots: np.ndarray) -> None:
-        """Free ``slots``; hand over their responses, and every request whose last one has just ended."""
+        """Free ``slots``; report their responses, and every request whose last response has just ended."""
         if not len(slots):
             return
         samples = self.owner[slots]
@@ -262,7 +262,7 @@ class Generation:
         return "stop" if last in self.stop_ids else "length"
 
     def _abort(self) -> None:
-        """Hand back what is under way, if anything is."""
+        """Collect unfinished responses as they are, if there are any."""
         slots = np.flatnonzero(self.owner >= 0)
         self.length[self.owner[slots]] = self.count[slots]
         for request in np.flatnonzero(self.remaining):
@@ -289,6 +289,6 @@ class Generation:
 
 
 def _gaps(owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which entries >= 0 to move, and where to, so that they all stand at the front."""
+    """Indices of the entries >= 0 to move, and their targets, so that all such entries stand at the front."""
     alive = np.flatnonzero(owners >= 0)
     return alive[alive >= len(alive)], np.flatnonzero(owners[:len(alive)] < 0)

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 @contextlib.contextmanager
 def _inference(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in."""
+    """Context of evaluation mode without gradients; afterwards every submodule has its former mode again."""
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device.type
     for module in training:
@@ -66,7 +66,7 @@ class HFEngine:
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None) -> list[list[Completion]]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`.
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`.
 
         Raises:
             RuntimeError: while asleep, or before the first weights of an engine that owns its model.
@@ -113,7 +113,7 @@ class HFEngine:
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full weights under their HF names; an engine on the trainer's model only notes the version.
+        """Load full weights under their HF names; an engine on the trainer's model only stores the version.
 
         Raises:
             ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
@@ -127,15 +127,15 @@ class HFEngine:
         self.weight_version = version
 
     def shared_storage(self) -> set[int]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`."""
         return set() if self.owns_model else {parameter.data_ptr() for parameter in self.model.parameters()}
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`; every weight can be read."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`; every weight can be read."""
         return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`."""
         held = dict(self.model.named_parameters(remove_duplicate=False))
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 
@@ -162,7 +162,7 @@ class HFEngine:
 
 def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                     bf16: bool) -> HFEngine:
-    """An engine on the actor's own model when that is whole, else on a full copy built from its config."""
+    """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config."""
     source = actor.hf_model
     sharded = not all(map(is_whole, source.parameters()))
     model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
@@ -179,7 +179,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def _empty_copy(source: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same architecture whose weights are still meaningless; the random state is left alone."""
+    """Build a model of the same architecture, whose weights are still random; the random state does not change."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         config = copy.deepcopy(source.config)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from lightrft.models.attention import PackedLayout, packed_attention
 from lightrft.utils.errors import UserError
 
-_LIVE_PROMPTS = 2.5  # places for prompts, over rows / samples per prompt: a prompt stays until its longest sample ends
+_LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one token costs: layers x (key, value) x heads x dim."""
+    """Cache size of one token: layers x (key, value) x heads x dim."""
     layers: int
     heads: int
     dim: int
@@ -51,7 +51,7 @@ class _Probe:
 
 @torch.no_grad()
 def probe_spec(model: nn.Module) -> KVSpec:
-    """Runs one token through ``model`` and reads off what its attention layers would cache."""
+    """Run one token through ``model`` and record what its attention layers would cache."""
     probe = _Probe()
     zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     model(input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
@@ -65,7 +65,7 @@ def probe_spec(model: nn.Module) -> KVSpec:
 
 @dataclass(frozen=True)
 class KVPlan:
-    """``prompts`` places of ``prompt_len`` tokens, and ``slots`` rows of ``length`` tokens for responses."""
+    """Cache of ``prompts`` prompt slots of ``prompt_len`` tokens, and ``slots`` response rows of ``length`` tokens."""
     prompts: int
     prompt_len: int
     slots: int
@@ -73,7 +73,7 @@ class KVPlan:
 
     @classmethod
     def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int) -> "KVPlan":
-        """The most rows that ``tokens`` hold (perhaps 0), for prompts of ``sizes`` samples each."""
+        """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each."""
         mean = sum(sizes) / max(1, np.count_nonzero(sizes)) or 1
 
         def plan(slots: int) -> KVPlan:
@@ -85,12 +85,12 @@ class KVPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens there is room for."""
+        """Capacity in tokens."""
         return self.prompts * self.prompt_len + self.slots * self.length
 
 
 class Store:
-    """``data`` [layers, 2, count, heads, length, dim]: keys and values of ``count`` sequences."""
+    """Keys and values of ``count`` sequences: ``data`` [layers, 2, count, heads, length, dim]."""
 
     def __init__(self, spec: KVSpec, count: int, length: int, device: torch.device) -> None:
         self.data = torch.zeros(spec.layers, 2, count, spec.heads, length, spec.dim, dtype=spec.dtype, device=device)
@@ -98,12 +98,12 @@ class Store:
         self.first = torch.arange(0, count * spec.heads * length, length, device=device).view(count, spec.heads)
 
     def write(self, layer: int, index: Tensor, *new: Tensor) -> None:
-        """Keys and values [1, heads, k, dim] of a layer go to ``index`` [k * heads], ``first[sequence] + position``."""
+        """Write a layer's keys and values [1, heads, k, dim]; ``index`` [k * heads]: ``first[sequence] + position``."""
         for part, tokens in zip(self._flat[layer], new):
             part.index_copy_(0, index, tokens[0].transpose(0, 1).reshape(-1, part.shape[1]).to(part.dtype))
 
     def views(self, count: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer keys [count * heads, dim, length] and values [count * heads, length, dim]."""
+        """Keys [count * heads, dim, length] and values [count * heads, length, dim] of each layer."""
         parts = self.data[:, :, :count, :, :length].flatten(2, 3)
         return list(zip(parts[:, 0].mT.unbind(), parts[:, 1].unbind()))
 
@@ -118,8 +118,8 @@ class KVCache:
 
 
 class Prefill:
-    """Attention of whole sequences, packed one after another. Prompt i is kept in place ``places[i]``; with ``skip``,
-    sequence i is kept in row ``places[i]``, from token ``skip[i]`` (the end of its prompt) on."""
+    """Attention of whole sequences, packed one after another. Prompt i is stored in prompt slot ``places[i]``; with
+    ``skip``, sequence i is stored in row ``places[i]``, from token ``skip[i]`` (the end of its prompt) on."""
 
     def __init__(self, cache: KVCache, lengths: list[int], places: np.ndarray, skip: np.ndarray | None = None) -> None:
         counts = torch.tensor(lengths)
@@ -136,7 +136,7 @@ class Prefill:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Stores keys and values; causal attention within each sequence."""
+        """Store keys and values; attend causally within each sequence."""
         self.store.write(layer, self.index, key[:, :, self.kept], value[:, :, self.kept])
         return packed_attention(_ENGINE, query, key, value, None, scaling, sliding_window=window, softcap=softcap,
                                 packing=self.layout)[0]
@@ -155,8 +155,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 class Decode:
     """Attention of one new token per row over its prompt and its own row.
 
-    ``arrange`` comes whenever rows or prompts have changed, ``advance`` before every forward pass. All queries of one
-    prompt meet its keys in one matrix product, padded to the most samples a prompt has: [prompts * heads, width, dim].
+    ``arrange`` is called whenever rows or prompts have changed, ``advance`` before every forward pass. One matrix
+    product multiplies all queries of a prompt with its keys, padded to the most samples a prompt has:
+    [prompts * heads, width, dim].
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -164,7 +165,7 @@ class Decode:
         self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
 
     def arrange(self, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Row i reads ``lengths[i]`` tokens of the prompt in place ``places[i]`` (-1: a free row, which reads none)."""
+        """Let row i read ``lengths[i]`` tokens of prompt slot ``places[i]`` (-1: a free row, which reads none)."""
         heads = np.arange(self.cache.spec.heads)
         rows = np.flatnonzero(places >= 0)
         rows = rows[np.argsort(places[rows], kind="stable")]
@@ -183,7 +184,7 @@ class Decode:
         self.seen = self.columns[:self.longest] < self.lengths
 
     def advance(self, newest: Tensor, width: int) -> None:
-        """The next pass feeds tokens whose place in their rows is ``newest`` [live], all below ``width``."""
+        """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``."""
         self.width, self.newest = width, newest[:, None]
         self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
         self.own = self.cache.rows.views(self.live, width)
@@ -205,7 +206,7 @@ class Decode:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Stores the new keys and values, then attends; query heads of one group are rows of a product."""
+        """Store the new keys and values, then attend; query heads of one group are rows of a product."""
         spec, length = self.cache.spec, self.longest
         self.cache.rows.write(layer, self.index, key, value)
         (shared_keys, shared_values), (keys, values) = self.shared[layer], self.own[layer]
@@ -220,9 +221,9 @@ class Decode:
         return shared.baddbmm_(weights[..., length:], values).view(1, self.live, -1, spec.dim)
 
     def _group(self, x: Tensor) -> Tensor:
-        """[live * heads, n, d] -> [prompts * heads, width * n, d]."""
+        """Group rows by prompt: [live * heads, n, d] -> [prompts * heads, width * n, d]."""
         return x[self.to_prompts].view(self.prompts * self.cache.spec.heads, -1, x.shape[-1])
 
     def _ungroup(self, x: Tensor) -> Tensor:
-        """The inverse."""
+        """Undo :meth:`_group`."""
         return x.view(len(self.to_prompts), -1, x.shape[-1])[self.to_rows]

@@ -1,4 +1,4 @@
-"""SGLang's ``Engine`` in a thread of its own, and one call of ``generate`` on it.
+"""Client of SGLang's ``Engine``, which runs in a separate thread, and one call of ``generate`` on it.
 
 The thread leaves the trainer's signals, children and environment alone.
 """
@@ -20,17 +20,17 @@ from lightrft.rollout.collector import Ended
 from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
-_LOOK_S = 1.0  # between looks whether the schedulers are alive
+_LOOK_S = 1.0  # between checks that the schedulers are alive
 _SILENT = "it told no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
 
 
 class SGLangNative:
-    """SGLang, whose scheduler processes are children of this one, and ours to end.
+    """SGLang, whose scheduler processes are children of this one and are ended by this class.
 
-    SGLang would take over SIGTERM and end this process when a child of its fails, but only in the main thread. So it
-    lives in another; a child that fails sends a SIGQUIT, for which there is a handler here that does nothing, and is
-    noticed where its answer is awaited. SGLang's own shutdown ends all children of the process and is not used. What it
-    leaves in this process, also after a start that failed, is undone by :meth:`shutdown`.
+    In the main thread SGLang would take over SIGTERM and end this process when one of its children fails. So it runs
+    in another thread. A child that fails sends a SIGQUIT, which a handler here ignores; the failure is noticed where
+    the child's answer is awaited. SGLang's own shutdown ends all children of the process and is not used.
+    :meth:`shutdown` removes what SGLang leaves in this process, also after a start that failed.
 
     Raises:
         UserError: SGLang is missing, does not know an argument, or cannot run the model with them.
@@ -57,16 +57,16 @@ class SGLangNative:
 
     @property
     def manager(self) -> Any:
-        """What the requests go to, from coroutines for :meth:`run`."""
+        """SGLang's tokenizer manager, which takes requests from coroutines for :meth:`run`."""
         return self.engine.tokenizer_manager
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the first scheduler said of itself when it was ready."""
+        """Properties that the first scheduler reported when it was ready."""
         return dict(self.engine._scheduler_init_result.scheduler_infos[0])
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine ``work()`` returns; nothing of SGLang in this process goes on between two calls.
+        """Run the coroutine ``work()`` and return its result; SGLang's event loop here stands still between two calls.
 
         Raises:
             RuntimeError: a scheduler has ended.
@@ -85,14 +85,14 @@ class SGLangNative:
         return task.result()
 
     def _said(self) -> str:
-        """The error by which a scheduler ended, the first where several did; empty where one was killed."""
+        """Error that ended a scheduler, the first one where several failed; empty where one was killed."""
         if not self._words and self.last_words.poll():
             with suppress(EOFError):
                 self._words = str(self.last_words.recv())
         return self._words
 
     def shutdown(self) -> None:
-        """End the schedulers; what they held on the device is free afterwards."""
+        """End the schedulers; their device memory is free afterwards."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -109,18 +109,19 @@ _KILLED = (
 
 
 def _block_signals() -> None:
-    """Children of this thread, the schedulers, do not hear by which signals a launcher asks all processes of a rank to
-    stop: the trainer ends them once it has saved."""
-    resource_tracker.ensure_running()  # whose start would let the thread hear them again
+    """Block, for the children of this thread (the schedulers), the signals by which a launcher asks all processes of a
+    rank to stop: the trainer ends them once it has saved."""
+    resource_tracker.ensure_running()  # its start would unblock the signals again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 class SGLangRun:
-    """Every sample is an SGLang request of its own, with its own seed; samples of one prompt share its cached prefix.
+    """One ``generate`` call, in which every sample is one SGLang request with its own seed; samples of one prompt share
+    its cached prefix.
 
-    What a seed draws for a token hangs on the token's place in the sequence, so that a response goes on from a prefix
-    as it would have in one go. With ``params.first_temperature`` a response takes two requests, one for its first
-    token.
+    The noise of a token depends on the seed and the token's position in the sequence, so a response resumes from a
+    prefix as it would have in one go. With ``params.first_temperature`` a response takes two requests, one for its
+    first token.
     """
 
     def __init__(self, native: SGLangNative, requests: list[Request], params: SamplingParams,
@@ -130,11 +131,11 @@ class SGLangRun:
         self.begun = self.enough = False
 
     def ended(self) -> Ended:
-        """Waits for responses; those that are done by now and were not before."""
+        """Wait for responses; return those that have ended since the last call."""
         return self.native.run(self._some)
 
     def abort(self) -> Ended:
-        """Stop what is under way; it counts as it is."""
+        """Stop unfinished responses; return them as they are."""
         return self.native.run(self._rest) if self.drawing else []
 
     async def _some(self) -> Ended:
@@ -177,7 +178,7 @@ class SGLangRun:
         answer = await anext(self.native.manager.generate_request(asked, None))
         found, drawn = answer["meta_info"], list(answer["output_ids"])
         reason = found["finish_reason"]["type"]
-        if reason == "abort":  # it may come after the end
+        if reason == "abort":  # an abort may come after the end
             ended = drawn and drawn[-1] in self.stop_ids
             reason = "stop" if ended else "length" if len(drawn) == new_tokens else "abort"
         return Completion(drawn, [entry[0] for entry in found.get("output_token_logprobs") or []], reason)

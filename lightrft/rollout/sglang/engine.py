@@ -25,14 +25,14 @@ from lightrft.utils.errors import UserError
 
 
 class SGLangEngine:
-    """A rollout engine on SGLang, whose weights mean nothing until the first update.
+    """A rollout engine on SGLang, whose weights are random until the first update.
 
-    Asleep it keeps nothing: weights and cache are given back (on CUDA), and come again in the order weights, update,
-    cache, so that the cache is never there beside a bucket of the trainer's weights.
+    Asleep it holds nothing: weights and cache are freed (on CUDA). They return in the order weights, update, cache, so
+    that the cache is never in memory together with a bucket of the trainer's weights.
 
     Args:
-        native: SGLang; None on the ranks that another one generates for.
-        weights: what an update brings; SGLang takes it under the names that it has in checkpoints.
+        native: SGLang; None on the ranks that another rank generates for.
+        weights: manifest of an update; SGLang takes the weights under their names in checkpoints.
         eos_token_ids: tokens that end every response.
         vocabulary: tokens of the model.
         longest: most tokens of a prompt and its response.
@@ -56,7 +56,7 @@ class SGLangEngine:
             raise
 
     def _held(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Type and fingerprint of every weight that can be read; nothing on a rank without SGLang."""
+        """Dtype and fingerprint of every weight that can be read; empty on a rank without SGLang."""
         if self.native is None:
             return {}
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
@@ -67,27 +67,27 @@ class SGLangEngine:
         first, *others = (rank["checksums"] for rank in ranks)
         if "" in first:
             raise UserError(first[""])
-        wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # a copy: told by a
-        collector = {name: text.split() for name, text in first.items()}  # number that no copy has
+        wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # copies that differ,
+        collector = {name: text.split() for name, text in first.items()}  # shown by a number that no copy has
         return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
                 for name, (dtype, value) in collector.items()}  # yapf: disable
 
     def shared_storage(self) -> set[int]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`: none."""
         return set()
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`."""
         return self._dtypes
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`. A collective of ``group``."""
         held = self._held()
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None) -> list[list[Completion]]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
 
         Raises:
             RuntimeError: while asleep, when no weights came since the start or the last sleep, or SGLang has ended.
@@ -103,13 +103,13 @@ class SGLangEngine:
         collector = CompletionCollector(everyone, mine, on_finished, on_arrived)
         try:
             self._collect(run, collector)
-        finally:  # after an error too, or the next call would go on with what is left
+        finally:  # after an error too, or the next call would resume what is left
             rest = run.abort() if run else []
         collector.keep(completions_of_first(rest, self.group))
         return collector.own()
 
     def _collect(self, run: SGLangRun | None, collector: CompletionCollector) -> None:
-        """Responses, round by round on all ranks of the group, until all are there or every rank has enough."""
+        """Collect responses, round by round on all ranks of the group, until all ended or every rank has enough."""
         complete = collector.empty
         while not (complete and all_of_group(collector.enough(complete), self.group)):
             complete = collector.take(completions_of_first(run.ended() if run else [], self.group))
@@ -122,7 +122,7 @@ class SGLangEngine:
         check_requests(requests, params, "SGLang", self.vocabulary, self.longest)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full weights under their HF names and forget every cached prefix.
+        """Load full weights under their HF names and drop every cached prefix.
 
         Raises:
             RuntimeError: while asleep, or SGLang refuses or has ended.
@@ -142,13 +142,13 @@ class SGLangEngine:
         self._ready, self.weight_version = True, version
 
     def sleep(self) -> None:
-        """Forget weights and cache; their device memory is free afterwards (CUDA)."""
+        """Drop weights and cache; their device memory is free afterwards (CUDA)."""
         if self.sleeps and not self._asleep:
             self._occupy("Release", ["kv_cache"] * (not self._cache_asleep) + ["weights"])
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
 
     def wake(self) -> None:
-        """Room for the weights again; :meth:`update_weights` fills it, the cache returns with the next request."""
+        """Allocate the weights again; :meth:`update_weights` fills them, the cache returns with the next request."""
         if self.sleeps and self._asleep:
             self._occupy("Resume", ["weights"])
         self._asleep = False
@@ -177,7 +177,7 @@ class SGLangEngine:
 
 def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                         bf16: bool) -> SGLangEngine:
-    """SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
     weights = WeightManifest(shapes, checkpoint_names(actor.hf_model, shapes))
     if world.local_world_size % cfg.engine_tp_size:
@@ -195,7 +195,7 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
 
 def _native(arguments: dict[str, Any], weights: WeightManifest, device: torch.device, config: Any,
             longest: int) -> SGLangNative:
-    """SGLang, which has room for ``longest`` tokens and attends as the model of ``config`` does."""
+    """Start SGLang; check that it has room for ``longest`` tokens and attends as the model of ``config`` does."""
     native = SGLangNative(arguments, weights, device)
     try:
         check_window(config, longest, native.info["window"])

@@ -43,7 +43,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOC
 
 
 def _token_bytes(config: PretrainedConfig, bf16: bool, ranks: int) -> int:
-    """Of the keys and values of one token, on each of ``ranks``."""
+    """Bytes of the keys and values of one token, on each of ``ranks``."""
     c = config.get_text_config()
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -52,8 +52,7 @@ def _token_bytes(config: PretrainedConfig, bf16: bool, ranks: int) -> int:
 
 def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
                      world: World) -> dict[str, Any]:
-    """What SGLang is started with for the HF folder that ``config`` is of. Its weights are random until the first
-    sync."""
+    """Arguments that start SGLang for the HF folder of ``config``. Its weights are random until the first sync."""
     room = _token_bytes(config, bf16, cfg.engine_tp_size)
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len + _SPARE
     arguments: dict[str, Any] = {
@@ -62,7 +61,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
-        "sampling_backend": "pytorch",  # whose place our own sampler takes
+        "sampling_backend": "pytorch",  # our own sampler replaces it
         "context_length": longest,
         "tp_size": cfg.engine_tp_size,
         "device": device.type,
@@ -88,10 +87,10 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
 
 def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words: Connection,
                  cleanup: ExitStack) -> "Engine":
-    """SGLang's engine, for a trainer that sends ``weights``.
+    """Start SGLang's engine for a trainer that sends ``weights``.
 
     Args:
-        last_words: of a scheduler that fails.
+        last_words: takes the error of a scheduler that fails.
         cleanup: undoes what outlasts the engine, or a start that fails.
     """
     try:
@@ -106,7 +105,7 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
     cleanup.callback(sglang_files.remove, folder)
 
     class OwnEngine(Engine):
-        """Without the process that would turn tokens into text, and without the end of all children."""
+        """Engine without the process that would turn tokens into text, and without the end of all children."""
         run_scheduler_process_func = staticmethod(
             partial(scheduler_patches.run_scheduler, weights, os.getpid(), last_words))
 
@@ -126,7 +125,7 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
             return [], []
 
         def shutdown(self) -> None:
-            """Registered by SGLang for the end of this process."""
+            """Do nothing; SGLang registers it for the end of this process."""
 
     engine = OwnEngine(**arguments)
     engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -136,8 +135,8 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
 
 
 def _close_sockets(one: Any) -> None:
-    """All of the context of this one. The garbage collector may come to the context before its sockets, and then waits
-    for them for ever."""
+    """Close all sockets of the context of ``one``. The garbage collector may reach the context before its sockets, and
+    would then wait for them for ever."""
     one.context.destroy(linger=0)
 
 
@@ -149,15 +148,15 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextmanager
 def isolated_environment(device: torch.device, tp_size: int) -> Iterator[int]:
-    """The process as SGLang needs it while it starts: without torchrun's variables, by which its children would look
-    for the trainer. Afterwards as it was. Yields a port where they can meet."""
+    """Environment that SGLang needs while it starts: without torchrun's variables, by which its children would look for
+    the trainer. It is restored afterwards. Yields a port where the children can meet."""
     root, method = logging.getLogger(), multiprocessing.get_start_method()
     handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()
     with process_state_kept(), _port() as port:
         for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
             del os.environ[name]
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
-        os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # what a tower made of pictures would outlive its weights
+        os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # a tower's cached pictures would outlive its weights
         if device.type == "cpu":
             os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
             if tp_size > 1:
@@ -172,28 +171,28 @@ def isolated_environment(device: torch.device, tp_size: int) -> Iterator[int]:
 
 @contextmanager
 def _port() -> Iterator[int]:
-    """A port that nobody else is given before the schedulers use it."""
+    """Reserve a port that no other process is given before the schedulers use it."""
     with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # they may listen beside it, with the same option
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # they may listen too, with the same option
         holder.bind(("", 0))
         yield holder.getsockname()[1]
 
 
 def _cores(parts: int) -> str:
-    """Those of this process, dealt to ``parts`` schedulers."""
+    """Cores of this process, divided among ``parts`` schedulers."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(",".join(map(str, cores[i::parts] or cores)) for i in range(parts))
 
 
 _PREFIX, _IPC = "lightrft-sglang-", "ipc://"
-_SOCKET_PATH, _SOCKET_NAME = 107, len("/00")  # bytes that Linux takes, and what one adds to the folder
+_SOCKET_PATH, _SOCKET_NAME = 107, len("/00")  # bytes that Linux allows, and those that a socket adds
 
 
 def claim() -> Path:
-    """A folder for one engine. What processes left that were killed goes.
+    """Create a folder for one engine; remove the folders of processes that were killed.
 
     Raises:
-        UserError: sockets in it would have longer names than the system takes.
+        UserError: sockets in it would have longer names than the system allows.
     """
     ours = f"{_PREFIX}{_here()}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
@@ -208,17 +207,17 @@ def claim() -> Path:
 
 
 def _here() -> str:
-    """What tells the processes of this ``/proc`` from those of other machines and containers with the same TMPDIR."""
+    """Identifier of this ``/proc`` among the machines and containers with the same TMPDIR."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # unknown: a name that is never met again, so that nothing is removed
+    except OSError:  # unknown: a name that never occurs again, so that nothing is removed
         return secrets.token_hex(4)
     return hashlib.blake2s(f"{boot} {space} {os.uname().nodename}".encode(), digest_size=4).hexdigest()
 
 
 def move(ports: Any, folder: Path) -> None:
-    """Let SGLang's ``PortArgs`` name sockets in ``folder``, not files of a random name, and counters after it."""
+    """Let SGLang's ``PortArgs`` name sockets in ``folder``, not files of a random name, and name counters after it."""
     for i, field in enumerate(fields(ports)):
         name = getattr(ports, field.name)
         if isinstance(name, str) and name.startswith(_IPC):
@@ -228,7 +227,7 @@ def move(ports: Any, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The folder, and the counters in shared memory."""
+    """Delete the folder and the counters in shared memory."""
     from sglang.srt.managers.load_snapshot import shm_path_for
     with suppress(OSError):  # it is not there, or another user's
         os.unlink(shm_path_for(folder.name))
@@ -247,7 +246,7 @@ def check_cap(config: PretrainedConfig, attention_backend: str | None) -> None:
 
 
 def check_window(config: PretrainedConfig, longest: int, known: int | None) -> None:
-    """Refuse a model whose window is shorter than ``longest`` tokens where SGLang's, ``known``, is None."""
+    """Refuse a model whose window is shorter than ``longest`` tokens where SGLang's window, ``known``, is None."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])

@@ -1,4 +1,4 @@
-"""What SGLang's scheduler processes run: SGLang's own, taught to draw and to show its weights as the trainer needs."""
+"""Patches of SGLang's scheduler processes, which then draw tokens and show their weights as the trainer needs."""
 import os
 import sys
 import traceback
@@ -18,12 +18,12 @@ from lightrft.rollout.weight_sync.weight_map import WeightMap
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-_PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # compute with weights as they come
+_PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # compute with unchanged weights
 
 
 def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, *args: Any) -> None:
-    """A scheduler process from its start to its end, for a trainer in the process ``parent`` that sends ``weights``. An
-    error that ends it is told there.
+    """Run a scheduler process from its start to its end, for a trainer in the process ``parent`` that sends
+    ``weights``. An error that ends the scheduler is reported there.
 
     SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
     top-k, top-p and min-p; its checksums are those of fused tensors.
@@ -35,7 +35,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
     from sglang.srt.utils.common import kill_itself_when_parent_died
     from sglang.srt.utils.weight_checker import WeightChecker
     kill_itself_when_parent_died()
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the trainer died before
         return
     scheduler.get_exception_traceback = _told(last_words)
     scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
@@ -47,7 +47,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
 
 
 def _told(last_words: Connection) -> Callable[[], str]:
-    """In the place of SGLang's way to format the error that it is about to log."""
+    """Replace SGLang's formatting of the error that it is about to log, so that the error is also sent."""
 
     def formatted() -> str:
         last_words.send("".join(traceback.format_exception_only(sys.exc_info()[1])).strip())
@@ -57,14 +57,14 @@ def _told(last_words: Connection) -> Callable[[], str]:
 
 
 def _with_window(info: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """``info`` of a scheduler that is ready, with how far back its model's attention reaches at most, or None."""
+    """Add, to ``info`` of a scheduler that is ready, how far back its model's attention reaches at most, or None."""
     return lambda one: info(one) | {"window": one.tp_worker.model_runner.sliding_window_size}
 
 
 def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,
           token_ids_logprobs: Any, positions: Tensor) -> Tensor:
-    """In the place of SGLang's sampler: tokens int32 [n]. Requests differ in nothing but seed and temperature; greedy
-    ones have a seed below 0."""
+    """Replace SGLang's sampler; return tokens int32 [n]. Requests differ only in seed and temperature; greedy ones have
+    a seed below 0."""
     logits, seeds = output.next_token_logits.float(), info.sampling_seed
     params = SamplingParams(
         1, 1.0, info.top_ps[0].item() if info.need_top_p_sampling else 1.0,
@@ -79,7 +79,7 @@ def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_log
 
 
 def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "SamplingBatchInfo"]:
-    """``build`` with the seeds of the requests, which SGLang merges and filters with the batch."""
+    """Add to ``build`` the seeds of the requests, which SGLang merges and filters with the batch."""
 
     def seeded(batch: Any, vocab_size: int) -> "SamplingBatchInfo":
         info = build(batch, vocab_size)
@@ -91,8 +91,8 @@ def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "Samplin
 
 
 def _checksums(weights: WeightManifest) -> Callable[..., dict[str, Any]]:
-    """In the place of SGLang's checksums: type and fingerprint of each weight of the trainer that can be read; under
-    no name, what is wrong with the others."""
+    """Replace SGLang's checksums by dtype and fingerprint of each weight of the trainer that can be read; the entry of
+    the empty name says what is wrong with the others."""
     found: list[WeightMap] = []
 
     def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _checksums(weights: WeightManifest) -> Callable[..., dict[str, Any]]:
 
 
 def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``load``, which answers when the weights are there: the trainer then writes others to the memory they were in."""
+    """Let ``load`` return only when the weights have arrived: the trainer then reuses the memory that held them."""
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         answer = load(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Trainer weights -> SGLang's schedulers, bucket by bucket, through memory that both see."""
+"""Transfer of the trainer's weights to SGLang's schedulers, bucket by bucket, through shared memory."""
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -11,8 +11,8 @@ _ALIGN = 16
 
 def buckets(named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype],
             most: int) -> Iterator[tuple[Tensor, list[tuple[str, Tensor, int]]]]:
-    """Flat memory uint8 [bytes] and the (name, view, place in bytes) of each weight in it, in the type of ``dtypes``
-    (or its own). The memory is used again for the next bucket, and holds ``most`` bytes or one weight."""
+    """Yield flat memory uint8 [bytes] and the (name, view, offset in bytes) of each weight in it, in the dtype of
+    ``dtypes`` (or its own). The next bucket reuses the memory, which holds ``most`` bytes or one weight."""
     flat, inside, end = torch.empty(0, dtype=torch.uint8), [], 0
     for name, tensor in named_tensors:
         dtype = dtypes.get(name, tensor.dtype)
@@ -30,7 +30,7 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, to
 
 
 def _shared(size: int, device: torch.device) -> Tensor:
-    """Memory that other processes can map; on a CPU it takes room only where it was written."""
+    """Allocate memory that other processes can map; on a CPU it takes up space only where it was written."""
     if device.type == "cuda":
         return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
@@ -38,7 +38,7 @@ def _shared(size: int, device: torch.device) -> Tensor:
 
 def load(native: SGLangNative, named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype],
          most: int) -> None:
-    """Fill SGLang's model with full weights under HF names, and forget every cached prefix.
+    """Fill SGLang's model with full weights under HF names, and drop every cached prefix.
 
     Raises:
         RuntimeError: SGLang refuses.
@@ -63,7 +63,7 @@ def _settled(answer: tuple[bool, str]) -> None:
 
 
 def _payload(flat: Tensor, inside: list[tuple[str, Tensor, int]]) -> bytes:
-    """What a scheduler needs to find the weights; the memory itself does not move."""
+    """Serialize what a scheduler needs to find the weights; the memory itself does not move."""
     from sglang.srt.utils.common import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata

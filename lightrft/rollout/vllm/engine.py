@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 class VLLMEngine:
-    """A rollout engine on ``native``, vLLM's own engine, whose weights mean nothing until the first update.
+    """A rollout engine on ``native``, vLLM's own engine, whose weights are random until the first update.
 
-    Asleep it keeps nothing: weights and cache are given back (on CUDA), and come again in the order weights, update,
-    cache, so that the cache is never there beside a bucket of the trainer's weights.
+    Asleep it holds nothing: weights and cache are freed (on CUDA). They return in the order weights, update, cache, so
+    that the cache is never in memory together with a bucket of the trainer's weights.
 
     Args:
         shapes: name and shape of every weight that an update brings.
         eos_token_ids: tokens that end every response.
         sleeps: whether :meth:`sleep` frees memory (CUDA).
         group: CPU process group of the ranks that run this engine together; None: this rank alone.
-        owns_world: torch's process group was made by vLLM, and goes with it.
-        adapters: where LoRA lies beside the base weights, which come with the first update; None: nowhere.
+        owns_world: torch's process group was created by vLLM, and is destroyed with it.
+        adapters: LoRA adapters stored apart from the base weights, which come with the first update; None: no such.
 
     Raises:
-        UserError: vLLM passes over a weight, or has no code of its own for the model.
+        UserError: vLLM skips a weight, or has no own code for the model.
     """
 
     def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
@@ -72,8 +72,8 @@ class VLLMEngine:
         return self.native.model_executor.driver_worker.worker.get_model()
 
     def _find_places(self) -> WeightMap:
-        """Where every weight of the trainer is kept; vLLM fills the same tensors at every update. Nothing is known of
-        layers that compute with something derived from theirs, but for experts."""
+        """Find where every weight of the trainer is stored; vLLM fills the same tensors at every update. Nothing is
+        known of layers that compute with values derived from their weights, except for experts."""
         known = vllm_weights.are_experts(self._derived)
         with bare(self.model):
             shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
@@ -88,27 +88,27 @@ class VLLMEngine:
 
     @property
     def lora(self) -> Lora:
-        """See :class:`~lightrft.rollout.engine.TakesAdapters`."""
+        """Implement :attr:`~lightrft.rollout.engine.TakesAdapters.lora`."""
         return "merged" if self.adapters is None else "alone" if self._has_base else "apart"
 
     def _without_adapters(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return stream if self.adapters is None else self.adapters.take(stream)
 
     def shared_storage(self) -> set[int]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`: none."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`: none."""
         return set()
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`. A collective of ``group``."""
         return self.places.dtypes
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine."""
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`. A collective of ``group``."""
         return self.places.fingerprints(names)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None) -> list[list[Completion]]:
-        """See :class:`~lightrft.rollout.engine.RolloutEngine`. A collective of the ranks that share the engine.
+        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
 
         Raises:
             RuntimeError: while asleep, or when no weights came since the start or the last sleep.
@@ -139,7 +139,7 @@ class VLLMEngine:
         check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full weights under their HF names and forget every cached prefix and picture.
+        """Load full weights under their HF names and drop every cached prefix and picture.
 
         Raises:
             RuntimeError: while asleep.
@@ -152,7 +152,7 @@ class VLLMEngine:
         shapes = {name: shape for name, shape in self.shapes.items() if MARK in name or not alone}
         base = self._without_adapters(checked(named_tensors, shapes))
         if alone:
-            for name, _ in base:  # which fills the adapters on its way
+            for name, _ in base:  # iterating fills the adapters
                 raise RuntimeError(f"{name} was sent again: the engine has the base weights")
         else:
             self._has_base = False
@@ -165,14 +165,14 @@ class VLLMEngine:
         self._ready, self.weight_version = True, version
 
     def sleep(self) -> None:
-        """Forget weights and cache; their device memory is free afterwards (CUDA). Base weights that would not come
-        again wait in host memory."""
+        """Drop weights and cache; their device memory is free afterwards (CUDA). Base weights that would not be sent
+        again are kept in host memory."""
         if self.sleeps and not self._asleep:
             self.native.sleep(level=1 if self.adapters else 2)
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
 
     def wake(self) -> None:
-        """Room for the weights again; :meth:`update_weights` fills it, the cache returns with the next request."""
+        """Allocate the weights again; :meth:`update_weights` fills them, the cache returns with the next request."""
         if self.sleeps and self._asleep:
             self.native.wake_up(["weights"])
         self._asleep = False
@@ -194,7 +194,7 @@ class VLLMEngine:
 
 def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                       bf16: bool) -> VLLMEngine:
-    """vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    """Start vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Drawing:
-    """A sample under way. ``first`` is what a request before this one drew of its response; ``native_id`` is vLLM's."""
+    """An unfinished sample. ``first``: the tokens that an earlier request drew for it; ``native_id``: vLLM's id."""
     request: int
     sample: int
     first: Completion
@@ -21,16 +21,17 @@ class _Drawing:
 
 
 class VLLMRun:
-    """Every sample is a vLLM request of its own, with its own seed; samples of one prompt share its cached blocks.
+    """One ``generate`` call, in which every sample is one vLLM request with its own seed; samples of one prompt share
+    its cached blocks.
 
-    With ``params.first_temperature`` a response takes two requests: one for the first token, one that goes on from it.
-    A request that goes on, from there or from a prefix, has a seed derived from where it does (vLLM's noise starts
-    anew).
+    With ``params.first_temperature`` a response takes two requests: one for the first token, one that continues it. A
+    request that continues, from there or from a prefix, has a seed derived from its start position (vLLM's noise
+    starts again).
 
     Args:
         collector: has the requests, and gets the responses as they end.
         adapter: vLLM's ``LoRARequest`` of all samples, if any.
-        agree: whether all ranks that run the engine together have enough; only then does it stop.
+        agree: returns whether all ranks that run the engine together have enough; only then does it stop.
     """
 
     def __init__(self, engine: "LLMEngine", collector: CompletionCollector, params: SamplingParams, stop_ids: list[int],
@@ -40,10 +41,10 @@ class VLLMRun:
         self.drawing: dict[str, _Drawing] = {}
 
     def run(self) -> list[list[Completion]]:
-        """This rank's responses, in the order of its requests and their seeds."""
+        """Generate; return this rank's responses, in the order of its requests and their seeds."""
         try:
             self._draw_all()
-        finally:  # after an error too, or the next call would go on with what is left
+        finally:  # after an error too, or the next call would resume what is left
             self._abort()
         return self.collector.own()
 
@@ -72,7 +73,7 @@ class VLLMRun:
         self.drawing[name] = drawing
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
-        """Used once, so vLLM need not copy it."""
+        """Build vLLM's parameters, which are used once, so that vLLM need not copy them."""
         from vllm import SamplingParams as NativeParams
         from vllm.sampling_params import RequestOutputKind
         p = self.params
@@ -84,7 +85,7 @@ class VLLMRun:
         return native
 
     def _take(self, output: "RequestOutput") -> tuple[int, int, Completion] | None:
-        """Take in what vLLM has finished: request, place and response of the sample, unless it goes on."""
+        """Process a finished vLLM request: return the sample's request, index and response, unless it continues."""
         drawing = self.drawing.pop(output.request_id)
         i, j, response = drawing.request, drawing.sample, _response(drawing, output)
         if self._goes_on(drawing, response):
@@ -93,14 +94,14 @@ class VLLMRun:
         return i, j, response
 
     def _goes_on(self, drawing: _Drawing, response: Completion) -> bool:
-        """Whether this was only the first token, drawn at its own temperature."""
+        """True if this was only the first token, drawn at its own temperature."""
         request, params = self.requests[drawing.request], self.params
         begun = drawing.first.token_ids or (request.prefixes and request.prefixes[drawing.sample])
         return (params.first_temperature is not None and not begun and params.max_new_tokens > 1
                 and response.finish_reason == "length")
 
     def _abort(self) -> None:
-        """Stop what is under way; it counts as it is."""
+        """Stop unfinished responses; keep them as they are."""
         from vllm.v1.engine import FinishReason
         states = self.engine.output_processor.request_states
         for drawing in self.drawing.values():

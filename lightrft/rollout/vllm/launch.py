@@ -1,4 +1,4 @@
-"""Starting vLLM in this process: its environment, its arguments, and the state of the process that stays as it was."""
+"""Start of vLLM in this process: its environment, its arguments, and the process state that is restored after it."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 
 def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
                      world: World) -> dict[str, Any]:
-    """What vLLM is started with for the model of ``config``. Its weights are random until the first sync."""
+    """Arguments that start vLLM for the model of ``config``. Its weights are random until the first sync."""
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
     arguments: dict[str, Any] = {
         "model": config.name_or_path,
@@ -61,8 +61,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Generators, thread count, torch's own functions and the environment are afterwards what they were, but for
-    variables of vLLM (others that it sets, such as LOCAL_WORLD_SIZE, would pass for those of torchrun)."""
+    """Restore generators, thread count, torch's own functions and the environment afterwards, except for variables of
+    vLLM (others that it sets, such as LOCAL_WORLD_SIZE, would pass for those of torchrun)."""
     state, threads, set_threads = rng_state(), torch.get_num_threads(), torch.set_num_threads
     environment = dict(os.environ)
     try:
@@ -77,10 +77,10 @@ def process_state_kept() -> Iterator[None]:
 
 
 def keep_weights_unpacked() -> None:
-    """On a CPU, hold linear weights as they come.
+    """Keep linear weights unpacked on a CPU.
 
-    vLLM would pack them into handles of oneDNN; that of a tied head is not renewed when the embedding is (log-probs
-    were off by 0.1 after an update), and packed weights cannot be compared with the trainer's.
+    vLLM would pack them into handles of oneDNN. The handle of a tied head is not renewed when the embedding is
+    (log-probs were off by 0.1 after an update), and packed weights cannot be compared with the trainer's.
     """
     from vllm import _custom_ops
     _custom_ops._supports_onednn = False
@@ -88,9 +88,9 @@ def keep_weights_unpacked() -> None:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """On a CPU, the ranks of an engine meet in shared memory of their run, whose name goes once all have it open.
+    """Give the ranks of an engine on a CPU shared memory named for their run; the name goes once all have it open.
 
-    vLLM's name for it is the same in every run: no second one could start beside the first, or after it was killed.
+    vLLM's name for it is the same in every run: no second run could start alongside the first, or after its kill.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     names: set[str] = set()
@@ -109,7 +109,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine":
-    """vLLM's engine in this process; under torchrun every rank calls it.
+    """Start vLLM's engine in this process; under torchrun every rank calls it.
 
     Raises:
         UserError: vLLM is missing, does not know an argument, or cannot run the model with them.

@@ -1,4 +1,4 @@
-"""Trainer weights -> the model that vLLM holds in this process: every weight, or the LoRA adapters alone."""
+"""Transfer of the trainer's weights to vLLM's model in this process: every weight, or the LoRA adapters alone."""
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args, TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def is_borrowed(model: nn.Module) -> bool:
-    """Whether vLLM runs the code that transformers has for this model."""
+    """True if vLLM runs the code that transformers has for this model."""
     return f"{type(model).__module__}.".startswith("vllm.model_executor.models.transformers.")
 
 
 def tie_head(model: nn.Module) -> None:
     """Let the head read the embedding's weight: for models that are tied although their folder holds a copy of the
-    head (vLLM then gives the head a weight of its own, which no update would reach)."""
+    head (vLLM then gives the head a separate weight, which no update would reach)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     tables = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     heads = [layer for layer in tables if isinstance(layer, ParallelLMHead)]
@@ -29,7 +29,7 @@ def tie_head(model: nn.Module) -> None:
 
 
 def derived_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that compute with something derived from their weights: quantised, packed, the experts of a MoE, MLA.
+    """Layers that compute with values derived from their weights: quantized, packed, the experts of a MoE, MLA.
 
     Such weights cannot be filled in place.
     """
@@ -43,20 +43,20 @@ def _has_plain_method(layer: nn.Module) -> bool:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    method = getattr(layer, "quant_method", None)  # that of experts is a module of its own, and not in vars(layer)
+    method = getattr(layer, "quant_method", None)  # that of experts is a module, and not in vars(layer)
     return (not isinstance(method, QuantizeMethodBase)
             or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
 
 
 def are_experts(layers: Iterable[nn.Module]) -> bool:
-    """Whether all ``layers`` are experts of a MoE without quantization, whose weights vLLM lays out for its kernels."""
+    """True if all ``layers`` are experts of a MoE without quantization, whose weights vLLM lays out for its kernels."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     return all(isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) for layer in layers)
 
 
 def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shapes) -> Shapes:
-    """Those of the weights ``shapes`` (by HF name) whose layer, by the name vLLM has for it, is none of ``derived``: no
-    loader of a :func:`derived layer <derived_layers>` has to be called to see where they go."""
+    """Weights of ``shapes`` (by HF name) whose layer, by the name vLLM has for it, is none of ``derived``: no loader of
+    a :func:`derived layer <derived_layers>` has to be called to see where they go."""
     fused = {one: name for name, some in getattr(model, "packed_modules_mapping", {}).items() for one in some}
     layers, hidden = dict(model.named_modules()), set(derived)
 
@@ -68,7 +68,7 @@ def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shap
 
 
 def load_plain(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """vLLM's own loader, which fills the tensors that are there; the names of those that it filled."""
+    """Run vLLM's own loader, which fills the existing tensors; return the names of those that it filled."""
     from vllm.config import set_current_vllm_config
     with set_current_vllm_config(engine.vllm_config):
         return model.load_weights(named_tensors)
@@ -82,7 +82,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         plain: there are no :func:`derived_layers`, so that all weights are filled in place.
 
     Raises:
-        ValueError: vLLM has a weight that did not come.
+        ValueError: vLLM has a weight that was not sent.
     """
     # random at the start, buffers too; tied ones count once
     held = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
@@ -99,22 +99,22 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
 
 @torch.no_grad()
 def load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Layer by layer as at start, so that what is derived from the weights is derived again; the storage stays. Returns
-    the names that were filled. Experts of which nothing comes do not work until all have come."""
+    """Load layer by layer as at start, so that values derived from the weights are computed again; the storage stays.
+    Return the names that were filled. Experts that get no weight do not work until all have got theirs."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     for layer in model.modules():
         if are_experts([layer]) and not any(parameter.is_cuda for parameter in layer.parameters()):
-            layer.quant_method.moe_kernel = None  # on a CPU its making is what packs the experts, and is done but once
+            layer.quant_method.moe_kernel = None  # on a CPU its creation packs the experts, and happens only once
     with set_current_vllm_config(engine.vllm_config):
         initialize_layerwise_reload(model)
         try:
             filled = model.load_weights(named_tensors)
-        finally:  # after a stream that broke off too: the next one starts anew
+        finally:  # after a stream that broke off too: the next one starts again
             finalize_layerwise_reload(model, engine.model_config)
         for layer in model.modules():
-            if isinstance(layer, ParallelLMHead):  # a tied one got no weight of its own, so it was passed over
+            if isinstance(layer, ParallelLMHead):  # a tied one got no own weight, so it was skipped
                 layer.quant_method.process_weights_after_loading(layer)
     return filled
 
@@ -124,7 +124,7 @@ _NUMBER = 1
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """What vLLM is started with, to have room for one adapter of ``rank`` at each layer."""
+    """Arguments that give vLLM room for one adapter of ``rank`` at each layer."""
     from vllm.config.lora import MaxLoRARanks
     room = min((size for size in get_args(MaxLoRARanks) if size >= rank), default=0)
     if not room:
@@ -135,7 +135,7 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
-    """``model`` without the layers that vLLM puts around those with adapters, under whose names nothing is loaded."""
+    """Context without vLLM's wrappers of the layers of ``model`` with adapters: under their names nothing is loaded."""
     from vllm.lora.layers import BaseLayerWithLoRA
     around = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)]
     for name, layer in around:
@@ -151,7 +151,7 @@ class Adapters:
     """The one adapter of a vLLM engine.
 
     Attributes:
-        request: what makes a request of ``native`` use it.
+        request: LoRA request, which lets a request of ``native`` use the adapter.
     """
 
     def __init__(self, native: "LLMEngine", rank: int) -> None:
@@ -168,7 +168,7 @@ class Adapters:
         }
 
     def take(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``stream`` without the matrices of adapters, which are filled on the way."""
+        """Yield ``stream`` without the matrices of adapters, which are filled on the way."""
         for name, tensor in stream:
             if MARK in name:
                 self._fill(name, tensor)

@@ -1,7 +1,7 @@
-"""Weights that an engine rearranges for its kernels: where it puts each element is found by sending it numbers.
+"""Layouts of weights that an engine rearranges for its kernels, found by sending it numbers.
 
-A kernel may want the experts of a MoE in tiles, padded, or gates and ups in turns. However it does, it moves elements:
-of a weight whose elements are their own numbers, what lies in the engine afterwards tells where each of them went.
+A kernel may want the experts of a MoE in tiles, padded, or gates and ups in turns. In each case it moves elements. So
+a weight is sent whose elements are their own numbers; the numbers in the engine then show where each element went.
 """
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lightrft.rollout.weight_sync.load_trace import Copy, Load
 
-Order = Tensor | None  # where in its slot, flat, the elements of a block lie: int64 [elements]; None: in their view
+Order = Tensor | None  # flat index in its slot of each element of a block: int64 [elements]; None: that of the view
 
 
 class _Block(NamedTuple):
-    """What one copy brings to its slot, the place of one expert in a tensor of the layer. ``number``: that of the first
-    element of the rows and columns (``whole``) that it is a block of, from ``start``."""
+    """Block that one copy writes to its slot, the part of a layer's tensor for one expert. ``number``: number of the
+    first element of the matrix (rows and columns ``whole``) that contains the block, from ``start``."""
     weight: int
     tensor: int
     slot: int
@@ -29,19 +29,19 @@ class _Block(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The same for all experts."""
+        """Key that is the same for all experts."""
         return self.tensor, *self[3:]
 
     def numbers(self) -> Tensor:
-        """Of its elements: int64 [elements]."""
+        """Numbers of its elements: int64 [elements]."""
         (row, column), (rows, columns) = self.start, self.shape
         left = self.number + (torch.arange(row, row + rows) * self.whole[1] + column)
         return (left[:, None] + torch.arange(columns)).flatten()
 
 
 class Layouts:
-    """Of the layers of one model. Those that are loaded alike are laid out alike: one of them is sent numbers, and
-    holds them until its weights come.
+    """Layouts of the layers of one model. Layers that are loaded alike have the same layout: one of them is sent
+    numbers, and holds them until its weights come.
 
     Args:
         load: loads some weights as every sync does, with all that the engine derives from them.
@@ -52,8 +52,8 @@ class Layouts:
         self._known: dict[tuple[object, ...], list[Order] | None] = {}
 
     def orders(self, layer: nn.Module, copies: Mapping[str, Sequence[Copy]]) -> list[Order] | None:
-        """Where the elements of each of ``copies`` into ``layer``, by name of their weight, lie; None: some are not
-        found, because they are not moved but changed."""
+        """Orders of the elements of each of ``copies`` into ``layer``, by name of their weight; None: some elements are
+        not found, because they are not moved but changed."""
         tensors = list(layer.parameters())
         blocks = _blocks(tensors, copies)
         key = (type(layer), *((one.shape, one.dtype) for one in tensors), *blocks)
@@ -78,7 +78,7 @@ class Layouts:
 
     def _numbers_in(self, slots: list[Tensor], tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]],
                     blocks: list[_Block]) -> list[Tensor]:
-        """What lies in each of ``slots``, int64 like it: sent digit by digit, each small enough for the types."""
+        """Numbers stored in each of ``slots``, int64 like it: sent digit by digit, each small enough for the dtypes."""
         bits = min(1 - round(math.log2(torch.finfo(one.dtype).eps)) for one in tensors)
         found = [torch.zeros(one.shape, dtype=torch.int64, device=one.device) for one in slots]
         sent = {block.weight: block for block in blocks}
@@ -99,17 +99,17 @@ class Layouts:
 
 
 def slot(tensor: Tensor, index: int) -> Tensor:
-    """The place of one expert, flat."""
+    """Slot of one expert, flat."""
     return tensor.detach().flatten(1)[index]
 
 
 def slot_of(copy: Copy, tensor: Tensor) -> int:
-    """The index of the expert in ``tensor`` that ``copy`` goes to."""
+    """Index of the expert in ``tensor`` that ``copy`` goes to."""
     return copy.view.storage_offset() // tensor.stride(0)
 
 
 def _blocks(tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]]) -> list[_Block]:
-    """Of all copies; weights that share a slot have numbers of their own."""
+    """Blocks of all copies; weights that share a slot have distinct numbers."""
     found, free = [], dict[tuple[int, int], int]()
     index = {one.untyped_storage().data_ptr(): i for i, one in enumerate(tensors)}
     for i, group in enumerate(copies.values()):

@@ -1,4 +1,4 @@
-"""What an engine's loader does with full weights: which part of each it copies where, found without copying."""
+"""Trace of an engine's loader on full weights: the part of each that it copies and the target, without copying."""
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ Load = Callable[[Iterator[tuple[str, Tensor]]], Any]  # gives weights to the eng
 
 
 class Copy(NamedTuple):
-    """``part`` of a full ``weight`` (both without data) went to ``view``, in the engine's model."""
+    """Copy of ``part`` of a full ``weight`` (both without data) to ``view``, in the engine's model."""
     view: Tensor
     part: Tensor
     weight: Tensor
 
     @property
     def start(self) -> tuple[int, ...] | None:
-        """Index in the weight of the part's first element; None where the part is not a block of it, as it lies and as
-        it came (SGLang's loader adds 1 to norms of Gemma)."""
+        """Index in the weight of the part's first element; None where the part is not a block of the weight with the
+        same strides and unchanged values (SGLang's loader adds 1 to norms of Gemma)."""
         ahead = self.weight.ndim - self.part.ndim
         of_weight = self.part.untyped_storage()._cdata == self.weight.untyped_storage()._cdata
         if not of_weight or self.weight._version or ahead < 0 or self.part.stride() != self.weight.stride()[ahead:]:
@@ -32,20 +32,20 @@ class Copy(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part, with a 1 for every dimension that it lacks."""
+        """Shape of the part, with a 1 for every dimension that it lacks."""
         return (1, ) * (self.weight.ndim - self.part.ndim) + tuple(self.part.shape)
 
 
 class _Watch(TorchDispatchMode):
-    """Does no copy of weights: notes for each where it would have gone and what would have been copied."""
+    """Dispatch mode that skips copies of weights and records the target and the source of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for every operation."""
-        if func is torch.ops.aten.copy_.default and args[1].is_meta:  # or the model copies what it has
+        """Intercept an operation; torch calls this for every one."""
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:  # else the model copies its own
             self.found.append((args[0], args[1]))
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -53,10 +53,10 @@ class _Watch(TorchDispatchMode):
 
 @torch.no_grad()
 def trace_loader(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
-    """What ``load`` does with weights of these ``shapes``.
+    """Trace the copies that ``load`` makes of weights of these ``shapes``.
 
     Raises:
-        UserError: it refuses one.
+        UserError: ``load`` refuses a weight.
     """
     found: dict[str, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
     watch = _Watch()
@@ -80,5 +80,5 @@ def trace_loader(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
 
 
 def _once(copies: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Without repetitions: some loaders fill what tied weights share under either name."""
+    """Drop repetitions: some loaders fill the tensor that tied weights share under either name."""
     return {(view.data_ptr(), view.shape, part.storage_offset()): (view, part) for view, part in copies}.values()

@@ -15,7 +15,7 @@ Names = dict[str, list[tuple[str, int, torch.Size]]]  # in checkpoints: name, fi
 
 
 class WeightManifest(NamedTuple):
-    """What an update brings: name and shape of every weight, and its names in checkpoints where they are others."""
+    """Contents of an update: name and shape of every weight, and its names in checkpoints where they differ."""
     shapes: Shapes
     names: Names
 
@@ -28,9 +28,9 @@ def exported_shapes(actor: PackedModel, merge: bool = True) -> Shapes:
 
 
 def checkpoint_names(model: PreTrainedModel, shapes: Shapes) -> Names:
-    """What checkpoints of the family of ``model`` have instead of weights of these names and shapes, where it is
-    something else: transformers joins the experts of a MoE as it reads them, and names those of models that see anew.
-    What cannot be cut up is left out."""
+    """Names of the weights that checkpoints of the family of ``model`` have instead of those in ``shapes``, where they
+    differ: transformers joins the experts of a MoE as it reads them, and renames weights of vision models. Weights
+    that cannot be cut up are left out."""
     found: Names = {}
     for name, shape in shapes.items():
         if not shape:
@@ -45,7 +45,7 @@ def checkpoint_names(model: PreTrainedModel, shapes: Shapes) -> Names:
 
 
 def under_checkpoint_names(named_tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:
-    """The stream as checkpoints have it; its tensors are views."""
+    """Yield the stream under the names, and in the parts, of checkpoints; its tensors are views."""
     for name, tensor in named_tensors:
         if name not in names:
             yield name, tensor
@@ -54,7 +54,7 @@ def under_checkpoint_names(named_tensors: Iterable[tuple[str, Tensor]], names: N
 
 
 def checked(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """The stream itself, once it is known to hold each weight of ``shapes`` exactly once.
+    """Yield the stream itself, and check that it holds each weight of ``shapes`` exactly once.
 
     Raises:
         ValueError: a name is unknown or comes twice, a shape differs, or at the end a weight is missing.

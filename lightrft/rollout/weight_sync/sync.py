@@ -1,4 +1,4 @@
-"""Trainer weights -> engine."""
+"""Transfer of the trainer's weights to the engine."""
 import time
 
 from lightrft.rollout.engine import RolloutEngine, TakesAdapters
@@ -8,11 +8,11 @@ from lightrft.strategy.base import Prepared, StrategyBase
 
 def sync_weights(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, version: int, bucket_mib: int = 512,
                  proof: WeightSyncVerifier | None = None) -> float:
-    """Stream the full weights of ``prepared.model`` into ``engine``, ``bucket_mib`` MiB at a time; seconds taken. An
-    engine that takes adapters gets the base weights once.
+    """Stream the full weights of ``prepared.model`` into ``engine``, ``bucket_mib`` MiB at a time; return the
+    seconds taken. An engine that takes adapters gets the base weights once.
 
-    A collective when the model is sharded: every rank calls it, and each fills its own engine. With ``proof`` what is
-    sent is watched; :meth:`WeightSyncVerifier.check` then has the last word.
+    A collective when the model is sharded: every rank calls it, and each fills its own engine. With ``proof`` the
+    stream is observed; :meth:`WeightSyncVerifier.check` then verifies the engine.
     """
     start = time.perf_counter()
     lora = engine.lora if isinstance(engine, TakesAdapters) else "merged"

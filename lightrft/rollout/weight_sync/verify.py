@@ -1,11 +1,10 @@
 """Verification that the engine samples from the trainer's weights, after every weight sync.
 
 Stale or half-loaded weights are silent: responses still look right. So after each sync a fingerprint of every weight is
-computed where it is stored, of the trainer's on the ranks that hold its parts (not of what was sent), of the engine's
-in the engine, and both must be equal bit for bit once the trainer's is rounded to the engine's type. Now and then
-canaries compare log-probs: a few real prompts that the engine continues and the trainer scores. They cover caches that
-outlive an update, layouts and quantization, and the engine's arithmetic itself. All ranks see all verdicts and stop
-together.
+computed where it is stored: of the trainer's on the ranks that hold its parts (not of what was sent), of the engine's
+in the engine. Both must be equal bit for bit once the trainer's is rounded to the engine's dtype. At intervals canaries
+compare log-probs: a few real prompts that the engine continues and the trainer scores. They cover caches that outlive
+an update, layouts and quantization, and the engine's arithmetic itself. All ranks see all verdicts and stop together.
 """
 import math
 import re
@@ -30,11 +29,11 @@ REMEDY = ("Nothing was learnt from these weights: --load_checkpoint goes on from
 
 
 class WeightSyncError(ExpectedError, RuntimeError):
-    """The engine does not hold, or does not compute with, the trainer's weights."""
+    """Error: the engine does not hold, or does not compute with, the trainer's weights."""
 
 
 class Fingerprints:
-    """Compares every weight that the engine can read with the trainer's.
+    """Comparison of every weight that the engine can read with the trainer's.
 
     An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared.
     With LoRA most engines get weights that the trainer never holds (merged ones); their fingerprints are taken from the
@@ -51,7 +50,7 @@ class Fingerprints:
         self._ended = self._announced = False
 
     def watch(self, stream: Named) -> Named:
-        """``stream``, seen on its way where it cannot be computed afterwards."""
+        """Return ``stream``; its fingerprints are taken on the way where they cannot be computed afterwards."""
         self._ended = False
         return self._watched(stream) if self.merges else stream
 
@@ -64,7 +63,7 @@ class Fingerprints:
         self._ended = True
 
     def _readable(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that can be compared; says once how many cannot."""
+        """Return the ``names`` that can be compared; log once how many cannot."""
         unread = [name for name in names if name not in self.dtypes]
         if unread and not self._announced:
             get_logger().info(f"sync proof: the engine holds {len(unread)} weights, {unread[0]} the first, in a form "
@@ -73,7 +72,7 @@ class Fingerprints:
         return [name for name in names if name in self.dtypes]
 
     def _mine(self) -> tuple[list[str], Tensor | None]:
-        """The names that are compared, and this rank's part of the trainer's fingerprints: int64 [names]."""
+        """Return the names that are compared, and this rank's part of the trainer's fingerprints: int64 [names]."""
         if self.merges:
             names = self._readable(self._seen)
             return names, torch.stack([self._seen[name] for name in names]) if names else None
@@ -82,7 +81,7 @@ class Fingerprints:
         return names, self._of_parts([parts[name] for name in names], names) if names else None
 
     def _of_parts(self, parts: list[Part], names: list[str]) -> Tensor:
-        """int64 [parts], each in the type in which the engine holds it."""
+        """Fingerprints of ``parts``, int64 [parts], each in the dtype in which the engine holds it."""
         pieces = [(index, piece) for index, (part, name) in enumerate(zip(parts, names))
                   for piece in slice_pieces(part.tensor, self.dtypes[name], part.shape, part.start)]  # yapf: disable
         sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0].tensor.device)
@@ -92,7 +91,7 @@ class Fingerprints:
         return sums.index_add_(0, owners, fingerprints([piece for _, piece in pieces]))
 
     def fault(self) -> str | None:
-        """What is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
+        """Describe what is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""
         if self.shared:
             return self._elsewhere()
         if self.merges and self.strategy.any_rank(not self._ended):
@@ -108,7 +107,7 @@ class Fingerprints:
         return self._report(names, table[1:], wrong, before) if wrong.any() else None
 
     def _report(self, names: list[str], held: Tensor, wrong: Tensor, before: dict[str, int]) -> str:
-        """The first column of ``wrong`` [ranks, names], where the engines' fingerprints ``held`` are not the
+        """Describe the first column of ``wrong`` [ranks, names], where the engines' fingerprints ``held`` are not the
         trainer's."""
         first = int(wrong.any(0).nonzero()[0])
         ranks = wrong[:, first].nonzero()[:, 0].tolist()
@@ -117,7 +116,7 @@ class Fingerprints:
                 f"{likely}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
 
     def _elsewhere(self) -> str | None:
-        """The first of the trainer's weights that the engine, which is to share them, does not compute with."""
+        """Describe the first of the trainer's weights that the engine should share but does not compute with."""
         addresses = self.engine.shared_storage()
         for name, parameter in self.prepared.model.named_parameters():
             if parameter.data_ptr() not in addresses:
@@ -139,7 +138,7 @@ def _place(name: str) -> str:
 
 
 class WeightSyncVerifier:
-    """What ``--sync_proof`` asks for, at every sync of one engine.
+    """Verifier of the weights after every sync of one engine, as ``--sync_proof`` configures it.
 
     Args:
         cfg: the options; ``bf16``: the trainer computes in bfloat16.
@@ -156,11 +155,11 @@ class WeightSyncVerifier:
         self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, bf16)
 
     def watch(self, stream: Named) -> Named:
-        """To be put around the stream of weights; see :class:`Fingerprints`."""
+        """Wrap the stream of weights; see :meth:`Fingerprints.watch`."""
         return self.fingerprints.watch(stream) if self.wants_fingerprints else stream
 
     def check(self, version: int) -> dict[str, float]:
-        """Prove that the engine has the weights of ``version``; a collective. Returns the metrics.
+        """Verify that the engine has the weights of ``version``; a collective. Return the metrics.
 
         Raises:
             WeightSyncError: on all ranks, naming the first weight that differs.
@@ -177,8 +176,8 @@ class WeightSyncVerifier:
         return metrics
 
     def _canary_due(self, version: int) -> bool:
-        """At the first sync, which sets the band, at the first that brings trained weights, then regularly: by the
-        version, so that a resumed run measures when the one that was not interrupted does."""
+        """True at the first sync, which sets the band, at the first that brings trained weights, then regularly: by the
+        version, so that a resumed run measures when an uninterrupted one does."""
         return self.wants_canary and (self.canary.band is None or version == 1 or version % self.every == 0)
 
     def _of_canary(self, gaps: list[float], limit: float) -> str:
@@ -193,7 +192,7 @@ class WeightSyncVerifier:
 
 def get_weight_sync_verifier(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
                              prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> WeightSyncVerifier | None:
-    """What ``--sync_proof`` asks for; see :class:`WeightSyncVerifier`."""
+    """Build the verifier that ``--sync_proof`` asks for; None where it is off."""
     return None if cfg.sync_proof == "off" else WeightSyncVerifier(cfg, strategy, prepared, engine, prompts, bf16,
                                                                    timer)
 
@@ -205,10 +204,10 @@ AT_START, LEAST, SLACK = (1e-3, 0.2), (1e-4, 0.05), 10.0
 
 
 class Canary:
-    """Measures the gap between engine and trainer, and knows how wide it may be.
+    """Measurement of the gap between engine and trainer, and the band that it may not exceed.
 
     Args:
-        prompts: the first few are used, the same on every rank; ``new_tokens``: most of each response.
+        prompts: the first few are used, the same on every rank; ``new_tokens``: most tokens of each response.
         bf16: the trainer computes in bfloat16.
 
     Attributes:
@@ -224,7 +223,7 @@ class Canary:
         self.band: float | None = None
 
     def measure(self) -> list[float]:
-        """The gap on every rank; a collective. The first call sets the band, if its own gap allows."""
+        """Measure the gap on every rank; a collective. The first call sets the band, if its gap allows."""
         mine = torch.zeros(self.strategy.world_size, dtype=torch.float64)
         mine[self.strategy.rank] = self._gap()
         gaps = self.strategy.all_reduce(mine).tolist()
@@ -234,12 +233,12 @@ class Canary:
 
     @property
     def limit(self) -> float:
-        """The band, or what the first gap must stay below."""
+        """The band, or the bound of the first gap."""
         return AT_START[self.bf16] if self.band is None else self.band
 
     @torch.no_grad()
     def _gap(self) -> float:
-        """This rank's, in nats; infinite where a log-prob is not a number. The model's mode is put back."""
+        """Gap on this rank, in nats; infinite where a log-prob is not a number. The model's mode is restored."""
         completions = [group[0] for group in self.engine.generate(self.requests, self.params)]
         exp, model = self._packed(completions).to(self.strategy.device), self.prepared.model
         training = model.training

@@ -1,4 +1,4 @@
-"""Where an engine's model keeps each weight of the trainer: fused tensors, shards, copies."""
+"""Map from each weight of the trainer to its memory in an engine's model: fused tensors, shards, copies."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,12 +13,12 @@ from lightrft.rollout.weight_sync.load_trace import Copy, Load, trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts, Order, slot, slot_of
 from lightrft.rollout.weight_sync.names import Shapes
 
-Key = tuple[tuple[int, ...], tuple[int, ...]]  # where a block begins in the full weight, and its shape
+Key = tuple[tuple[int, ...], tuple[int, ...]]  # start of a block in the full weight, and its shape
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A block of a full weight, ``shape`` large from the element at index ``start``, in the engine's model.
+    """A block of a full weight in the engine's model, of shape ``shape`` from the element at index ``start``.
 
     ``view``: the block; or, with ``order``, rows of memory, each of which has the elements of a matrix of the block at
     these positions.
@@ -30,16 +30,16 @@ class WeightSlice:
 
     @property
     def key(self) -> Key:
-        """Which block it is."""
+        """Key of the block: its start and shape."""
         return self.start, self.shape
 
     def read(self) -> Tensor:
-        """The block, of its shape."""
+        """Read the block, in its shape."""
         return self.view if self.order is None else self.view[:, self.order].view(self.shape)
 
 
 def _place(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> WeightSlice | None:
-    """Of ``copy``, whose elements lie in its view, or in ``order`` in its slot in ``tensor``."""
+    """Slice of ``copy``, whose elements are stored in its view, or in ``order`` in its slot in ``tensor``."""
     if copy.start is None:
         return None
     if order is None or tensor is None:
@@ -53,7 +53,7 @@ def _address(tensor: Tensor) -> int:
 
 def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], rearranged: Iterable[nn.Module],
             reload: Load) -> dict[str, list[WeightSlice | None]]:
-    """Of all copies, by name of the weight; for the arguments see :class:`WeightMap`."""
+    """Slices of all copies, by name of the weight; for the arguments see :class:`WeightMap`."""
     hidden = {_address(parameter) for layer in derived for parameter in layer.parameters()}
     places = {name: [None if _address(copy.view) in hidden else _place(copy) for copy in group]
               for name, group in copies.items()}  # yapf: disable
@@ -70,7 +70,7 @@ def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], 
 
 
 def _joined(places: Iterable[WeightSlice]) -> list[WeightSlice]:
-    """Blocks of single experts become one, where all that differ in nothing else lie at even distances."""
+    """Join blocks of single experts into one, where all that differ in nothing else are at even distances."""
     groups: dict[tuple[object, ...], list[WeightSlice]] = {}
     for one in sorted(places, key=lambda place: place.start):
         like = id(one.order), one.start[1:], one.shape, _address(one.view), one.view.stride()
@@ -90,24 +90,24 @@ def _as_one(group: list[WeightSlice]) -> list[WeightSlice]:
 
 
 class WeightMap:
-    """The weights that can be read back, by HF name. A collective of the ranks of ``group``, several of which may hold
-    the same part (norms, routers, key and value heads that are fewer than the ranks).
+    """Map of the weights that can be read back, by HF name. A collective of the ranks of ``group``, several of which
+    may hold the same part (norms, routers, key and value heads that are fewer than the ranks).
 
-    A weight whose parts are no blocks of it, do not cover it, lie twice on one rank or in one of the layers
-    ``derived``, cannot; without ``shapes`` none can.
+    A weight cannot be read back if its parts are no blocks of it, do not cover it, are stored twice on one rank or
+    belong to one of the layers ``derived``; without ``shapes`` none can.
 
     Args:
         load: the engine's own loader, which fills the tensors of its model.
-        model: the engine's, every parameter of which has to be filled; None: that is seen elsewhere.
+        model: the engine's model, every parameter of which must be filled; None: this is checked elsewhere.
         rearranged: layers whose kernels may move the elements of their weights.
         reload: loads some weights as every sync does (:class:`~lightrft.rollout.weight_sync.kernel_layouts.Layouts`);
-            those of a rearranged layer are numbers afterwards.
+            the weights of a rearranged layer are numbers afterwards.
 
     Attributes:
-        dtypes: what each is held in.
+        dtypes: dtype in which each weight is held.
         held: the parts that this rank holds.
-        lost: how many elements of each weight go nowhere, on none of the ranks; without those of which all go.
-        empty: parameters of the model that nothing goes to.
+        lost: number of elements of each weight that no rank stores; complete weights are left out.
+        empty: parameters of the model that receive nothing.
     """
 
     def __init__(self, load: Load, shapes: Shapes, group: dist.ProcessGroup | None = None,
@@ -150,7 +150,7 @@ class WeightMap:
         return found
 
     def fault(self, engine: str) -> str:
-        """Why no run can use an ``engine`` that passes over a weight, or over a part of it, or has one of its own."""
+        """Reason why no run can use an ``engine`` that skips a weight, or a part of one, or has an extra one."""
         said = f"{engine} has {self.empty[0]}, which the trainer sends nothing for" if self.empty else ""
         for name, count in list(self.lost.items())[:1]:
             others = f", nor for all of {len(self.lost) - 1} others" if len(self.lost) > 1 else ""
@@ -160,10 +160,10 @@ class WeightMap:
             "it; see python -m lightrft.cli.doctor for the versions that fit together, or use another --engine_type")
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """Of the weights as they lie now, whole: int64 [names] on the CPU. A collective of the ranks of the group.
+        """Current fingerprints of the whole weights: int64 [names] on the CPU. A collective of the ranks of the group.
 
-        A rank takes the parts that it holds itself, and those it lacks from the first rank that has them: so a copy
-        that is wrong shows on the ranks that compute with it.
+        A rank uses the parts that it holds itself, and takes those it lacks from the first rank that has them. So a
+        wrong copy shows on the ranks that compute with it.
         """
         parts = [(i, key, first) for i, name in enumerate(names) for key, first in self._parts[name]]
         here = torch.tensor([key in self.held[names[i]] for i, key, _ in parts], dtype=torch.bool)
@@ -180,8 +180,8 @@ class WeightMap:
 
     @staticmethod
     def _own(held: list[tuple[WeightSlice, torch.Size]]) -> Tensor:
-        """Fingerprints of places in weights of these shapes. Those in an order of their own are copied to be read, so
-        they come one by one."""
+        """Fingerprints of slices of weights of these shapes. Slices with an order are copied to be read, so they are
+        read one by one."""
         values = torch.zeros(len(held), dtype=torch.int64)
         plain = [i for i, (place, _) in enumerate(held) if place.order is None]
         for some in (plain, *([i] for i in sorted({*range(len(held))} - {*plain}))):

@@ -1,4 +1,4 @@
-"""DeepSpeed itself: what it is told, and where it is imported."""
+"""Import, configuration and engines of DeepSpeed."""
 import logging
 import os
 import warnings
@@ -12,9 +12,9 @@ from lightrft.strategy.deepspeed.sizes import Sizes
 
 
 def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine around ``model``, on the process group there is; with the stage of ``config``.
+    """Create a DeepSpeed engine around ``model``, on the existing process group; with the stage of ``config``.
 
-    Without CUDA it is told to use the CPU. Its warnings tell of the choices made here, so only its errors are shown.
+    Without CUDA it is set to use the CPU. Its warnings report the choices made here, so only its errors are shown.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from lightrft.strategy.optimizer import LocalAdamW, create_scheduler, set_schedu
 from lightrft.strategy.base import OptimSpec, Part, Prepared
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of what an update alone needs
+BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
 
 
 class DeepspeedStrategy(DistributedStrategy):
@@ -41,14 +41,14 @@ class DeepspeedStrategy(DistributedStrategy):
 
     # -- life ---------------------------------------------------------------------------------------------------------
     def setup(self) -> None:
-        """Join the group. Without torchrun DeepSpeed is told what torchrun would tell it of a single process."""
+        """Join the group. Without torchrun, set the variables that torchrun would set for a single process."""
         super().setup()
         self._alone = "LOCAL_RANK" not in os.environ
         if self._alone:
             os.environ.update(ALONE)
 
     def teardown(self) -> None:
-        """Let go of the models, then of the group."""
+        """Release the models, then leave the group."""
         for name in ALONE if self._alone else ():
             os.environ.pop(name, None)
         for engine in self.engines.values():
@@ -58,7 +58,7 @@ class DeepspeedStrategy(DistributedStrategy):
         super().teardown()
 
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
-        """Hand ``model`` to DeepSpeed. One that is not trained is divided with stage 3 only; ``shard_size`` has no
+        """Pass ``model`` to DeepSpeed. A model that is not trained is divided with stage 3 only; ``shard_size`` has no
         meaning."""
         if self.bf16:
             autocast(model, self.device.type)
@@ -85,14 +85,14 @@ class DeepspeedStrategy(DistributedStrategy):
         return kind(zero, names, self.rank, self.cfg.adam_offload)
 
     def _mesh(self, device_type: str) -> DeviceMesh:
-        """All ranks in a row."""
+        """Mesh of all ranks in one dimension."""
         if device_type not in self._meshes:
             self._meshes[device_type] = shard_mesh(device_type, self.world_size)
         return self._meshes[device_type]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """DeepSpeed's; with stage 3 it averages over ranks what is to be summed (exact for powers of two)."""
+        """Run DeepSpeed's pass; stage 3 averages over ranks, so the loss is scaled up (exact for powers of two)."""
         engine = self.engines[model]
         engine.set_gradient_accumulation_boundary(last)
         if self.cfg.zero_stage:
@@ -110,12 +110,12 @@ class DeepspeedStrategy(DistributedStrategy):
         return self.cfg.zero_stage == 3
 
     def free_full(self, model: nn.Module) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.free_full`."""
         if self._divides_weights():
             self.engines[model].empty_partition_cache()
 
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """See :class:`CommonStrategy`; with stage 3 the pieces of a bucket come in one all-gather."""
+        """Implement :meth:`CommonStrategy.gathered`; with stage 3 the pieces of a bucket come in one all-gather."""
         params = {name: param for name, param in model.named_parameters() if of in name}
         if not self._divides_weights():
             yield from ((name, param.detach()) for name, param in params.items())
@@ -128,7 +128,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 yield name, flat[:params[name].ds_numel].view(params[name].ds_shape)
 
     def part(self, param: nn.Parameter) -> Part:
-        """See :class:`CommonStrategy`; of weights that every rank holds each answers for an equal share."""
+        """Override :meth:`CommonStrategy.part`; each rank is responsible for an equal share of undivided weights."""
         if self._divides_weights():
             start, count = span(param, self.rank)
             return Part(param.ds_tensor.detach()[:count], param.ds_shape, start)
@@ -138,7 +138,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """See :class:`CommonStrategy`; what is divided comes as copies of rows in host memory. A collective."""
+        """Override :meth:`CommonStrategy.state_dict`; divided tensors come as copies of rows in host memory. A
+        collective."""
         optimizer = prepared.optimizer
         if not self.cfg.zero_stage:
             return super().state_dict(prepared)
@@ -158,7 +159,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @torch.no_grad()
     def load_state_dict(self, prepared: Prepared, state: dict[str, Any]) -> None:
-        """See :class:`StrategyBase`; a collective."""
+        """Override :meth:`CommonStrategy.load_state_dict`; a collective."""
         if not self.cfg.zero_stage:
             return super().load_state_dict(prepared, state)
         self._load_weights(prepared, {key[6:]: value for key, value in state.items() if key.startswith("model/")})
@@ -181,7 +182,7 @@ class DeepspeedStrategy(DistributedStrategy):
             prepared.optimizer.partitions.refresh()
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
-        """The weights; of gradients and buffers for them nothing is kept."""
+        """Move the weights; gradients and buffers for them are not kept."""
         held = [param.ds_tensor if self._divides_weights() else param for param in prepared.model.parameters()]
         if held[0].device == device:
             return

@@ -1,6 +1,6 @@
-"""Which elements of every trained parameter lie in the partitions that DeepSpeed optimizes on this rank.
+"""Elements of every trained parameter in the partitions that DeepSpeed optimizes on this rank.
 
-DeepSpeed flattens parameters and cuts what comes of it, so a rank's part of a parameter is a slice of its elements, in
+DeepSpeed flattens parameters and cuts the result, so a rank's part of a parameter is a slice of its elements, in
 row-major order, and may be empty.
 """
 from abc import ABC, abstractmethod
@@ -15,8 +15,8 @@ NO_MICRO_BATCH = -1  # stages 1 and 2 count micro-batches from here
 
 
 class Slice(NamedTuple):
-    """``count`` elements of a flattened parameter from ``start`` on, which lie in partition ``index`` from ``offset``
-    on."""
+    """Slice of a flattened parameter, ``count`` elements from ``start`` on, stored in partition ``index`` from
+    ``offset`` on."""
     index: int
     offset: int
     start: int
@@ -28,11 +28,11 @@ class Slice(NamedTuple):
 
 
 class Partitions(ABC):
-    """What DeepSpeed's optimizer of one model holds.
+    """Partitions that DeepSpeed's optimizer of one model holds.
 
     Args:
         zero: the optimizer that DeepSpeed made.
-        names: of the trained parameters.
+        names: names of the trained parameters.
         rank: this process.
     """
     masters: list[Tensor]  # float32 weights, flat, as the optimizer updates them
@@ -58,14 +58,14 @@ class Partitions(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take the masters from the weights that the model computes with, where they are apart."""
+        """Copy the weights that the model computes with to the masters, where these are separate."""
 
     @abstractmethod
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
         """Give the trained weights, and masters that share their storage, the storage that ``place`` returns."""
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.zero.zero_grad()
         if self.offloaded:
             self.zero.reset_cpu_buffers()
@@ -82,13 +82,13 @@ class Stage1Or2(Partitions):
         self._share()
 
     def _share(self) -> None:
-        """The model's weights are float32 already: where the masters lie on the same device one copy will do."""
+        """Let the masters share the model's weights, which are float32 already, where both are on the same device."""
         if not self.offloaded:
             for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
                 master.data = pieces[self.rank]
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """See :class:`Partitions`."""
+        """Implement :meth:`Partitions.move`."""
         for index, flat in enumerate(self.zero.bit16_groups_flat):
             flat.data = place(flat.data)
             self.zero.parallel_partitioned_bit16_groups[index] = self.zero.get_data_parallel_partitions(flat, index)
@@ -109,14 +109,14 @@ class Stage1Or2(Partitions):
             yield from zip(params, self.zero.averaged_gradients.get(index) or ())
 
     def clear(self) -> None:
-        """See :class:`Partitions`."""
+        """Extend :meth:`Partitions.clear`."""
         super().clear()
         self.zero.micro_step_id = NO_MICRO_BATCH
         for held in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
             held.update(dict.fromkeys(held))
 
     def refresh(self) -> None:
-        """See :class:`Partitions`."""
+        """Implement :meth:`Partitions.refresh`."""
         for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
             master.detach().copy_(pieces[self.rank])
 
@@ -141,13 +141,13 @@ class Stage3(Partitions):
             yield from zip(params, self.zero.averaged_gradients.get(index) or ())
 
     def clear(self) -> None:
-        """See :class:`Partitions`. Gradients of parameters that a step does not reach would be used again."""
+        """Extend :meth:`Partitions.clear`: gradients of parameters that a step does not reach would be used again."""
         super().clear()
         self.zero.averaged_gradients = {}
         self.zero.grad_partitions_flat_buffer.zero_()
 
     def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """See :class:`Partitions`."""
+        """Implement :meth:`Partitions.move`."""
         buffer = self.zero.lp_param_buffer
         buffer.data = place(buffer.data)
         pieces = [param.ds_tensor for params in self.zero.fp16_groups for param in params]
@@ -160,7 +160,7 @@ class Stage3(Partitions):
                 self.masters[index].data = data
 
     def refresh(self) -> None:
-        """See :class:`Partitions`."""
+        """Implement :meth:`Partitions.refresh`."""
         self.zero.invalidate_secondary_tensor()
         for param, name in self.names.items():
             one = self.slices[name]
@@ -168,7 +168,7 @@ class Stage3(Partitions):
 
 
 def span(param: nn.Parameter, rank: int) -> tuple[int, int]:
-    """The first element that ``rank`` holds of a parameter of stage 3, and how many."""
+    """First element that ``rank`` holds of a parameter of stage 3, and the number of its elements."""
     start = min(rank * param.ds_tensor.numel(), param.ds_numel)
     return start, min(param.ds_tensor.numel(), param.ds_numel - start)
 
@@ -178,7 +178,7 @@ class ZeroAdamW(LocalAdamW):
     partitions: Partitions
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.partitions.clear()
         self.backwards = 0
 
@@ -187,7 +187,7 @@ class ZeroAdamW(LocalAdamW):
         return self.partitions.grads()
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """See :class:`LocalAdamW`; this rank's slices of both moments."""
+        """Override :meth:`LocalAdamW.moments`; this rank's slices of both moments."""
         for name in self.owners:
             one = self.partitions.slices[name]
             state = self.started(self.partitions.masters[one.index])

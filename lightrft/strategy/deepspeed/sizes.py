@@ -1,4 +1,4 @@
-"""How much DeepSpeed moves at once."""
+"""Sizes of the transfers that DeepSpeed makes at once."""
 from dataclasses import dataclass
 
 REDUCED_AT_ONCE = 50_000_000  # elements of gradients
@@ -7,7 +7,7 @@ REDUCED_AT_ONCE = 50_000_000  # elements of gradients
 @dataclass(frozen=True)
 class Sizes:
     """Numbers of elements. Gradients are reduced, and weights fetched ahead, ``reduce`` at a time; with stage 3 each
-    rank keeps parameters of at most ``persist`` whole, because gathering them would take longer than it saves
+    rank keeps parameters of at most ``persist`` whole, because gathering them would cost more time than it saves
     memory."""
     reduce: int = REDUCED_AT_ONCE
     persist: int = 100_000

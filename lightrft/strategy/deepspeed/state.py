@@ -1,7 +1,7 @@
-"""Checkpoints of what DeepSpeed divides: the same tensors, under the same names, as every strategy saves.
+"""Checkpoints of the tensors that DeepSpeed divides: the same tensors and names as every strategy saves.
 
-What lies in flat partitions is put together bucket by bucket, of which each rank keeps its rows in host memory, and cut
-again when it is loaded; so a checkpoint fits any stage, any number of ranks and any other strategy.
+Flat partitions are joined bucket by bucket, of which each rank keeps its rows in host memory, and cut again when they
+are loaded. So a checkpoint fits any stage, any number of ranks and any other strategy.
 """
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +19,7 @@ Named = tuple[str, Tensor]
 
 
 def own_rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """``whole``, of which this rank keeps its rows, copied to host memory."""
+    """Convert ``whole`` to a DTensor, of which this rank keeps its rows, copied to host memory."""
     size = -(-whole.shape[0] // mesh.size())
     first = mesh.get_local_rank() * size
     rows = whole[first:first + size].to("cpu", copy=True).contiguous()
@@ -28,7 +28,7 @@ def own_rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def from_rows(rows: Iterable[tuple[str, DTensor]], device: torch.device) -> Iterator[Named]:
-    """The whole, flattened tensors; a collective."""
+    """Gather the whole tensors, flattened; a collective."""
     for bucket in collectives.buckets(rows, BUCKET_BYTES):
         yield from ((name, whole.reshape(-1)) for name, whole in collectives.gather_bucket(bucket, device))
 

@@ -20,7 +20,7 @@ class FSDPV2Strategy(DistributedStrategy):
     """``fully_shard`` over all ranks, or over groups of them that replicate each other (HSDP).
 
     All ranks must run the same number of forward passes of a sharded model, and the same number of backward passes per
-    optimizer step (:meth:`sync_count` says how many); :meth:`optimizer_step` refuses anything else. Micro-batches
+    optimizer step (:meth:`sync_count` returns it); :meth:`optimizer_step` refuses anything else. Micro-batches
     before the last one add up full gradients on each rank and communicate nothing.
     """
 
@@ -50,39 +50,39 @@ class FSDPV2Strategy(DistributedStrategy):
         return self._placements[model].replicas
 
     def discard_gradients(self, prepared: Prepared) -> None:
-        """See :class:`StrategyBase`."""
+        """Override :meth:`StrategyBase.discard_gradients`: gradients not yet reduced are dropped too."""
         super().discard_gradients(prepared)
         self._placements[prepared.model].drop_unreduced()
 
     def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
-        """See :class:`StrategyBase`."""
+        """Override :meth:`StrategyBase.gradients`: full weights are freed first."""
         self.free_full(prepared.model)
         return super().gradients(prepared)
 
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
-        """See :class:`StrategyBase`."""
+        """Override :meth:`StrategyBase.optimizer_step`: full weights are freed first."""
         self.free_full(prepared.model)
         return super().optimizer_step(prepared, max_norm)
 
     # -- weights and state --------------------------------------------------------------------------------------------
     def free_full(self, model: nn.Module) -> None:
-        """See :class:`StrategyBase`."""
+        """Implement :meth:`StrategyBase.free_full`."""
         self._placements[model].free_full()
 
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """See :class:`CommonStrategy`; one all-gather per bucket."""
+        """Implement :meth:`CommonStrategy.gathered`; one all-gather per bucket."""
         self.free_full(model)
         named = ((name, param) for name, param in model.named_parameters() if of in name)
         for bucket in collectives.buckets(named, bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
 
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
-        """See :class:`StrategyBase`."""
+        """Override :meth:`StrategyBase.parts`: full weights are freed first."""
         self.free_full(model)
         return super().parts(model)
 
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """See :class:`StrategyBase`."""
+        """Override :meth:`StrategyBase.state_dict`: full weights are freed first."""
         self.free_full(prepared.model)
         return super().state_dict(prepared)
 

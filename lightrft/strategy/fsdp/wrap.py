@@ -1,4 +1,4 @@
-"""Which modules become units of sharding, and for how long their full weights stay."""
+"""Choice of the modules that become units of sharding, and of how long their full weights stay."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -48,15 +48,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 @dataclass
 class Placement:
-    """How one model lies: its units (the root first), whether full weights stay during a step, and who holds the
-    same."""
+    """Placement of one model: its units (the root first), whether full weights stay during a step, and how many ranks
+    hold the same part."""
     units: list[FSDPModule]
     keep_full: bool
     replicas: int
     sync: bool = True  # whether the next backward pass sums gradients over ranks
 
     def set_sync(self, last: bool) -> None:
-        """Before a backward pass: sum gradients over ranks, and free full weights that stayed, only after the last
+        """Prepare a backward pass: sum gradients over ranks, and free full weights that stayed, only after the last
         one."""
         if last != self.sync:
             self.sync = last
@@ -66,13 +66,13 @@ class Placement:
                 self.units[0].set_reshard_after_backward(last)
 
     def free_full(self) -> None:
-        """Back to the shards: a forward pass without a backward pass leaves full weights behind, which would grow
+        """Return to the shards: a forward pass without a backward pass leaves full weights behind, which would become
         stale."""
         for unit in self.units:
             unit.reshard()
 
     def drop_unreduced(self) -> None:
-        """Forget gradients of full weights that wait for the last micro-batch (FSDP2 has no public way to)."""
+        """Drop gradients of full weights that wait for the last micro-batch (FSDP2 has no public API for it)."""
         for unit in self.units:
             group = unit._get_fsdp_state()._fsdp_param_group
             for param in group.fsdp_params if group else ():

@@ -1,8 +1,8 @@
-"""Before anything is learnt: the gradient of the configured loss must not depend on how a batch is cut.
+"""Self-test before the first update: the gradient of the configured loss must not depend on how a batch is cut.
 
 A few samples of the first mini-batch go through the real model, strategy and loss twice, cut in two ways. A loss that
-divides by, or averages over, its own micro-batch or rank gives two gradients, and the run stops. Nothing remains:
-gradients are dropped, dropout is off meanwhile, and random generators are put back.
+divides by, or averages over, its own micro-batch or rank gives two gradients, and the run stops. The test has no side
+effects: gradients are dropped, dropout is off during the test, and random generators are restored.
 """
 import math
 from collections.abc import Callable, Iterable
@@ -24,12 +24,12 @@ from lightrft.utils.env import rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 
-SAMPLES = 4  # per rank
-# of the norm of the difference to the larger norm, in float32 and bfloat16; right losses were measured to reach 1e-6
-# and 2e-3 (a random model of four layers, responses of 90 tokens)
+SAMPLES = 4  # samples per rank
+# norm of the difference over the larger norm, in float32 and bfloat16; correct losses reached 1e-6 and 2e-3 in
+# measurements (a random model of four layers, responses of 90 tokens)
 TOLERANCE = (1e-4, 0.1)
-# added to the log-probs of the rollout batch: clips act and weights differ as later in a run. A few fixed values,
-# because a continuous one would put a token of a large batch so near a clip that rounding decides
+# added to the log-probs of the rollout batch, so that clips act and weights differ as later in a run. The values are
+# few and fixed, because continuous ones would put a token of a large batch so near a clip that rounding decides
 SHIFTS = (-0.53, -0.11, 0.0, 0.11, 0.53)
 FORMULAS = {
     "token-mean": "sum over kept tokens / {tokens:.0f} tokens",
@@ -39,7 +39,7 @@ FORMULAS = {
 }
 WITHOUT_SEQS = "sum over kept tokens / norm {norm:.0f}"  # seq-mean-token-sum-norm with --no_loss_agg_norm_seqs
 LossOf = Callable[[Experience], Tensor]
-Weight = Callable[[list[int]], float]  # of a micro-batch, by its samples
+Weight = Callable[[list[int]], float]  # samples of a micro-batch -> its weight
 
 
 class SelfTestError(ExpectedError, RuntimeError):
@@ -48,25 +48,25 @@ class SelfTestError(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True)
 class Cut:
-    """``parts[rank][micro-batch]`` are samples; every rank has equally many micro-batches, some may be empty."""
+    """Cut of a batch: ``parts[rank][micro-batch]`` are samples; ranks have equally many micro-batches, some empty."""
     parts: list[list[list[int]]]
 
     def mini_batch(self, rank: int) -> MiniBatch:
-        """The optimizer step of ``rank``."""
+        """Return the optimizer step of ``rank``."""
         return MiniBatch([i for own in self.parts for part in own for i in part], lambda samples: self.parts[rank])
 
     def moved(self) -> "Cut":
-        """The same micro-batches, each on another rank."""
+        """Return this cut with each micro-batch on another rank."""
         return Cut(self.parts[1:] + self.parts[:1])
 
     @property
     def micro_batches(self) -> int:
-        """Those that hold samples, on all ranks."""
+        """Number of micro-batches that hold samples, on all ranks."""
         return sum(bool(part) for rank in self.parts for part in rank)
 
     @property
     def ranks(self) -> int:
-        """Those that hold samples."""
+        """Number of ranks that hold samples."""
         return sum(any(rank) for rank in self.parts)
 
     def __str__(self) -> str:
@@ -83,12 +83,12 @@ class Comparison:
 
     @property
     def gap(self) -> float:
-        """The difference relative to the larger gradient."""
+        """Difference relative to the larger gradient."""
         return self.difference / max(self.planned, self.other, 1e-30)
 
 
 def choose(exp: Experience, samples: list[int], count: int) -> list[int]:
-    """At most ``count`` of ``samples`` that keep a token: those with an advantage first, then the shortest."""
+    """Choose at most ``count`` of ``samples`` that keep a token: with an advantage first, then the shortest."""
     kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     signal = segment_sum(torch.where(exp.loss_mask, exp.advantages, 0).abs().float(), exp.cu_seqlens)
     found = [i for i in samples if kept[i] > 0]
@@ -96,15 +96,15 @@ def choose(exp: Experience, samples: list[int], count: int) -> list[int]:
 
 
 def has_signal(exp: Experience) -> bool:
-    """Whether any token has an advantage."""
+    """Return True if any token has an advantage."""
     return bool((exp.loss_mask & (exp.advantages != 0)).any())
 
 
 def off_policy(exp: Experience, bypass: bool) -> Experience:
-    """``exp`` as if the policy had moved since the rollout, and away from the reference (:data:`SHIFTS`).
+    """Shift ``exp`` as if the policy had moved since the rollout, and away from the reference (:data:`SHIFTS`).
 
-    The engine is apart from the trainer in every second sample, so that weights of a correction differ; not in all,
-    because one that masks whole sequences would leave nothing. With ``bypass`` both are one.
+    Engine and trainer differ in every second sample, so that the weights of a correction differ. They agree in the
+    others, because a correction that masks whole sequences would leave nothing. With ``bypass`` they always agree.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(SHIFTS), (2, exp.num_tokens), generator=generator)
@@ -117,9 +117,9 @@ def off_policy(exp: Experience, bypass: bool) -> Experience:
 
 
 def cuts(lens: list[int], world: int, limits: MicroBatchLimits) -> tuple[Cut, Cut]:
-    """The cut of the planner, and one sample per micro-batch on every second rank.
+    """Return the cut of the planner, and a cut with one sample per micro-batch on every second rank.
 
-    Where the planner's is that already, two samples share a micro-batch, if ``limits.tokens`` allows.
+    If both would be equal, two samples share a micro-batch, where ``limits.tokens`` allows.
     """
     samples = list(range(len(lens)))
     planned = Cut(plan_mini_batch(samples, lens, world, limits))
@@ -132,13 +132,13 @@ def cuts(lens: list[int], world: int, limits: MicroBatchLimits) -> tuple[Cut, Cu
 
 
 def formula(mode: str, norm_seqs: bool, denominators: Denominators) -> str:
-    """What :func:`lightrft.ops.aggregate.aggregate` computes, with its numbers."""
+    """Return the formula of :func:`lightrft.ops.aggregate.aggregate`, with its numbers."""
     text = FORMULAS[mode] if norm_seqs or not mode.endswith("-norm") else WITHOUT_SEQS
     return text.format(**vars(denominators))
 
 
 def own_counts(batch: Experience) -> dict[str, Weight]:
-    """By what a loss may divide its micro-batch: name -> count."""
+    """Return the counts by which a loss may divide its micro-batch: name -> count."""
     lens, kept = batch.seq_lens.tolist(), segment_sum(batch.loss_mask.float(), batch.cu_seqlens).tolist()
     return {
         "tokens in the loss": lambda samples: sum(kept[i] for i in samples),
@@ -148,18 +148,18 @@ def own_counts(batch: Experience) -> dict[str, Weight]:
 
 
 class SelfTest:
-    """Compares the gradients of two cuts, once for each model, as soon as there is something to compare.
+    """Compares the gradients of two cuts, once for each model, as soon as a batch allows a comparison.
 
     Args:
         config: the whole tree.
-        strategy: set up.
-        models: those that are trained, of "policy" and "critic".
+        strategy: a strategy that is set up.
+        models: the trained models among "policy" and "critic".
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Iterable[str]) -> None:
         self.config, self.strategy = config, strategy
         self.due = set(models) if config.train.self_test else set()
-        self._told = False  # that it was postponed
+        self._told = False  # True once the postponement is logged
 
     def run(self, exp: Experience, buffer: ReplayBuffer, norm: float, prepared: dict[str, Prepared],
             losses_of: Callable[[Denominators], dict[str, LossOf]]) -> None:
@@ -171,7 +171,7 @@ class SelfTest:
             losses_of: the loss of a micro-batch for each model, given the denominators.
 
         Raises:
-            SelfTestError: with both norms, the formula and the suspected denominator.
+            SelfTestError: states both norms, the formula and the suspected denominator.
         """
         samples = choose(exp, buffer.epoch(0)[0].samples, SAMPLES * self.strategy.world_size)
         batch = exp.select(samples)
@@ -197,7 +197,7 @@ class SelfTest:
         set_rng_state(state)
 
     def _moved(self, batch: Experience) -> Experience:
-        """Off policy, with the choice of a policy loss that makes one."""
+        """Make the batch off-policy, with the tokens that a selecting policy loss chooses."""
         algorithm = self.config.algorithm
         selects = POLICY_LOSSES.get(algorithm.policy_loss).selects
         moved = off_policy(batch, bypasses(self.config))
@@ -206,7 +206,7 @@ class SelfTest:
 
     def _compare(self, prepared: Prepared, batch: Experience, loss_of: Callable[[Cut], LossOf], both: tuple[Cut, Cut],
                  weight: Weight = lambda samples: 1.0) -> Comparison:
-        """Without dropout, whose masks would differ between the cuts; the model's mode is put back."""
+        """Compare the gradients of two cuts without dropout, whose masks would differ; restore the model's mode."""
         training, strategy = prepared.model.training, self.strategy
         prepared.model.train()
         for module in prepared.model.modules():
@@ -235,11 +235,11 @@ class SelfTest:
 
     @property
     def limit(self) -> float:
-        """How far right losses may be apart."""
+        """Largest gap that a correct loss may have."""
         return TOLERANCE[self.config.model.bf16]
 
     def _suspect(self, batch: Experience, both: tuple[Cut, Cut], compare: Callable[..., Comparison]) -> str:
-        """The rank, or the count by which the loss was divided: multiplied by it again, the two gradients agree."""
+        """Name the rank, or the count that the loss divides by: with that undone, the two gradients agree."""
         if self.strategy.world_size > 1 and not compare((both[0], both[0].moved())).gap <= self.limit:
             return ("the rank: the same micro-batches on other ranks give another gradient. The loss, or its "
                     "denominators, must not read what differs between ranks: RANK, a random generator, a state or "

@@ -1,11 +1,11 @@
-"""Warnings about runs that go on and learn nothing, or the wrong thing. They depend on the metrics alone."""
+"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend on the metrics alone."""
 from collections.abc import Mapping
 from math import inf, isnan, nan
 from typing import Any
 
 from lightrft.utils.errors import ExpectedError
 
-# steps (evaluations for held_out) in a row until it is told
+# steps (evaluations for held_out) in a row until the warning
 PATIENCE = {
     "zero_spread": 5,
     "constant_reward": 20,
@@ -16,11 +16,11 @@ PATIENCE = {
     "length_limit": 5,
     "held_out": 2,
 }
-ENTROPY, ENTROPY_SHARE = 0.001, 0.05  # nats per token; of the first entropy of the run. Solved tasks were at 0.008
+ENTROPY, ENTROPY_SHARE = 0.001, 0.05  # nats per token; share of the run's first entropy. Solved tasks were at 0.008
 KL_OLD, KL_REF = 0.5, 2.0  # nats per token
 RATIO, RATIO_MAX = 2.0, 1e4  # the mean is 1 in expectation; single tokens of a large batch reach hundreds
 TRUNCATED = 0.9
-HELD_OUT = 0.02  # that much down in all, so that one prompt more or less is no fall
+HELD_OUT = 0.02  # total fall, so that one prompt more or less does not count
 
 WORDS = {
     "zero_spread":
@@ -59,30 +59,30 @@ class UnscoredTraining(ExpectedError, RuntimeError):
 
 
 class _Numbers(dict[str, float]):
-    """Metrics, nan where there is none."""
+    """Metrics by name, nan for a missing one."""
 
     def __missing__(self, key: str) -> float:
         return nan
 
 
 class Tripwires:
-    """Watches the metrics of every step and evaluation; each wire tells its cause once, and its metric says when.
+    """Watches the metrics of every step and evaluation; each wire warns once, and its metric shows when it is on.
 
     Args:
-        grouped: advantages compare the samples of a group, so groups without spread teach nothing.
-        max_unscored_steps: so many steps in a row without a scored response end the run; 0: never.
+        grouped: advantages compare the samples of a group, so groups without spread have no gradient.
+        max_unscored_steps: number of steps in a row without a scored response that ends the run; 0: never.
     """
 
     def __init__(self, grouped: bool, max_unscored_steps: int) -> None:
         self.grouped, self.max_unscored_steps = grouped, max_unscored_steps
         self.counts = dict.fromkeys(PATIENCE, 0)  # bad steps in a row
         self.told: list[str] = []
-        self.entropy, self.reward = 0.0, nan  # of the first step, of the last one
-        self.rewards: list[float] = []  # since the last evaluation
+        self.entropy, self.reward = 0.0, nan  # entropy of the first step, reward of the last one
+        self.rewards: list[float] = []  # mean rewards since the last evaluation
         self.evaluations: list[list[float]] = []  # the last ones: [mean training reward before it, score]
 
     def step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """The metrics ``tripwire/<name>`` (0 or 1) of a training step, and what is to be told."""
+        """Return the metrics ``tripwire/<name>`` (0 or 1) of a training step, and its new warnings."""
         m = _Numbers(metrics)
         unscored = _unscored(m)
         found = {
@@ -91,7 +91,7 @@ class Tripwires:
             "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
             "unscored": unscored,
         }  # yapf: disable
-        if not isnan(_truncated(m)):  # what was not measured keeps its count
+        if not isnan(_truncated(m)):  # a wire without a measurement keeps its count
             found["length_limit"] = _truncated(m) >= TRUNCATED
         if not isnan(_entropy(m)):
             self.entropy = self.entropy or _entropy(m)
@@ -107,7 +107,7 @@ class Tripwires:
         return self._tell([name for name in PATIENCE if name != "held_out"], m)
 
     def fatal(self, metrics: Mapping[str, float]) -> str | None:
-        """Why the step with these ``metrics`` ends the run, if it does: ``max_unscored_steps``."""
+        """Return the reason why the step with these ``metrics`` ends the run (``max_unscored_steps``), or None."""
         if not 0 < self.max_unscored_steps <= self.counts["unscored"]:
             return None
         return (f"no response could be scored for {self.counts['unscored']} steps in a row "
@@ -115,7 +115,7 @@ class Tripwires:
                 "(--max_unscored_steps)")
 
     def evaluation(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """``tripwire/held_out`` of an evaluation, and what is to be told."""
+        """Return ``tripwire/held_out`` of an evaluation, and its new warnings."""
         names = [name for name in metrics if name.startswith("eval/all/avg@")]
         if not names:
             return {}, []
@@ -142,7 +142,7 @@ class Tripwires:
                                   entropy=_entropy(m), truncated=_truncated(m), causes=_causes(m), scores=scores)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {name: value for name, value in vars(self).items() if name not in ("grouped", "max_unscored_steps")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,19 +151,19 @@ class Tripwires:
 
 
 def _unscored(m: _Numbers) -> bool:
-    """Nothing of what was generated is scored (dynamic sampling: accepted or not)."""
+    """Return True if no generated response is scored (dynamic sampling: accepted or not)."""
     if m["rollout/rounds"] > 0:
         return m["reward/generated_scored"] == 0
     return m["rollout/samples"] > 0 and m["reward/unscored"] == m["rollout/samples"]
 
 
 def _truncated(m: _Numbers) -> float:
-    """Of all that was generated."""
+    """Return the truncated share of all generated responses."""
     return m.get("rollout/generated_truncated_frac", m["rollout/truncated_frac"])
 
 
 def _entropy(m: _Numbers) -> float:
-    """That of the update, or of the rollout where nothing was updated: a policy that has collapsed has flat groups."""
+    """Return the entropy of the update, or of the rollout without an update: a collapsed policy has flat groups."""
     return m["rollout/entropy_estimate"] if isnan(m["policy/entropy"]) else m["policy/entropy"]
 
 
@@ -172,12 +172,12 @@ def _ratio_explodes(m: _Numbers) -> bool:
 
 
 def _reward(m: _Numbers) -> float:
-    """Of all that was generated."""
+    """Return the mean reward of all generated responses."""
     return m.get("reward/generated_mean", m["reward/mean"])
 
 
 def _kls(m: _Numbers) -> str:
-    """Those that were measured."""
+    """Return the measured KLs as text."""
     found = {"policy of the rollout": m["policy/kl_old"], "reference": _kl_ref(m)}
     return ", ".join(f"{value:.3g} from the {name}" for name, value in found.items() if not isnan(value))
 
@@ -187,7 +187,7 @@ def _kl_ref(m: _Numbers) -> float:
 
 
 def _causes(m: _Numbers) -> str:
-    """Why responses are unscored, most frequent first; of all that was generated."""
+    """Return the causes of unscored responses among all generated ones as text, most frequent first."""
     prefix = "reward/generated_unscored/" if m["rollout/rounds"] > 0 else "reward/unscored/"
     causes = {name.removeprefix(prefix): count for name, count in m.items() if name.startswith(prefix) and count}
     return ", ".join(f"{name}: {causes[name]:.0f}"
