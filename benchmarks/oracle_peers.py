@@ -111,12 +111,21 @@ class Verl:
         """``(loss, gradient [B, L])`` by the policy loss ``name``."""
         own = {key: options.pop(key) for key in list(options) if key not in self.config.__dataclass_fields__}
         config = self.config(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
+        config.global_batch_info.update(self._counts(batch))
         for key, value in own.items():
             object.__setattr__(config.policy_loss, key, value)
         new = batch.new.clone().requires_grad_()
         fn = self.core.get_policy_loss_fn(name)
         loss, _ = fn(batch.old, new, batch.advantages, batch.mask, mode, config, weights)
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * self.core.agg_loss(batch.entropy, batch.mask.to(batch.old), mode,
+                                                                    **self._counts(batch))
         return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+    @staticmethod
+    def _counts(batch: Any) -> dict[str, int]:
+        """What its trainer passes: the sequences of the whole mini-batch, those without a token included."""
+        return {"global_batch_size": len(batch.lens)}
 
     def correction(self, batch: Any, level: str, threshold: Any) -> Tensor:
         """[B, L]: weights of the train / rollout mismatch."""
@@ -126,13 +135,15 @@ class Verl:
     def kl_loss(self, batch: Any, kind: str, mode: str) -> tuple[Tensor, Tensor]:
         """``(loss, gradient [B, L])`` of the KL term alone."""
         new = batch.new.clone().requires_grad_()
-        loss = self.core.agg_loss(self.core.kl_penalty(new, batch.ref, kind), batch.mask.to(batch.old), mode)
+        loss = self.core.agg_loss(self.core.kl_penalty(new, batch.ref, kind), batch.mask.to(batch.old), mode,
+                                  **self._counts(batch))
         return loss.detach(), torch.autograd.grad(loss, new)[0]
 
-    def value_loss(self, batch: Any, clip: float) -> tuple[Tensor, Tensor]:
+    def value_loss(self, batch: Any, clip: float, mode: str) -> tuple[Tensor, Tensor]:
         """``(loss, gradient [B, L])`` of the critic."""
-        new = batch.values.clone().requires_grad_()
-        loss = self.core.compute_value_loss(new, batch.returns, batch.old_values, batch.mask.to(batch.old), clip)[0]
+        new, mask = batch.values.clone().requires_grad_(), batch.mask.to(batch.old)
+        loss = self.core.compute_value_loss(new, batch.returns, batch.old_values, mask, clip, mode,
+                                            **self._counts(batch))[0]
         return loss.detach(), torch.autograd.grad(loss, new)[0]
 
 

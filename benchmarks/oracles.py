@@ -70,6 +70,7 @@ class Batch:
         lens[0] = NORM
         mask = (torch.arange(NORM) < lens[:, None]) & (torch.rand(n, NORM, generator=g) > 0.2)
         mask[torch.arange(n), lens - 1] = True
+        mask[n - 1] &= seed % 3 > 0  # in every third batch one response is left out of the loss
 
         def normal(*size: int) -> Tensor:
             return torch.randn(*size, generator=g)
@@ -194,7 +195,14 @@ def verl_advantages() -> Iterator[Case]:
                        (p.advantage(b, n, k, KL_COEF, config=std, **o), ), our_advantage)
         yield Case("verl", "grpo" + told, f"--advantage_estimator group_norm{extra}", lambda p, b, k=kl:
                    (p.advantage(b, "grpo", k, KL_COEF, **std), ), our_advantage)
+    for theirs, ours in (("gae", "gae"), ("reinforce_plus_plus", "reinforce++"), ("rloo", "rloo")):
+        config = {"gamma": 0.9}
+        yield Case("verl", f"{theirs}, gamma=0.9", f"--advantage_estimator {ours} --gamma 0.9",
+                   lambda p, b, n=theirs, c=config: (p.advantage(b, n, config=c, **c), ), our_advantage,
+                   differs=ours == "rloo")
     yield Case("verl", "gdpo", "--advantage_estimator gdpo", lambda p, b: (p.gdpo(b), ), our_advantage)
+    yield Case("verl", "gdpo, use_kl_in_reward (k1)", f"--advantage_estimator gdpo --init_kl_coef {KL_COEF}",
+               lambda p, b: (p.gdpo(b), ), our_advantage, differs=True)
     yield Case("verl", "gpg", "--advantage_estimator gpg", lambda p, b: (p.advantage(b, "gpg"), ), our_advantage,
                differs=True)
 
@@ -235,8 +243,13 @@ def verl_losses() -> Iterator[Case]:
                 "verl", f"kl_loss_type={kind}, {mode}",
                 f"--use_kl_loss --init_kl_coef 1 --kl_estimator {kind} --loss_agg_mode {mode} --policy_loss "
                 "reinforce", lambda p, b, k=kind, m=mode: _sum(p.kl_loss(b, k, m), p.loss(b, "gpg", m), b), our_loss)
-    yield Case("verl", "value_loss, cliprange_value=0.2", "--advantage_estimator gae",
-               lambda p, b: _both(p.value_loss(b, 0.2), b), our_value_loss)
+    for mode in MODES:
+        yield Case("verl", f"entropy_coeff=0.1, {mode}",
+                   f"--policy_loss reinforce --entropy_coef 0.1 --loss_agg_mode {mode}",
+                   lambda p, b, m=mode: _both(p.loss(b, "gpg", m, entropy_coeff=0.1), b), our_loss)
+        yield Case("verl", f"value_loss, cliprange_value=0.2, {mode}",
+                   f"--advantage_estimator gae --loss_agg_mode {mode}",
+                   lambda p, b, m=mode: _both(p.value_loss(b, 0.2, m), b), our_value_loss, differs=mode != MODES[0])
 
 
 def _sum(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Batch) -> Found:

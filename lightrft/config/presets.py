@@ -9,7 +9,7 @@ compares the presets with the trainers themselves.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-_NO_KL: dict[str, Any] = {"init_kl_coef": 0.0, "use_kl_loss": False, "kl_estimator": "k3"}
+_NO_KL: dict[str, Any] = {"init_kl_coef": 0.0, "use_kl_loss": False, "kl_estimator": None}
 _REWARD_KL: dict[str, Any] = {"init_kl_coef": 0.01, "use_kl_loss": False, "kl_estimator": "k1"}
 
 
@@ -122,7 +122,7 @@ SEMANTICS: dict[str, Semantics] = {
     "verl": Semantics(
         "verl 0.9.1",
         {"whiten_unbiased": True, "whiten_flat_groups": True, "gdpo_whiten_tokens": True, "dual_clip": 3.0,
-         "dppo_ratio_max": 3.0, "kl_cov_abs": True, "k3_max": 10.0},
+         "dppo_ratio_max": 3.0, "kl_cov_abs": True, "k3_max": 10.0, "loss_agg_all_seqs": True},
         {"grpo": _TOKEN_MEAN},
         {"advantage_estimator": {"gae": _WHITENED, **_each(_GROUPS, _KL_FIRST), "grpo_passk": _KL_FIRST | _DIVIDED},
          "policy_loss": _each(("sapo", "gmpo"), _SEQ_MEAN)}),
@@ -133,7 +133,9 @@ SEMANTICS: dict[str, Semantics] = {
         {"grpo": _TOKEN_MEAN, "cispo": {"eps_clip_high": 5.0}},
         {"advantage_estimator": {"rloo": _KL_FIRST}, "policy_loss": {"sapo": _SEQ_MEAN}}),
     "openrlhf": Semantics(
-        "OpenRLHF 0.11.2", {"std_eps": 1e-9, "whiten_flat_groups": True, "k3_max": 10.0}, {"grpo": _TOKEN_MEAN},
+        "OpenRLHF 0.11.2",
+        {"std_eps": 1e-9, "whiten_flat_groups": True, "k3_max": 10.0, "entropy_token_mean": True},
+        {"grpo": _TOKEN_MEAN},
         {"advantage_estimator": _each(("gae", "reinforce"), _WHITENED), "policy_loss": {"gspo": _SEQ_MEAN}}),
     "lightrft": Semantics(
         "LightRFT 0.1.1", {"std_eps": 1e-9, "k3_max": 0.0} | _SEQ_MEAN, _each(RECIPES, _SEQ_MEAN),

@@ -95,8 +95,8 @@ def algorithm_warnings(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
                f"--train_batch_size {rollout} --max_epochs 1, or --policy_loss ppo")
     a = c.algorithm
     if a.init_kl_coef and not a.use_kl_loss and a.kl_kind in ("k2", "k3"):
-        yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; "
-               "drop it for k1, or add --use_kl_loss")
+        yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; add "
+               "--kl_estimator k1, or --use_kl_loss")
 
 
 def _options(c: Config) -> Iterator[str]:
@@ -206,6 +206,9 @@ def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
             yield (f"--{name} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator "
                    f"{' or '.join(sorted(facts.needs_critic))}")
     yield from _unread(c, facts, "advantage_estimator", facts.estimators, ESTIMATOR_OPTIONS)
+    if estimator in facts.estimators - facts.ignores["norm_group_std"] and not c.algorithm.norm_group_std:
+        for name, value in changed(c, ("std_eps", )):
+            yield f"--{name} {value}: {estimator} divides by no deviation; add --norm_group_std or drop it"
     yield from _unread(c, facts, "policy_loss", facts.policy_losses, LOSS_OPTIONS)
     yield from _unread(c, facts, "rollout_correction", facts.corrections, CORRECTION_OPTIONS)
 

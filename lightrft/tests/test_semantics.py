@@ -135,10 +135,10 @@ def test_the_lower_bound_of_cispo():
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
 def test_means_count_sequences_without_a_token(semantics):
-    """Three sequences, the first one masked: TRL divides by three, the others by two."""
+    """Three sequences, the first one masked: TRL and verl divide by three, the others by two."""
     cfg = options_of("--loss_agg_mode", "seq-mean-token-mean", "--semantics", semantics)
     loss = loss_of(cfg, [0.0] * 4, [7., 7., 1., 3.], [2, 1, 1], masked=2)
-    assert loss == pytest.approx(-(1 + 3) / (3 if semantics == "trl" else 2))
+    assert loss == pytest.approx(-(1 + 3) / (3 if semantics in ("trl", "verl") else 2))
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
@@ -146,7 +146,7 @@ def test_the_mean_of_the_entropy(semantics):
     """Responses of three tokens and one, entropies 1, 1, 1 and 5: a mean of 2 over tokens, of 3 over sequences."""
     cfg = options_of("--loss_agg_mode", "seq-mean-token-mean", "--entropy_coef", "0.5", "--semantics", semantics)
     loss = loss_of(cfg, [0.0] * 4, [0.0] * 4, [3, 1], entropy=[1., 1., 1., 5.])
-    assert loss == pytest.approx(-0.5 * (2 if semantics == "trl" else 3))
+    assert loss == pytest.approx(-0.5 * (2 if semantics in ("trl", "openrlhf") else 3))
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
@@ -185,6 +185,16 @@ def test_where_the_kl_of_the_reward_comes_in(estimator, first):
     assert advantages_of(exp, cfg, 2.0) == pytest.approx([scale * gap / 2 - 0.6 * (not first), -scale * gap / 2])
     last = exp.advantages[2].item()
     assert last == pytest.approx(scale * gap / 2 - 0.2 * (not first)), "each token has the penalties that follow it"
+
+
+def test_the_kl_before_the_comparison_hides_no_flat_group():
+    """Rewards that do not differ are counted as such, although the KL makes a difference; truncated ones have one."""
+    exp = rollout([1., 1., 1.], [0, 0, 0], [2, 1, 1])
+    exp.truncated[0], exp.weight_versions = True, torch.zeros(4).int()
+    exp.old_logprobs, exp.ref_logprobs = torch.zeros(4), torch.tensor([-.1, -.2, -.3, -.6])
+    cfg = AlgorithmConfig(advantage_estimator="dr_grpo", kl_in_outcome=True, init_kl_coef=1.0)
+    metrics = get_advantage_calculator(cfg, RewardConfig(mask_truncated=True), 9)(exp, 1.0)
+    assert metrics["group/zero_spread_frac"] == 1 and exp.advantages.tolist() == pytest.approx([0, 0, .1, -.2])
 
 
 def test_division_by_the_deviation():

@@ -72,9 +72,10 @@ class AdvantageCalculator:
         """Fill the whole batch (all ranks) in place, on CPU; return ``reward/*``, ``group/*``, ``advantage/*``."""
         metrics = self._shape(exp)
         self._drop_from_loss(exp)
+        metrics |= self._group_metrics(exp)  # before the KL, which would hide that rewards do not differ
         kl = self._reward_kl(exp)
         if kl is not None and self.cfg.kl_in_outcome:
-            exp.rewards = exp.rewards - kl_coef * segment_sum(kl, exp.cu_seqlens, exp.loss_mask)
+            exp.rewards = exp.rewards - kl_coef * segment_sum(kl, exp.cu_seqlens, exp.drawn)
             exp.token_rewards = token_rewards(exp, None, 0.0)
         else:
             exp.token_rewards = token_rewards(exp, kl, kl_coef)
@@ -84,7 +85,7 @@ class AdvantageCalculator:
         if exp.entropies is not None:
             exp.high_entropy_mask = largest(exp.entropies, share(self.cfg.high_entropy_token_ratio, exp.loss_mask),
                                             exp.loss_mask)
-        metrics |= self._group_metrics(exp) | self._normalise(exp)
+        metrics |= self._normalise(exp)
         if kl is not None:
             metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()
         return metrics

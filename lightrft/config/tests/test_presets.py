@@ -26,19 +26,19 @@ def value_of(parsed: ParsedConfig, name: str) -> tuple[Any, str]:
 NUMBERS = """
 recipe              estimator          loss      low    high   mean                    KL
 grpo                group_norm         ppo       0.2    none   seq-mean-token-mean     0.04 k3 loss
-dapo                group_norm         ppo       0.2    0.28   token-mean              0 k3 reward
-dr_grpo             dr_grpo            ppo       0.2    none   seq-mean-token-sum-norm 0 k3 reward
-gspo                group_norm         gspo      0.0003 0.0004 seq-mean-token-mean     0 k3 reward
-gmpo                group_norm         gmpo      0.4    0.4    seq-mean-token-mean     0 k3 reward
-cispo               group_norm         cispo     1      4      token-mean              0 k3 reward
-cpgd                cpgd               cpgd      0.2    none   token-mean              0 k3 reward
+dapo                group_norm         ppo       0.2    0.28   token-mean              0 none reward
+dr_grpo             dr_grpo            ppo       0.2    none   seq-mean-token-sum-norm 0 none reward
+gspo                group_norm         gspo      0.0003 0.0004 seq-mean-token-mean     0 none reward
+gmpo                group_norm         gmpo      0.4    0.4    seq-mean-token-mean     0 none reward
+cispo               group_norm         cispo     1      4      token-mean              0 none reward
+cpgd                cpgd               cpgd      0.2    none   token-mean              0 none reward
 reinforce++         reinforce++        ppo       0.2    none   token-mean              0.01 k1 reward
 reinforce_baseline  reinforce_baseline ppo       0.2    none   token-mean              0.001 k2 loss
 rloo                rloo               reinforce 0.2    none   seq-mean-token-sum      0.01 k1 reward
 remax               remax              reinforce 0.2    none   seq-mean-token-sum      0.01 k1 reward
-opo                 opo                reinforce 0.2    none   token-mean              0 k3 reward
-magic               group_norm         ppo       0.2    none   token-mean              0 k3 reward
-ppo                 gae                ppo       0.2    none   token-mean              0 k3 reward
+opo                 opo                reinforce 0.2    none   token-mean              0 none reward
+magic               group_norm         ppo       0.2    none   token-mean              0 none reward
+ppo                 gae                ppo       0.2    none   token-mean              0 none reward
 """
 FURTHER = {
     "dapo": "--dynamic_sampling --overlong_buffer --overlong_buffer_len 0 --overlong_buffer_penalty_factor 1",
@@ -149,6 +149,8 @@ def test_the_estimator_of_the_kl_follows_its_place() -> None:
         for flags in ("--init_kl_coef 0.1", "--init_kl_coef 0.1 --use_kl_loss", "--kl_estimator k2 --use_kl_loss")
     }
     assert list(kinds.values()) == ["k1", "k3", "k2"]
+    for name in set(RECIPES) - {"grpo", "reinforce_baseline"}:  # theirs is in the loss
+        assert parse_config(["--recipe", name, "--init_kl_coef", "0.1"]).config.algorithm.kl_kind == "k1", name
 
 
 def test_the_dry_run_shows_it() -> None:

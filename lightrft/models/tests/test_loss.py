@@ -1,4 +1,5 @@
 """The losses against naive formulas, reference numbers, any cut into micro-batches, and garbage outside the mask."""
+import math
 from dataclasses import replace
 
 import pytest
@@ -200,3 +201,16 @@ def test_a_policy_loss_that_breaks_its_contract_is_told(returned, told):
             run(PolicyLoss(AlgorithmConfig(policy_loss="mine"), 1.0), exp, new, None)
     finally:
         del POLICY_LOSSES._entries["mine"]
+
+
+@pytest.mark.parametrize("most,pulled", [(10.0, False), (0.0, True)])
+def test_a_token_above_the_limit_of_k3_is_not_pulled(most, pulled):
+    """One token whose reference is 5 nats above, another 1 nat: k3 of 142 and of 0.7."""
+    new, ref = torch.tensor([-6., -2.]).requires_grad_(), torch.tensor([-1., -1.])
+    exp = Experience(torch.zeros(2).long(), torch.tensor([0, 2]).int(), torch.ones(2).bool(), ref_logprobs=ref,
+                     advantages=torch.zeros(2), old_logprobs=new.detach())
+    cfg = AlgorithmConfig(use_kl_loss=True, init_kl_coef=1.0, k3_max=most)
+    loss, metrics = PolicyLoss(cfg, 1.0)(new, None, exp, Denominators(2, 1), 1.0)
+    gradient = torch.autograd.grad(loss, new)[0]
+    assert metrics["kl_ref"].tolist() == pytest.approx([math.exp(5) - 6 if pulled else 10.0, math.exp(1) - 2])
+    assert gradient.tolist() == pytest.approx([(1 - math.exp(5)) / 2 * pulled, (1 - math.exp(1)) / 2], rel=1e-5)

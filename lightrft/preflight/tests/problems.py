@@ -156,6 +156,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (KL | {"kl_in_outcome": True, "advantage_estimator": "gdpo"}, ["--kl_in_outcome True", "no effect with gdpo"]),
     (KL | {"kl_in_outcome": True, "advantage_estimator": "maxrl"}, ["--kl_in_outcome True", "maxrl divides"]),
     ({"norm_group_std": True}, ["--norm_group_std True: group_norm does not use it"]),
+    ({"std_eps": 0.5, "advantage_estimator": "grpo_passk"}, ["--std_eps 0.5: grpo_passk divides by no deviation",
+                                                             "--norm_group_std"]),
     ({"whiten_flat_groups": True}, ["--whiten_flat_groups True: group_norm does not use it"]),
     ({"gdpo_whiten_tokens": True}, ["--gdpo_whiten_tokens True: group_norm does not use it", "gdpo"]),
     ({"loss_agg_all_seqs": True}, ["--loss_agg_all_seqs True", "which counts tokens"]),

@@ -28,7 +28,8 @@ FACTS = AlgorithmFacts(
         frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo",
                    "maxrl"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain", "cispo"})),
         **dict.fromkeys(("eps_clip", "eps_clip_high", "cispo_absolute"), frozenset({"plain"})),
-        **dict.fromkeys(("norm_group_std", "whiten_flat_groups", "gdpo_whiten_tokens"), frozenset({"group_norm"})),
+        **dict.fromkeys(("whiten_flat_groups", "gdpo_whiten_tokens"), frozenset({"group_norm"})), "norm_group_std":
+        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo", "maxrl"}),
         **dict.fromkeys(CORRECTION_OPTIONS, frozenset({"none", "bypass"}))
     }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}), no_ratio=frozenset({"plain"}),
     masks=frozenset({"icepop"}))
