@@ -1,5 +1,6 @@
 """The checks every strategy passes, on any number of ranks; started by test_conformance.py, in its process or by
 torchrun."""
+import gc
 import json
 import resource
 import sys
@@ -365,6 +366,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all variants share this group
     found = zero_variants() if "zero" in sys.argv else variants(2)

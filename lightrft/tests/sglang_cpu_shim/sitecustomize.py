@@ -1,5 +1,6 @@
 """For tests of SGLang beside a torch for CPUs: torchvision, built for CUDA, looks for two operators when it is
-imported. Here they get their schemas just before."""
+imported. Here they get their schemas just before. And SGLang does without the vLLM of the environment it shares: each
+of its processes would import it, for kernels that need a GPU."""
 import sys
 
 
@@ -17,3 +18,4 @@ class _BeforeTorchvision:
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
+sys.modules["vllm"] = None
