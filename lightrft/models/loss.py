@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightrft.algorithms import CORRECTIONS, POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.aggregate import Denominators, aggregate
-from lightrft.ops.importance import any_below
+from lightrft.ops.surrogate import any_below
 from lightrft.ops.kl import kl_estimate
 from lightrft.ops.surrogate import safe_ratio
 from lightrft.types import Experience

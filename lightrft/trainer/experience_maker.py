@@ -1,7 +1,8 @@
 """Turns prompts into experience, in stages: generate, reward, pack, gather, log-probs and values, advantages.
 
 ``NaiveExperienceMaker`` runs the stages one after the other, :class:`.fast_exp_maker.FastExperienceMaker` overlaps
-them. The result is the same.
+them. The result is the same. ``GreedyBaseline`` adds the greedy response of every prompt, whose reward is the baseline
+of ReMax (arXiv:2310.10505).
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -15,16 +16,44 @@ from lightrft.rewards.base import Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.advantage_calculator import AdvantageCalculator
-from lightrft.trainer.advantage_calculator import fill_reward_parts
-from lightrft.trainer.greedy_baseline import GreedyBaseline
+from lightrft.trainer.advantage_calculator import AdvantageCalculator, fill_reward_parts
 from lightrft.trainer.logprob_pass import LogprobPass
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.metric_sums import response_metrics, reward_metrics
-from lightrft.trainer.samples import (Ended, Rows, pack_samples, reward_input, sample_seed, set_rewards, stop_token_ids,
+from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.samples import (Ended, pack_samples, reward_input, Rows, sample_seed, set_rewards, stop_token_ids,
                                       to_samples)
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.timer import Timer
+
+
+class GreedyBaseline:
+    """Generates and scores one greedy response per prompt, with the weights and the rewards of the samples.
+
+    It is not a sample: it is not trained on, and it enters no group and no metric of samples.
+    """
+
+    def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.rewards, self.tokenizer = engine, rewards, tokenizer
+
+    def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, dict[str, Any]]]:
+        """Answer the prompts of this rank's ``samples`` greedily and start scoring.
+
+        Args:
+            sampling: parameters of the samples; length and stop tokens are taken from them.
+
+        Returns:
+            A function that waits for the scores: group id -> entries for the rows of the group.
+        """
+        params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+        prompts = {sample.group_id: sample.prompt for sample in samples}
+        requests = [Request(prompt.token_ids, [0], prompt.mm_inputs) for prompt in prompts.values()]
+        ended = ((*prompt, 0, done[0]) for prompt, done in zip(prompts.items(), self.engine.generate(requests, params)))
+        greedy = to_samples(self.tokenizer, ended, self.engine.weight_version, params.stop_token_ids)
+        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
+        return lambda: {
+            sample.group_id: {"greedy_reward": score.total, "greedy_length": sample.response_len}
+            for sample, score in zip(greedy, self.rewards.wait(handle))
+        }
 
 
 @dataclass

@@ -13,7 +13,7 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.utils.aside import backup_path
+from lightrft.utils.env import backup_path
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import peak_memory_gib
 from lightrft.utils.sinks import MetricSinks

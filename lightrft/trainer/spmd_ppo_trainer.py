@@ -18,7 +18,7 @@ from lightrft.strategy.base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.prompt_source import get_maker
-from lightrft.trainer.greedy_baseline import GreedyBaseline
+from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.optimizer_step import schedule_of

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import IO, Any, Protocol
 
 from lightrft.utils.aliases import ALIASES, alias_metrics
-from lightrft.utils.aside import backup_path
+from lightrft.utils.env import backup_path
 from lightrft.utils.logging import get_logger
-from lightrft.utils.step_table import StepTable
+from lightrft.utils.progress import StepTable
 from lightrft.utils.trajectory_saver import jsonable
 
 _FSYNC_S = 10.0

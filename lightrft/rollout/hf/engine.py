@@ -15,7 +15,7 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
-from lightrft.rollout.weight_sync.names import checked
+from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.optimizer import is_whole
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError

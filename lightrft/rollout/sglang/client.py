@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft.rollout.engine import Completion, Request, SamplingParams
-from lightrft.rollout.weight_sync.names import WeightManifest
+from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.rollout.collector import Ended
 from lightrft.utils.errors import UserError

@@ -17,8 +17,8 @@ from lightrft.rollout.sglang.launch import check_window
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.sglang.client import SGLangRun
 from lightrft.rollout.sglang.launch import engine_arguments
-from lightrft.rollout.weight_sync.names import (WeightManifest, checked, checkpoint_names, exported_shapes,
-                                                under_checkpoint_names)
+from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, exported_shapes,
+                                               under_checkpoint_names)
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError

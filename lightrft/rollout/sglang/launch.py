@@ -28,7 +28,7 @@ from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang import launch as sglang_files
-from lightrft.rollout.weight_sync.names import WeightManifest
+from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
 from lightrft.utils.env import total_memory, World
 from lightrft.utils.errors import UserError

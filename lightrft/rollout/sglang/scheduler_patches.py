@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.weight_sync.names import WeightManifest, under_checkpoint_names
+from lightrft.rollout.weight_sync.sync import WeightManifest, under_checkpoint_names
 from lightrft.rollout.sampling import sample, uniforms_at
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 

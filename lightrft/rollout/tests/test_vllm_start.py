@@ -10,7 +10,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import Request
 from lightrft.rollout.tp_group import _decode, _encode
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
-from lightrft.rollout.weight_sync.names import checked
+from lightrft.rollout.weight_sync.sync import checked
 from lightrft.utils.env import World, total_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

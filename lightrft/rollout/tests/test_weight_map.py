@@ -8,7 +8,7 @@ from transformers import MixtralForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausal
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.weight_sync.load_trace import trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts
-from lightrft.rollout.weight_sync.names import checkpoint_names, under_checkpoint_names
+from lightrft.rollout.weight_sync.sync import checkpoint_names, under_checkpoint_names
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 
 E, I, H = 5, 3, 4

@@ -14,7 +14,7 @@ from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
 from lightrft.rollout.tp_group import all_of_group, share_requests
 from lightrft.rollout.hf.engine import eos_ids
-from lightrft.rollout.weight_sync.names import Shapes, checked, exported_shapes
+from lightrft.rollout.weight_sync.sync import Shapes, checked, exported_shapes
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.weights import MARK, Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap

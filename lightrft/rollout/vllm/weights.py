@@ -6,7 +6,7 @@ from typing import Any, get_args, TYPE_CHECKING
 import torch
 from torch import nn, Tensor
 
-from lightrft.rollout.weight_sync.names import Shapes
+from lightrft.rollout.weight_sync.sync import Shapes
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:

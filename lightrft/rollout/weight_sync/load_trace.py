@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.rollout.weight_sync.names import Shapes
+from lightrft.rollout.weight_sync.sync import Shapes
 from lightrft.utils.errors import UserError
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], Any]  # gives weights to the engine's own loader

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.weight_sync.load_trace import Copy, Load, trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts, Order, slot, slot_of
-from lightrft.rollout.weight_sync.names import Shapes
+from lightrft.rollout.weight_sync.sync import Shapes
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]  # start of a block in the full weight, and its shape
 

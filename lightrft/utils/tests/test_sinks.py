@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightrft.utils.aliases import alias_metrics
 from lightrft.utils.sinks import MetricSinks
-from lightrft.utils.step_table import HEADER_EVERY, StepTable
+from lightrft.utils.progress import HEADER_EVERY, StepTable
 
 
 def numbers(step):
