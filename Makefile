@@ -7,7 +7,7 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 SGLANG := $(VENV)-sglang
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-CHECKED := lightrft/config lightrft/ops lightrft/types.py lightrft/algorithms lightrft/utils
+CHECKED := lightrft
 SOURCES := lightrft examples benchmarks $(wildcard docs/*.py) setup.py conftest.py
 ARGS ?=
 # Two workers, each with whole modules, in the order of conftest.py; the slowest twenty are told.

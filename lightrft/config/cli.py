@@ -2,7 +2,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from shutil import get_terminal_size
@@ -91,7 +91,7 @@ def _import_plugins(plugins: list[str]) -> None:
             raise ConfigError(f"--plugin {name}: no such module (looked in {os.getcwd()} and PYTHONPATH)") from None
 
 
-def _parse(parser: _Parser, argv: list[str] | None, tree: type, defaults: dict[str, Any]) -> ParsedConfig:
+def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any]) -> ParsedConfig:
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         known = [*options(tree), *ALIASES, "config", "plugin", "dry_run"]
@@ -121,7 +121,7 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def parse_config(argv: list[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
+def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
                  description: str = "", tree: type = Config) -> ParsedConfig:
     """Build the option tree from the command line, before any process group exists.
 

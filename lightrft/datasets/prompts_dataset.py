@@ -33,7 +33,7 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
     check_probs(probs, specs)
     parts = [load_rows(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
     if training and cfg.difficulty_key is not None:
-        parts = of_difficulty(parts, cfg)
+        parts = of_difficulty(parts, cfg.difficulty_key, cfg)
     limit = cfg.max_samples if training else cfg.max_eval_samples
     sizes = [len(part) for part in parts]
     keep = apportion(limit, sizes) if 0 < limit < sum(sizes) else sizes
@@ -149,20 +149,20 @@ def difficulty(row: Row, key: str, where: str) -> float:
     return number
 
 
-def of_difficulty(parts: list[Rows], cfg: DataConfig) -> list[Rows]:
-    """Return the rows from ``cfg.difficulty_min`` to ``cfg.difficulty_max``; the number of others is logged.
+def of_difficulty(parts: list[Rows], key: str, cfg: DataConfig) -> list[Rows]:
+    """Return the rows with a ``key`` from ``cfg.difficulty_min`` to ``cfg.difficulty_max``; the number of others is
+    logged.
 
     Raises:
         DataError: as in :func:`difficulty`, or no row is left.
     """
     low = -math.inf if cfg.difficulty_min is None else cfg.difficulty_min
     high = math.inf if cfg.difficulty_max is None else cfg.difficulty_max
-    values = [[difficulty(row, cfg.difficulty_key, rows.where(i)) for i, row in enumerate(rows.rows)] for rows in parts]
+    values = [[difficulty(row, key, rows.where(i)) for i, row in enumerate(rows.rows)] for rows in parts]
     kept = [rows.pick(i for i, value in enumerate(of) if low <= value <= high) for rows, of in zip(parts, values)]
     before, after, everything = sum(map(len, parts)), sum(map(len, kept)), [value for of in values for value in of]
-    found = (
-        f"{before - after} of {before} rows have a {cfg.difficulty_key} outside [{low:g}, {high:g}] (the smallest is "
-        f"{min(everything):g}, the largest {max(everything):g})")
+    found = (f"{before - after} of {before} rows have a {key} outside [{low:g}, {high:g}] (the smallest is "
+             f"{min(everything):g}, the largest {max(everything):g})")
     if not after:
         raise DataError(f"{found}: nothing is left to train on. Change --difficulty_min or --difficulty_max")
     get_logger().info("%s: left out", found)

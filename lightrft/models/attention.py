@@ -71,7 +71,8 @@ class PackedLayout:
         groups += [(1, length) for length in self.lens if length > SHORT]
         if not bool((lens <= SHORT).any()):
             return groups, None, None
-        return groups, *(index.to(self.cu_seqlens.device) for index in _slots(lens[order], widths[order], order))
+        there, back = (index.to(self.cu_seqlens.device) for index in _slots(lens[order], widths[order], order))
+        return groups, there, back
 
     def window_mask(self, length: int, window: int) -> Tensor:
         """Bool [length, length]: position i sees the ``window`` positions that end with itself."""
@@ -240,7 +241,8 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         raise ValueError("packed attention has no dropout: set attention_dropout to 0 (lightrft.models.loader does)")
     if kv_cache is not None:
         extra = {} if softcap is None else {"softcap": softcap}
-        return kv_cache.attend(module.layer_idx, query, key, value, scaling, sliding_window, **extra), None
+        layer: Any = module.layer_idx
+        return kv_cache.attend(layer, query, key, value, scaling, sliding_window, **extra), None
     if packing is None:
         raise ValueError(
             f"packed attention got no packing=PackedLayout.build(cu_seqlens) in {type(module).__name__}: either it "
@@ -250,9 +252,9 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         raise ValueError(
             f"packed attention takes one row of {sum(packing.lens)} tokens, got {tuple(query.shape)} [B, h, T, d]")
     packing.calls += 1
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    out = _attend_cuda(*rows, packing, scaling, sliding_window, softcap) if query.is_cuda else None
-    out = _attend_rows(*rows, packing, scaling, sliding_window, softcap) if out is None else out
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = _attend_cuda(q, k, v, packing, scaling, sliding_window, softcap) if query.is_cuda else None
+    out = _attend_rows(q, k, v, packing, scaling, sliding_window, softcap) if out is None else out
     return out.unsqueeze(0), None
 
 

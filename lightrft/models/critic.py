@@ -1,5 +1,6 @@
 """The value function."""
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class Critic(PackedModel):
         0 outside ``exp.drawn`` and at the first token of every sequence. Differentiable, also when nothing is kept.
         """
         index, hidden = self.action_hidden_states(exp)
-        score = self.hf_model.score
+        score: Any = self.hf_model.score
         values = score(hidden.to(score.weight.dtype))[:, 0].float()
         return torch.zeros(exp.num_tokens, device=values.device).index_put((index, ), values)
 

@@ -97,6 +97,7 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,
     config = _config(path)
     modality = modality_of(config, path)
     config.num_labels = 1
+    hf: Any  # its head is ``score``
     hf, fresh = _weights(AutoModelForSequenceClassification, path, config, dtype, new=("score.weight", ),
                          key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
     if fresh:

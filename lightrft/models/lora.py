@@ -17,7 +17,8 @@ _WRAPPER = "base_model.model."
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a PEFT model; any other model is returned as it is."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base
 
 
 def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str]) -> PeftModel:
@@ -103,7 +104,7 @@ def _split(name: str) -> tuple[str, str, str]:
     return "", "", name
 
 
-def _merge(layer: LoraLayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _merge(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Merge to [out, in] (or its transpose for layers that store it so), in the dtype of ``weight``, via float32."""
     delta = (b.float() @ a.float()) * layer.scaling[ADAPTER]
     return (weight.float() + (delta.t() if layer.fan_in_fan_out else delta)).to(weight.dtype)

@@ -5,7 +5,7 @@ sum over micro-batches and ranks is the loss of the optimizer step) and detached
 where ``exp.loss_mask``. Values outside the mask may be NaN or inf and reach neither loss nor gradient.
 """
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class PolicyLoss(nn.Module):
         cfg, weights, vetoed = self.cfg, self.correction(exp, self.cfg).detach(), torch.zeros_like(exp.loss_mask)
         bound = vetoed
         if cfg.correction_low is not None:
-            bound = (weights <= cfg.correction_low) | (weights >= cfg.correction_high)  # masked ones are 0
+            bound = (weights <= cfg.correction_low) | (weights >= cast(float, cfg.correction_high))  # masked ones are 0
         if cfg.correction_veto:
             ratio = safe_ratio(exp.old_logprobs, exp.rollout_logprobs, exp.loss_mask)
             vetoed = any_below(ratio, cfg.correction_veto, exp.loss_mask, exp.cu_seqlens)

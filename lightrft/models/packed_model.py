@@ -1,7 +1,8 @@
 """Base of the actor and the critic: one packed forward through the decoder body of a Hugging Face model."""
 from collections.abc import Iterator
+from typing import Any, cast
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -44,7 +45,7 @@ class PackedModel(nn.Module):
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
         """
         inputs = self.modality.inputs(exp)
-        body = self.modality.body(self.hf_model)
+        body: Any = self.modality.body(self.hf_model)
         hidden = body(**inputs).last_hidden_state[0]
         if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
@@ -62,7 +63,7 @@ class PackedModel(nn.Module):
     @property
     def lora_rank(self) -> int:
         """Rank of the LoRA adapters; 0 without."""
-        return self.model.peft_config[ADAPTER].r if isinstance(self.model, PeftModel) else 0
+        return cast(LoraConfig, self.model.peft_config[ADAPTER]).r if isinstance(self.model, PeftModel) else 0
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Rename full tensors from the names in this module to Hugging Face names, with LoRA merged or apart."""

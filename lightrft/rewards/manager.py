@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import cast
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
-from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, remote_part
+from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, remote_part, Submit
 from lightrft.rewards.timeouts import Patience, Silence
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.probe import probe
@@ -81,7 +82,8 @@ class RewardManager:
         alone: dict[str, tuple[Part, list[tuple[Handle, int]]]] = {}
         self._waited_s = 0.0
         for handle, row, item in responses:
-            recipe, outcomes = self.parts_of(item), {}
+            recipe = self.parts_of(item)
+            outcomes: dict[str, Outcome] = {}
             handle.rows[row] = item, recipe, outcomes
             for part, _ in recipe:
                 outcome = part.fast(item) if part.fast is not None else None
@@ -170,8 +172,9 @@ class RewardManager:
         silence = self._silences.setdefault(part.name, Silence(self.cfg.reward_timeout_s))
         for handle, _ in places:
             handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s, silence))
-        futures = part.submit([handle.rows[row][0] for handle, row in places],
-                              [handle.patience[part.name] for handle, _ in places])
+        submit = cast(Submit, part.submit)  # a part without one decides each response at once
+        futures = submit([handle.rows[row][0] for handle, row in places],
+                         [handle.patience[part.name] for handle, _ in places])
         for future in futures:
             self._under_way[future] = part.name
             future.add_done_callback(self._under_way.pop)

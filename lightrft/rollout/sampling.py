@@ -1,4 +1,6 @@
 """Drawing tokens: reproducible noise, restriction of a distribution, inverse-CDF sampling. Pure functions."""
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,5 +99,5 @@ def sample(logits: Tensor, u: Tensor | None, params: SamplingParams) -> tuple[Te
     if params.temperature != 1.0:
         logits = logits / params.temperature
     probs = restrict(logits, params).softmax(-1)
-    tokens = inverse_cdf(probs, u)
+    tokens = inverse_cdf(probs, cast(Tensor, u))
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()

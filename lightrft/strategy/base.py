@@ -30,7 +30,7 @@ class Prepared:
     """A model placed on its device(s), with its optimizer and scheduler when it is trained."""
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
-    scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+    scheduler: Any = None  # torch.optim.lr_scheduler.LambdaLR, where there is an optimizer
 
 
 @dataclass(frozen=True)

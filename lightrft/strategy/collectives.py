@@ -2,7 +2,7 @@
 import io
 import pickle
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -115,10 +115,11 @@ def gather_bucket(bucket: list[Named], device: torch.device) -> Iterator[Named]:
         for name, tensor in bucket:
             yield name, local(tensor)
         return
-    small = [tensor for _, tensor in bucket if _is_small(tensor)]
+    sharded = cast(list[tuple[str, DTensor]], bucket)  # as the first is
+    small = [tensor for _, tensor in sharded if _is_small(tensor)]
     together = _gather_together(small, device) if len(small) > 1 else None
-    for name, tensor in bucket:
-        yield name, next(together) if together and _is_small(tensor) else _gather_alone(tensor, device)
+    for name, shard in sharded:
+        yield name, next(together) if together and _is_small(shard) else _gather_alone(shard, device)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -138,7 +138,7 @@ class BaseTrainer(ABC):
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint, if asked for; return False for a fresh start."""
         path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
-        if path is not None:
+        if self.checkpoints is not None and path is not None:
             state, ranks = self.checkpoints.load(path, self.prepared)
             self._compare_options(state)
             self.step = self._saved = state["step"]

@@ -84,9 +84,9 @@ class Tally:
         self.first = self.first or len(groups)
         self.tokens += exp.loss_mask.sum().item()
         self.logprobs += exp.rollout_logprobs[exp.loss_mask].double().sum().item()
-        self.samples, self.truncated = self.samples + exp.num_seqs, self.truncated + exp.truncated.sum().item()
+        self.samples, self.truncated = self.samples + exp.num_seqs, self.truncated + int(exp.truncated.sum())
         self.causes.update(row["error"] for row in groups.rows if row["reward"] is None)
-        self.rewards, self.scored = self.rewards + exp.rewards.sum().item(), self.scored + exp.scored.sum().item()
+        self.rewards, self.scored = self.rewards + exp.rewards.sum().item(), self.scored + int(exp.scored.sum())
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return metrics of all generated groups, rejected ones included; ``seconds``: time of generation."""

@@ -1,7 +1,8 @@
 """The no-grad forward passes over a rollout batch, and the offload of the models while the engine generates."""
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class LogprobPass:
         self.known = [
             Pass("old_logprobs", old, self._old),
             Pass("ref", ("ref_logprobs", ), self._ref),
-            Pass("values", ("values", ), lambda exp: self.critic.model(exp)[None])
+            Pass("values", ("values", ), lambda exp: cast(Prepared, self.critic).model(exp)[None])
         ]
 
     def wanted(self, num_samples: int) -> list[Pass]:
@@ -126,8 +127,9 @@ class LogprobPass:
         with self._reference_weights():
             return self._logprobs(self.reference or self.actor, exp)
 
-    def _reference_weights(self):
-        return self.actor.model.adapter_disabled() if self.reference is None else nullcontext()
+    def _reference_weights(self) -> AbstractContextManager[Any]:
+        actor: Any = self.actor.model
+        return actor.adapter_disabled() if self.reference is None else nullcontext()
 
     def _logprobs(self, prepared: Prepared, exp: Experience) -> Tensor:
         return prepared.model(exp, temperature=self.config.rollout.temperature)[0][None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightrft.config.schema import OptimConfig, TrainConfig
+from lightrft.config.schema import OptimConfig
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience
@@ -132,6 +132,6 @@ def lr_schedule(name: str, total_steps: int, warmup_ratio: float, min_ratio: flo
     return factor
 
 
-def schedule_of(cfg: TrainConfig, total_steps: int) -> Callable[[int], float]:
+def schedule_of(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Return the schedule that the options ask for."""
     return lr_schedule(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.lr_min_ratio)

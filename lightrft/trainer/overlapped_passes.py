@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class OverlappedPasses:
             self._rounds()
 
     def _rounds(self) -> None:
-        exp = None
+        exp: Any = None  # the Experience of the newest pack
         for pack in chain(iter(self._packs.get, []), repeat([])):
             if not self.strategy.any_rank(bool(pack)):
                 return

@@ -27,6 +27,7 @@ from lightrft.utils.timer import Timer
 
 class PPOTrainer(BaseTrainer):
     """Trains a policy with any registered algorithm; every part is passed in."""
+    log: RolloutLog
 
     def __init__(self, config: Config, strategy: StrategyBase, prepared: dict[str, Prepared], engine: RolloutEngine,
                  maker: NaiveExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,

@@ -5,6 +5,7 @@ so the gradient does not depend on how the batch is cut.
 """
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -110,7 +111,8 @@ class PolicyUpdate:
 
     def _epochs(self, rollout: Rollout, coefs: Coefs, train_actor: bool,
                 live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]]]:
-        sums, results = MetricSums(), {"policy": [], "critic": []}
+        sums = MetricSums()
+        results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
         kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
         for epoch in range(self.config.train.max_epochs):
             for number, mini in enumerate(rollout.buffer.epoch(epoch)):
@@ -130,7 +132,7 @@ class PolicyUpdate:
         return sums, results
 
     def _prepared(self, name: str) -> Prepared:
-        return self.actor if name == "policy" else self.critic
+        return self.actor if name == "policy" else cast(Prepared, self.critic)
 
     def _policy_loss(self, sums: MetricSums, denominators: Denominators, coefs: Coefs,
                      first_step: bool) -> Callable[[Experience], Tensor]:
@@ -154,7 +156,7 @@ class PolicyUpdate:
     def _value_loss(self, sums: MetricSums, denominators: Denominators) -> Callable[[Experience], Tensor]:
 
         def loss_of(exp: Experience) -> Tensor:
-            values = self.critic.model(exp)
+            values = self._prepared("critic").model(exp)
             loss, metrics = self.value_loss(values, exp, denominators)
             error = exp.returns - exp.values
             moments = {

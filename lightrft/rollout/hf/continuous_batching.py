@@ -109,7 +109,7 @@ class Generation:
     def _admit(self, free: np.ndarray) -> None:
         """Fill the slots ``free`` with the shared prompt's other samples, or with new prompts of one prefill pass."""
         if self.shared is not None:
-            self._admit_shared(free)
+            self._admit_shared(self.shared, free)
             return
         groups: list[int] = []
         places = np.flatnonzero(self.tenant < 0)
@@ -125,8 +125,8 @@ class Generation:
             self.shared = _Shared(groups[-1], int(samples[-1]) + 1, logits[-1:].clone())
         self._start(samples, free[:len(samples)], logits[torch.from_numpy(source).to(logits.device)])
 
-    def _admit_shared(self, free: np.ndarray) -> None:
-        shared, self.shared = self.shared, None
+    def _admit_shared(self, shared: _Shared, free: np.ndarray) -> None:
+        self.shared = None
         end = int(self.bounds[shared.request + 1])
         samples = np.arange(shared.first_sample, end)[:len(free)]
         if samples[-1] + 1 < end:
@@ -226,16 +226,16 @@ class Generation:
         index = torch.from_numpy(slots).to(self.cache.device)
         self.state[:, index] = self.state.new_tensor([[0], [0], [0], [self.num_samples], [0]])
         if self.on_arrived is not None:
-            self._tell(sorted(samples.tolist()))
+            self._tell(self.on_arrived, sorted(samples.tolist()))
         requests, counts = np.unique(self.request_of[samples], return_counts=True)
         self.remaining[requests] -= counts
         for request in requests[self.remaining[requests] == 0]:
             self._deliver(int(request))
 
-    def _tell(self, samples: list[int]) -> None:
+    def _tell(self, on_arrived: Arrived, samples: list[int]) -> None:
         self._read(samples)
         requests = self.request_of[samples].tolist()
-        self.on_arrived([(i, s - int(self.bounds[i]), self.read[s]) for i, s in zip(requests, samples)])
+        on_arrived([(i, s - int(self.bounds[i]), self.read[s]) for i, s in zip(requests, samples)])
 
     def _deliver(self, request: int) -> None:
         if self.place[request] >= 0:

@@ -53,10 +53,12 @@ class HFEngine:
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
                  autocast: torch.dtype | None = None, share: int = 1) -> None:
-        if hf_model.config._attn_implementation != "packed":
+        config: Any = hf_model.config
+        if config._attn_implementation != "packed":
             raise ValueError(f"the HF engine needs a model with attn_implementation='packed', "
-                             f"not {hf_model.config._attn_implementation!r}")
-        self.model, self.eos_token_ids = hf_model, frozenset(eos_token_ids)
+                             f"not {config._attn_implementation!r}")
+        self.model: Any = hf_model
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.autocast, self.share = kv_bytes, owns_model, autocast, share
         self.weight_version = 0
         self._device = next(hf_model.parameters()).device

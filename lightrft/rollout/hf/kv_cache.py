@@ -74,7 +74,7 @@ class KVPlan:
     @classmethod
     def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int) -> "KVPlan":
         """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each."""
-        mean = sum(sizes) / max(1, np.count_nonzero(sizes)) or 1
+        mean = sum(sizes) / max(1, int(np.count_nonzero(sizes))) or 1
 
         def plan(slots: int) -> KVPlan:
             live = int(np.ceil(_LIVE_PROMPTS * slots / mean))
@@ -128,7 +128,8 @@ class Prefill:
         self.layout = PackedLayout(F.pad(ends, (1, 0)).to(cache.device, torch.int32), lengths)
         self.positions = (torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)).to(cache.device)
         place = torch.repeat_interleave(torch.from_numpy(places), counts).to(cache.device)
-        self.kept, column = slice(None), self.positions
+        self.kept: slice | Tensor = slice(None)
+        column = self.positions
         if skip is not None:
             column = column - torch.repeat_interleave(torch.from_numpy(skip), counts).to(cache.device)
             self.kept = column >= 0

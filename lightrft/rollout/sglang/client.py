@@ -37,7 +37,8 @@ class SGLangNative:
     """
 
     def __init__(self, arguments: dict[str, Any], weights: WeightManifest, device: torch.device) -> None:
-        self.thread, self.engine = ThreadPoolExecutor(1, "sglang", _block_signals), None
+        self.thread = ThreadPoolExecutor(1, "sglang", _block_signals)
+        self.engine: Any = None
         self.cleanup, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
         self._words = ""
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)

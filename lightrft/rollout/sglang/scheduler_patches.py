@@ -119,7 +119,7 @@ def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _places(model: nn.Module, weights: WeightManifest) -> WeightMap:
+def _places(model: Any, weights: WeightManifest) -> WeightMap:
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.runtime_context import get_parallel
     group = get_parallel().tp_group.cpu_group

@@ -13,7 +13,8 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, to
             most: int) -> Iterator[tuple[Tensor, list[tuple[str, Tensor, int]]]]:
     """Yield flat memory uint8 [bytes] and the (name, view, offset in bytes) of each weight in it, in the dtype of
     ``dtypes`` (or its own). The next bucket reuses the memory, which holds ``most`` bytes or one weight."""
-    flat, inside, end = torch.empty(0, dtype=torch.uint8), [], 0
+    flat, end = torch.empty(0, dtype=torch.uint8), 0
+    inside: list[tuple[str, Tensor, int]] = []
     for name, tensor in named_tensors:
         dtype = dtypes.get(name, tensor.dtype)
         size = tensor.numel() * dtype.itemsize

@@ -180,7 +180,7 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
         from vllm.distributed import parallel_state
-        client = self.native.engine_core
+        client: Any = self.native.engine_core
         if client._finalizer.detach() is None:
             return
         self._asleep, self._ready = True, False

@@ -57,7 +57,7 @@ class VLLMRun:
             enough = self.collector.enough(complete)
             if complete and self.agree(enough) or not self.engine.has_unfinished_requests():
                 return
-            outputs = [output for output in self.engine.step() if output.finished]
+            outputs: list[Any] = [output for output in self.engine.step() if output.finished]
             complete = self.collector.take([ended for ended in map(self._take, outputs) if ended is not None])
 
     def _add(self, drawing: _Drawing) -> None:
@@ -68,8 +68,9 @@ class VLLMRun:
             temperature, left = self.params.first_temperature, 1
         name = f"{drawing.request}/{j}/{len(begun)}"
         seed = (request.seeds[j] + len(begun)) % (1 << 63)
-        drawing.native_id = self.engine.add_request(name, {"prompt_token_ids": request.token_ids + begun},
-                                                    self._native(temperature, left, seed), lora_request=self.adapter)
+        prompt: Any = {"prompt_token_ids": request.token_ids + begun}
+        drawing.native_id = self.engine.add_request(name, prompt, self._native(temperature, left, seed),
+                                                    lora_request=self.adapter)
         self.drawing[name] = drawing
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
@@ -105,13 +106,14 @@ class VLLMRun:
         from vllm.v1.engine import FinishReason
         states = self.engine.output_processor.request_states
         for drawing in self.drawing.values():
-            output = states[drawing.native_id].make_request_output([], None, FinishReason.ABORT, None)
+            output: Any = states[drawing.native_id].make_request_output([], None, FinishReason.ABORT, None)
             self.collector.keep([(drawing.request, drawing.sample, _response(drawing, output))])
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
 
 
 def _response(drawing: _Drawing, output: "RequestOutput") -> Completion:
-    native, first = output.outputs[0], drawing.first
+    native: Any = output.outputs[0]
+    first = drawing.first
     return Completion(first.token_ids + list(native.token_ids), first.logprobs + list(native.logprobs.logprobs),
                       native.finish_reason)

@@ -67,7 +67,7 @@ def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shap
     return {name: shape for name, shape in shapes.items() if layer_of(name) not in {None, *hidden}}
 
 
-def load_plain(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+def load_plain(engine: "LLMEngine", model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Run vLLM's own loader, which fills the existing tensors; return the names of those that it filled."""
     from vllm.config import set_current_vllm_config
     with set_current_vllm_config(engine.vllm_config):
@@ -98,7 +98,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
 
 
 @torch.no_grad()
-def load_layerwise(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+def load_layerwise(engine: "LLMEngine", model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Load layer by layer as at start, so that values derived from the weights are computed again; the storage stays.
     Return the names that were filled. Experts that get no weight do not work until all have got theirs."""
     from vllm.config import set_current_vllm_config

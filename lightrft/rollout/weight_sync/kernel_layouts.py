@@ -5,7 +5,7 @@ a weight is sent whose elements are their own numbers; the numbers in the engine
 """
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import cast, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Layouts:
     def orders(self, layer: nn.Module, copies: Mapping[str, Sequence[Copy]]) -> list[Order] | None:
         """Orders of the elements of each of ``copies`` into ``layer``, by name of their weight; None: some elements are
         not found, because they are not moved but changed."""
-        tensors = list(layer.parameters())
+        tensors: list[Tensor] = list(layer.parameters())
         blocks = _blocks(tensors, copies)
         key = (type(layer), *((one.shape, one.dtype) for one in tensors), *blocks)
         if key not in self._known:
@@ -119,7 +119,8 @@ def _blocks(tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]]) -> list
         number = max(free.get(one, 1) for one in slots)
         free |= dict.fromkeys(slots, number + math.prod(whole))
         for copy, (j, k) in zip(group, slots):
-            start, shape = ((0, *copy.start)[-2:], (1, *copy.shape)[-2:])
-            view = tuple(copy.view.shape), copy.view.stride(), copy.view.storage_offset() - k * tensors[j].stride(0)
+            start, shape = ((0, *cast(tuple[int, ...], copy.start))[-2:], (1, *copy.shape)[-2:])
+            offset = int(copy.view.storage_offset()) - k * tensors[j].stride(0)
+            view = tuple(copy.view.shape), copy.view.stride(), offset
             found.append(_Block(i, j, k, number, whole, start, shape, view))
     return found

@@ -126,7 +126,7 @@ class WeightMap:
         self.empty = [name for name, parameter in (model.named_parameters() if model else ())
                       if _address(parameter) not in filled and "scale" not in name]  # yapf: disable
         places = _places(copies, derived, rearranged, reload or load)
-        here = {name: _joined(parts) for name, parts in places.items()
+        here = {name: _joined(one for one in parts if one is not None) for name, parts in places.items()
                 if None not in parts and len(set(taken[name])) == len(parts)}  # yapf: disable
         keys = {name: [one.key for one in parts] for name, parts in here.items()}
         everywhere = self._of_all_ranks((taken, keys))

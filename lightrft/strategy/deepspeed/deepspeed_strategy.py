@@ -116,7 +116,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
         """Implement :meth:`CommonStrategy.gathered`; with stage 3 the pieces of a bucket come in one all-gather."""
-        params = {name: param for name, param in model.named_parameters() if of in name}
+        params: dict[str, Any] = {name: param for name, param in model.named_parameters() if of in name}
         if not self._divides_weights():
             yield from ((name, param.detach()) for name, param in params.items())
             return
@@ -127,7 +127,7 @@ class DeepspeedStrategy(DistributedStrategy):
             for name, flat in collectives.gather_bucket(bucket, self.device):
                 yield name, flat[:params[name].ds_numel].view(params[name].ds_shape)
 
-    def part(self, param: nn.Parameter) -> Part:
+    def part(self, param: Any) -> Part:
         """Override :meth:`CommonStrategy.part`; each rank is responsible for an equal share of undivided weights."""
         if self._divides_weights():
             start, count = span(param, self.rank)
@@ -170,7 +170,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def _load_weights(self, prepared: Prepared, state: dict[str, Tensor]) -> None:
         self.free_full(prepared.model)
-        own = dict(untied_state(prepared.model))
+        own: dict[str, Any] = dict(untied_state(prepared.model))
         for name, value in state.items():
             if not isinstance(value, DTensor):
                 own[name].copy_(value)
@@ -183,7 +183,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
         """Move the weights; gradients and buffers for them are not kept."""
-        held = [param.ds_tensor if self._divides_weights() else param for param in prepared.model.parameters()]
+        params: Iterator[Any] = prepared.model.parameters()
+        held = [param.ds_tensor if self._divides_weights() else param for param in params]
         if held[0].device == device:
             return
         if not self.cfg.zero_stage:

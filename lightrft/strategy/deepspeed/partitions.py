@@ -17,10 +17,10 @@ NO_MICRO_BATCH = -1  # stages 1 and 2 count micro-batches from here
 class Slice(NamedTuple):
     """Slice of a flattened parameter, ``count`` elements from ``start`` on, stored in partition ``index`` from
     ``offset`` on."""
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     offset: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # so does this
 
     def of(self, partition: Tensor) -> Tensor:
         """The elements, sharing storage with the partition."""
@@ -35,9 +35,9 @@ class Partitions(ABC):
         names: names of the trained parameters.
         rank: this process.
     """
-    masters: list[Tensor]  # float32 weights, flat, as the optimizer updates them
+    masters: list[Any]  # tensors: float32 weights, flat, as the optimizer updates them
 
-    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+    def __init__(self, zero: Any, names: dict[Any, str], rank: int, offloaded: bool) -> None:
         self.zero, self.names, self.rank, self.offloaded = zero, names, rank, offloaded
         self.slices = dict(self._slices())
 
@@ -76,7 +76,7 @@ class Partitions(ABC):
 class Stage1Or2(Partitions):
     """Each group of parameters is one flat tensor, cut into as many pieces as there are ranks."""
 
-    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+    def __init__(self, zero: Any, names: dict[Any, str], rank: int, offloaded: bool) -> None:
         self.masters = zero.single_partition_of_fp32_groups
         super().__init__(zero, names, rank, offloaded)
         self._share()
@@ -124,7 +124,7 @@ class Stage1Or2(Partitions):
 class Stage3(Partitions):
     """Each parameter is cut into as many pieces as there are ranks, all of one size; the last may be padded."""
 
-    def __init__(self, zero: Any, names: dict[nn.Parameter, str], rank: int, offloaded: bool) -> None:
+    def __init__(self, zero: Any, names: dict[Any, str], rank: int, offloaded: bool) -> None:
         self.masters = zero.fp32_partitioned_groups_flat
         super().__init__(zero, names, rank, offloaded)
 
@@ -167,7 +167,7 @@ class Stage3(Partitions):
             one.of(self.masters[one.index].detach()).copy_(param.ds_tensor[:one.count])
 
 
-def span(param: nn.Parameter, rank: int) -> tuple[int, int]:
+def span(param: Any, rank: int) -> tuple[int, int]:
     """First element that ``rank`` holds of a parameter of stage 3, and the number of its elements."""
     start = min(rank * param.ds_tensor.numel(), param.ds_numel)
     return start, min(param.ds_tensor.numel(), param.ds_numel - start)
