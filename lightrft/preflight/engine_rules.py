@@ -12,7 +12,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
-from lightrft.rollout.engine import INSTALL, NAMES, native_arguments
+from lightrft.config.engines import INSTALL, NAMES, native_arguments
 
 # options that only some engines read
 READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(

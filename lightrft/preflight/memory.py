@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
 from lightrft.config.schema import Config, StrategyConfig
-from lightrft.rollout.engine import host_cache
+from lightrft.config.engines import host_cache
 from lightrft.strategy.deepspeed.sizes import REDUCED_AT_ONCE
 
 PHASES = ("generation", "log-probs", "update", "weight sync")

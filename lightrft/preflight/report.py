@@ -1,7 +1,7 @@
 """Readable forms of the option tree: the ``--dry_run`` report and the option tables of the docs."""
 from typing import Any
 
-from lightrft.rollout.engine import NAMES
+from lightrft.config.engines import NAMES
 from lightrft.preflight.cost import ModelSize, batch_summary, time_line
 from lightrft.preflight.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show

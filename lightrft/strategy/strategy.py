@@ -4,9 +4,8 @@ from importlib.util import find_spec
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.utils.errors import UserError
-
-NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; run: pip install deepspeed==0.19.8"
 
 
 def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:

@@ -193,8 +193,7 @@ def test_no_room_for_a_checkpoint(home: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "checkpoints").iterdir()), "half a checkpoint was left"
 
 
-@pytest.mark.parametrize("ranks,room,aside", [(1, 1.7, True), (2, 1.7, True), (2, 1.45, True), (1, 1.7, False),
-                                              (2, 1.45, False)])  # yapf: disable
+@pytest.mark.parametrize("ranks,room,aside", [(1, 1.7, 1), (2, 1.7, 1), (2, 1.45, 1), (1, 1.7, 0), (2, 1.45, 0)])
 def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Path, tmp_path: Path) -> None:
     """A file system that holds ``room`` checkpoints; the first stays loadable, whatever cannot be written after it.
     What is written ``aside`` may first be met as no room for a line of metrics, which ends the run."""
@@ -205,7 +204,7 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
-        run = launch(folder, options_of(home, folder, max_ckpt_num=1, async_save=str(aside)), ranks)
+        run = launch(folder, options_of(home, folder, max_ckpt_num=1, async_save=str(bool(aside))), ranks)
         codes = run.wait()
         assert "No space left on device" in run.output, run.output
         assert "could not save a checkpoint" in run.output or aside and codes[0], run.output

@@ -49,7 +49,7 @@ def test_the_readme_lists_the_registered_algorithms():
 
 def test_the_layer_picture_is_the_enforced_one():
     picture = {}
-    for number, names in re.findall(r"^    (\d) (.+?)  ", readme_part("layers"), re.MULTILINE):
+    for number, names in re.findall(r"^    (\d+) (.+?)  ", readme_part("layers"), re.MULTILINE):
         picture.update({name.strip().removesuffix(".py"): int(number) for name in names.split("|")})
     assert picture == LAYERS
 
@@ -57,7 +57,7 @@ def test_the_layer_picture_is_the_enforced_one():
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 def test_flags_modules_and_files_that_are_named_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lightrft" / "config").glob("*.py"))
+    sources = sources_of("config", "preflight", "cli")
     others = ("--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout", "--logdir")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
         assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"

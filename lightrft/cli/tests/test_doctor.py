@@ -19,7 +19,7 @@ from lightrft.preflight.checks.memory_plan import check_memory
 from lightrft.preflight.checks.versions import check_versions
 from lightrft.cli.doctor import PROG, asked_extras, main, plan
 from lightrft.preflight.cost import ModelSize, count_parameters, model_size
-from lightrft.rollout.engine import INSTALL
+from lightrft.config.engines import INSTALL
 from lightrft.preflight.memory import Room, memory
 from lightrft.config.options import build
 from lightrft.config.schema import Config

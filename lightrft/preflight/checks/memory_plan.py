@@ -8,7 +8,7 @@ from lightrft.preflight.checks.devices import GIB, Device
 from lightrft.preflight.checks.finding import Finding
 from lightrft.preflight.cost import ModelSize, batch_summary, model_size
 from lightrft.config.flags import show
-from lightrft.rollout.engine import HF_CACHE_PART
+from lightrft.config.engines import HF_CACHE_PART
 from lightrft.preflight.memory import PHASES, Room, engine_cache, engine_weights, memory, peak
 from lightrft.config.options import build, flatten
 from lightrft.config.schema import Config

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 from lightrft.preflight.checks.finding import Finding
-from lightrft.rollout.engine import INSTALL
+from lightrft.config.engines import INSTALL
 
 PACKAGE = "lightrft"
 TOOLS = ("docs", "dev")  # extras that no run needs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightrft.rollout.engine import HF_CACHE_PART
+from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints

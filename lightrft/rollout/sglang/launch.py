@@ -21,9 +21,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.rollout.engine import native_arguments
-from lightrft.rollout.engine import INSTALL
-from lightrft.rollout.engine import host_cache
+from lightrft.config.engines import native_arguments
+from lightrft.config.engines import INSTALL
+from lightrft.config.engines import host_cache
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches

