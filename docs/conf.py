@@ -65,8 +65,8 @@ def plain_text(app, what, name, obj, options, lines):
     """Docstrings are written for people: keep bars and stars, and make the fields of the algorithm files a list."""
     for number, line in enumerate(lines):
         line = re.sub(r"(``.*?``)|([|]|[*](?! ))", lambda match: match[1] or "\\" + match[2], line)
-        if what == "module" and name.startswith("lightrft.algorithms."):
-            line = re.sub(r"^([A-Z]\w+): ", r":\1: ", line)
+        if name.startswith("lightrft.algorithms."):  # of a module, or of a function in a file of several algorithms
+            line = re.sub(r"^(Paper|Equation|Degenerate|Deviation): ", r":\1: ", line)
         lines[number] = line
 
 

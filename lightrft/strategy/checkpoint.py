@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from lightrft.strategy import checkpoint as files
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.utils.env import backup_path
+from lightrft.utils.sinks import backup_path
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -101,7 +101,7 @@ def test_make_runs_what_is_promised(tmp_path):
     assert "run_quickstart.sh --seed 2" in run(*show, "quickstart", "ARGS=--seed 2", cwd=ROOT)
     expected = {
         "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "format": "yapf --in-place", "fcheck":
-        "mypy lightrft/config", "docs": "sphinx-build -W", "docs-live": "sphinx-autobuild", "dbuild": "docker build"
+        "mypy lightrft", "docs": "sphinx-build -W", "docs-live": "sphinx-autobuild", "dbuild": "docker build"
     }
     for target, command in expected.items():
         assert command in run(*show, target, cwd=ROOT), target

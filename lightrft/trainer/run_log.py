@@ -13,10 +13,9 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.utils.env import backup_path
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import peak_memory_gib
-from lightrft.utils.sinks import MetricSinks
+from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
 

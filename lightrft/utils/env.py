@@ -1,12 +1,10 @@
-"""Environment of the process: ranks, random state, threads, memory, and the files of an earlier run."""
-import itertools
+"""Environment of the process: ranks, random state, threads, memory."""
 import os
 import random
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,11 +124,3 @@ def total_memory(device: torch.device) -> int:
             return min(host, int(limit.read()))
     except (OSError, ValueError):  # no cgroup (version 2), or no limit ("max")
         return host
-
-
-def backup_path(path: Path) -> Path | None:
-    """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; return its new path, or None."""
-    if not path.exists():
-        return None
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))

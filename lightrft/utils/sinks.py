@@ -1,4 +1,5 @@
 """Destinations of the metrics: metrics.jsonl always; the console table; TensorBoard, W&B and trackio on request."""
+import itertools
 import json
 import os
 import time
@@ -10,13 +11,20 @@ from types import ModuleType
 from typing import IO, Any, Protocol
 
 from lightrft.utils.aliases import ALIASES, alias_metrics
-from lightrft.utils.env import backup_path
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import StepTable
 from lightrft.utils.trajectory_saver import jsonable
 
 _FSYNC_S = 10.0
 _WANDB_ID = "wandb_run_id"
+
+
+def backup_path(path: Path) -> Path | None:
+    """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; return its new path, or None."""
+    if not path.exists():
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 class Sink(Protocol):

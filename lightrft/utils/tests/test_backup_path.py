@@ -1,5 +1,5 @@
 """Nothing of an earlier run is lost."""
-from lightrft.utils.env import backup_path
+from lightrft.utils.sinks import backup_path
 
 
 def test_files_and_folders_move_to_the_first_free_name(tmp_path):
