@@ -21,9 +21,7 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.trainer.experience_maker import Rollout
-from lightrft.trainer.partial_rollout import PartialGroup
-from lightrft.trainer.partial_rollout import OversamplingSource
-from lightrft.trainer.partial_rollout import PartialExperienceMaker
+from lightrft.trainer.partial_rollout import OversamplingSource, PartialExperienceMaker, PartialGroup
 from lightrft.trainer.samples import Rows
 from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import task
 import torch
-from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-from transformers import logging as hf_logging
+from transformers import AddedToken, logging as hf_logging, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = ["<think>", "</think>", "\\boxed{"]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightrft.algorithms.base import correction, correction_bounds
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.surrogate import keep_inside, sequence_product
-from lightrft.ops.surrogate import safe_log_ratio, safe_ratio, sequence_ratio
+from lightrft.ops.surrogate import keep_inside, safe_log_ratio, safe_ratio, sequence_product, sequence_ratio
 from lightrft.types import Experience
 
 

@@ -3,9 +3,8 @@ from typing import Any, NamedTuple
 
 from lightrft.config.flags import show
 from lightrft.config.options import ConfigError, options
-from lightrft.config.presets import RECIPES
+from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.config.presets import SEMANTICS
 from lightrft.config.stages import stage_options
 
 

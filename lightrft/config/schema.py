@@ -6,8 +6,7 @@ this file, so an option that is not here does not exist. A part of the library r
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.config.presets import RECIPES
-from lightrft.config.presets import SEMANTICS
+from lightrft.config.presets import RECIPES, SEMANTICS
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:

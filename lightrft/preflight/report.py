@@ -7,9 +7,8 @@ from lightrft.preflight.memory import UNKNOWN, Room, memory_lines
 from lightrft.config.flags import show
 from lightrft.config.layers import preset_values
 from lightrft.config.options import group_options, groups, options
-from lightrft.config.presets import RECIPES
+from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
-from lightrft.config.presets import MEANINGS, SEMANTICS
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:

@@ -7,11 +7,9 @@ from math import gcd, isqrt
 from pathlib import Path
 
 from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_problems
-from lightrft.preflight.engine_rules import engine_problems
+from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems
 from lightrft.config.dependencies import best_metric, changed, unmet_needs
 from lightrft.config.options import ConfigError
-from lightrft.preflight.engine_rules import oversample_problems
-from lightrft.preflight.engine_rules import overlap_problems
 from lightrft.config.ranges import check_ranges
 from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig)
 from lightrft.config.sft_schema import SFTConfig

@@ -10,11 +10,10 @@ from typing import cast
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
-from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, remote_part, Submit
+from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, recipe_for, remote_part, Submit
 from lightrft.rewards.timeouts import Patience, Silence
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.probe import probe
-from lightrft.rewards.spec import recipe_for
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
 from lightrft.utils.errors import UserError

@@ -10,10 +10,9 @@ from concurrent.futures import Future
 
 import requests
 
-from lightrft.rewards.timeouts import Backlog
+from lightrft.rewards.timeouts import Backlog, NOT_TRIED, Patience
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
-from lightrft.rewards.timeouts import NOT_TRIED, Patience
 from lightrft.rewards.workers.user_file import outcomes_of
 
 MAX_CHUNK = 32  # responses per request

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.local import CommonStrategy
-from lightrft.strategy import collectives
-from lightrft.strategy import process_group
+from lightrft.strategy import collectives, process_group
 from lightrft.utils.env import set_threads
 
 

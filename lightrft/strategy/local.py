@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
-from lightrft.strategy.optimizer import offload_optimizer, reload_optimizer
-from lightrft.strategy.optimizer import LocalAdamW, clip, part, set_schedule_step, squared_norm
+from lightrft.strategy.optimizer import (clip, LocalAdamW, offload_optimizer, part, reload_optimizer, set_schedule_step,
+                                         squared_norm)
 from lightrft.strategy.base import Lora, Part, Prepared, StrategyBase
 
 

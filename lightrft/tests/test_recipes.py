@@ -3,8 +3,7 @@ import pytest
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import flatten
-from lightrft.config.presets import RECIPES
-from lightrft.config.presets import SEMANTICS
+from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.tests import runs
 from lightrft.trainer.session import check
 from lightrft.utils.errors import UserError

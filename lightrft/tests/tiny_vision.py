@@ -3,9 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
-from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel,
+                          Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor,
+                          Qwen3VLVideoProcessor)
 
 from lightrft.tests import tiny
 

@@ -12,11 +12,10 @@ from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
-from lightrft.trainer.controllers import get_entropy_controller
+from lightrft.trainer.controllers import get_entropy_controller, KLController
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 from lightrft.trainer.prompt_source import get_group_source
-from lightrft.trainer.controllers import KLController
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.checks.first_step import check_step_facts, facts_are_measured

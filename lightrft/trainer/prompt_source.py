@@ -9,8 +9,7 @@ from lightrft.trainer.overlapped_passes import OverlappedExperienceMaker
 from lightrft.trainer.experience_maker import NaiveExperienceMaker, Rollout
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.dynamic_sampling import Groups, Tally, tell_dropped
-from lightrft.trainer.partial_rollout import OversamplingSource
-from lightrft.trainer.partial_rollout import PartialExperienceMaker
+from lightrft.trainer.partial_rollout import OversamplingSource, PartialExperienceMaker
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import set_rewards
 from lightrft.types import Experience

@@ -13,8 +13,7 @@ from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.strategy.base import OptimSpec, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
-from lightrft.trainer.optimizer_step import schedule_of
-from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics
+from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
 from lightrft.types import Experience

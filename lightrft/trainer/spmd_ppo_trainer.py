@@ -11,8 +11,7 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
-from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.manager import check_spread
+from lightrft.rewards.manager import check_spread, RewardManager
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import OptimSpec, StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
@@ -20,11 +19,10 @@ from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.prompt_source import get_maker
 from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.controllers import get_kl_controller
-from lightrft.trainer.logprob_pass import LogprobPass
+from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
-from lightrft.trainer.logprob_pass import ModelOffloader
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt

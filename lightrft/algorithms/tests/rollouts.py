@@ -2,8 +2,7 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from lightrft.types import Experience
 

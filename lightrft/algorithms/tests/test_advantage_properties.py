@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import action_mask

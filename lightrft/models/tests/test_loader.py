@@ -4,12 +4,10 @@ import shutil
 import pytest
 import torch
 from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, GptOssConfig,
-                          MambaConfig, Qwen2_5_VLConfig, T5Config, ViTConfig)
-from transformers import logging as hf_logging
+                          logging as hf_logging, MambaConfig, Qwen2_5_VLConfig, T5Config, ViTConfig)
 
 from lightrft.config.schema import ModelConfig
-from lightrft.models.loader import CHAT_TEMPLATES
-from lightrft.models.loader import check_context, load_actor, load_critic, load_tokenizer
+from lightrft.models.loader import CHAT_TEMPLATES, check_context, load_actor, load_critic, load_tokenizer
 from lightrft.models.tests import naive
 from lightrft.tests import tiny
 from lightrft.utils.errors import UserError

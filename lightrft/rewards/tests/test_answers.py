@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from lightrft.rewards.rules import boxed_answers, exact_verdict, extract_answer, plain_number, reference_answers
+from lightrft.rewards.rules import (boxed_answers, exact_score, exact_verdict, extract_answer, format_score, math_score,
+                                    plain_number, reference_answers)
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.rules import exact_score, format_score, math_score
 
 
 @pytest.mark.parametrize("response, answer", [

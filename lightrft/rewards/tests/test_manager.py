@@ -8,10 +8,9 @@ import pytest
 
 from lightrft.rewards import manager as manager_module
 from lightrft.rewards.base import REWARDS, RewardInput
-from lightrft.rewards.manager import Handle
+from lightrft.rewards.manager import check_spread, Handle
 from lightrft.rewards.probe import RewardProbeError
 from lightrft.rewards.spec import RECIPES
-from lightrft.rewards.manager import check_spread
 from lightrft.utils.errors import UserError
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"

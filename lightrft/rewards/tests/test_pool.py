@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from lightrft.rewards.timeouts import Backlog
+from lightrft.rewards.timeouts import Backlog, Patience, Silence
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
-from lightrft.rewards.timeouts import Patience, Silence
 from lightrft.rewards.workers.pool import calls
 from lightrft.rewards.workers.worker import _bundles
 

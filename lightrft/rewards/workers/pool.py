@@ -15,12 +15,10 @@ from itertools import groupby, islice
 from multiprocessing import Pipe
 from typing import Any
 
-from lightrft.rewards.timeouts import Backlog
+from lightrft.rewards.timeouts import Backlog, NOT_TRIED, Patience
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import CaptureException
-from lightrft.rewards.timeouts import NOT_TRIED, Patience
+from lightrft.utils.errors import CaptureException, UserError
 from lightrft.rewards.workers.worker import Info, Spec
-from lightrft.utils.errors import UserError
 
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
 MAX_CHUNK = 8  # responses per message, for functions that score one by one

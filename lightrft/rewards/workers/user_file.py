@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.utils.errors import CaptureException
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import CaptureException, UserError
 
 SIGNATURES = {
     "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"), "completions": ("completions", )

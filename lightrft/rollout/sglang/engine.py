@@ -13,10 +13,8 @@ from lightrft.rollout.engine import Arrived, Completion, Finished, Request, Samp
 from lightrft.rollout.tp_group import (all_of_group, completions_of_first, group_of, object_of_first, share_requests,
                                        tensor_of_first)
 from lightrft.rollout.hf.engine import eos_ids
-from lightrft.rollout.sglang.launch import check_window
-from lightrft.rollout.sglang.client import SGLangNative
-from lightrft.rollout.sglang.client import SGLangRun
-from lightrft.rollout.sglang.launch import engine_arguments
+from lightrft.rollout.sglang.launch import check_window, engine_arguments
+from lightrft.rollout.sglang.client import SGLangNative, SGLangRun
 from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, exported_shapes,
                                                under_checkpoint_names)
 from lightrft.rollout.collector import CompletionCollector

@@ -21,13 +21,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import native_arguments
-from lightrft.config.engines import INSTALL
-from lightrft.config.engines import host_cache
+from lightrft.config.engines import host_cache, INSTALL, native_arguments
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
-from lightrft.rollout.sglang import launch as sglang_files
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
 from lightrft.utils.env import total_memory, World
@@ -101,8 +98,8 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
     known = set(ServerArgs.__struct_fields__)
     for name in set(arguments) - known:
         raise UserError(f"--engine_args {name}: SGLang has no such argument{did_you_mean(name, known)}")
-    folder = sglang_files.claim()
-    cleanup.callback(sglang_files.remove, folder)
+    folder = claim()
+    cleanup.callback(remove, folder)
 
     class OwnEngine(Engine):
         """Engine without the process that would turn tokens into text, and without the end of all children."""
@@ -111,7 +108,7 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
-            sglang_files.move(port_args, folder)
+            move(port_args, folder)
             return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
 
         @staticmethod

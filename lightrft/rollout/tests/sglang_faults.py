@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.managers.load_snapshot import shm_path_for
 
-from lightrft.rollout.sglang import launch as sglang_files
+from lightrft.rollout.sglang import launch
 from lightrft.rollout.tests.engine_faults import ended, launched, left
 from lightrft.tests.launch import preload
 
@@ -45,7 +45,7 @@ def test_nothing_is_left_but_what_the_next_start_removes(broken):
     assert folders, "no rank was killed"
     others = set(Path("/dev/shm").glob("sglang_loads_lightrft*")) - {Path(shm_path_for(one.name)) for one in folders}
     assert not [path for path in others if mine(path, broken)]
-    sglang_files.claim()
+    launch.claim()
     assert not [path for path in folders if path.exists() or Path(shm_path_for(path.name)).exists()]
 
 

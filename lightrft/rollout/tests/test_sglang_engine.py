@@ -17,10 +17,8 @@ import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout.sglang import launch as sglang_files
-from lightrft.rollout.sglang import client as sglang_native
-from lightrft.rollout.sglang.launch import check_window
-from lightrft.rollout.sglang.launch import engine_arguments
+from lightrft.rollout.sglang import client, launch
+from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
 from lightrft.rollout.tests import sglang_experts
 from lightrft.tests import runs, tiny
@@ -171,20 +169,20 @@ def short():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_only_what_the_dead_of_this_machine_left_is_removed(short, monkeypatch):
     """The processes of another machine or container with the same TMPDIR are not in this /proc, and may be alive."""
-    monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))  # without SGLang's counters
+    monkeypatch.setattr(launch, "remove", partial(shutil.rmtree, ignore_errors=True))  # without SGLang's counters
     monkeypatch.setattr(tempfile, "tempdir", str(short))
-    mine = sglang_files.claim()
+    mine = launch.claim()
     own, pid, _ = mine.name.removeprefix("lightrft-sglang-").split("-")
     assert pid == str(os.getpid())
     for source in (os, "uname", lambda: SimpleNamespace(nodename="other")), (os, "readlink", lambda path: "pid:[7]"):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(*source)
-            assert sglang_files._here() != own
+            assert launch._here() != own
     gone = str(2**22 + 1)  # larger than any process id
     names = [f"lightrft-sglang-{host}-{one}-x" for host, one in ((own, gone), ("0badcafe", gone), ("0badcafe", pid))]
     for name in names:
         (short / name).mkdir()
-    again = sglang_files.claim()
+    again = launch.claim()
     assert sorted(short.iterdir()) == sorted([mine, again, *(short / name for name in names[1:])])
 
 
@@ -198,29 +196,29 @@ class Ports:
 
 def test_sockets_have_names_that_the_system_takes(short, monkeypatch):
     """Up to the longest that can be bound; a folder whose name is a byte longer is refused."""
-    monkeypatch.setattr(sglang_files, "remove", partial(shutil.rmtree, ignore_errors=True))
+    monkeypatch.setattr(launch, "remove", partial(shutil.rmtree, ignore_errors=True))
     with socket.socket(socket.AF_UNIX) as listener:
         monkeypatch.setattr(tempfile, "tempdir", str(short))
-        own = len(str(sglang_files.claim())) - len(str(short))
+        own = len(str(launch.claim())) - len(str(short))
         longest = Path(short, "d" * (107 - len("/00") - own - len(f"{short}/")))
         random = Path(short, "random")
         for path in (longest, Path(f"{longest}d")):
             path.mkdir()
         random.touch()
         monkeypatch.setattr(tempfile, "tempdir", str(longest))
-        ports, folder = Ports(1, f"ipc://{random}"), sglang_files.claim()
-        sglang_files.move(ports, folder)
+        ports, folder = Ports(1, f"ipc://{random}"), launch.claim()
+        launch.move(ports, folder)
         listener.bind(ports.rpc_ipc_name.removeprefix("ipc://"))
         assert ports.instance_id == folder.name and not random.exists()
         monkeypatch.setattr(tempfile, "tempdir", f"{longest}d")
         with pytest.raises(UserError, match="TMPDIR .*more than 107 bytes; .* 1 bytes shorter"):
-            sglang_files.claim()
+            launch.claim()
 
 
 def test_a_missing_package_is_told_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ValueError, match=r"cannot import sglang .* run: pip install 'lightrft\[sglang\]'"):
-        sglang_native.SGLangNative({"model_path": "x"}, {}, CPU)
+        client.SGLangNative({"model_path": "x"}, {}, CPU)
 
 
 def test_the_shim_is_for_tests_alone():

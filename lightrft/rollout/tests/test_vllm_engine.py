@@ -13,7 +13,7 @@ from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.vllm import launch as vllm_start
+from lightrft.rollout.vllm import launch
 from lightrft.rollout.tests import vllm_ranks
 from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
@@ -49,7 +49,7 @@ def rig(request, tmp_path_factory):
         if request.param == "packed":
             from vllm import _custom_ops
             patch.setattr(_custom_ops, "_supports_onednn", True)
-            patch.setattr(vllm_start, "keep_weights_unpacked", lambda: None)
+            patch.setattr(launch, "keep_weights_unpacked", lambda: None)
         rig = Rig(folder)
         with pytest.raises(RuntimeError, match="has no weights yet"):
             rig.vllm.generate(requests(), SamplingParams(NEW))
@@ -241,7 +241,7 @@ def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(tmp_path):
 def test_arguments_of_its_own_must_exist(tmp_path):
     with pytest.raises(ValueError,
                        match="--engine_args max_seqs: vLLM has no such argument .did you mean max_num_seqs"):
-        vllm_start.start_engine({"model": "x", "max_seqs": 3}, torch.device("cpu"))
+        launch.start_engine({"model": "x", "max_seqs": 3}, torch.device("cpu"))
 
 
 def torchrun(*words):

@@ -20,7 +20,7 @@ CASES = ["raise@1:9 1", "raise@1:9 2", "kill@1:9 1", "kill@1:9 2", "long@1:2 2"]
 def broken_fixture(tmp_path_factory):
     preload(*VLLM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # as vllm_start does; the server imports vLLM before it
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # as vllm/launch.py does; the server imports vLLM before it
         yield launched(tmp_path_factory.mktemp("vllm"), "vllm", CASES)
     preload()
 

@@ -17,8 +17,7 @@ from lightrft.strategy.deepspeed.sizes import Sizes
 from lightrft.strategy.distributed import DistributedStrategy
 from lightrft.strategy import collectives
 from lightrft.strategy.mesh import shard_mesh
-from lightrft.strategy.optimizer import to_host
-from lightrft.strategy.optimizer import LocalAdamW, create_scheduler, set_schedule_step
+from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, set_schedule_step, to_host
 from lightrft.strategy.base import OptimSpec, Part, Prepared
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

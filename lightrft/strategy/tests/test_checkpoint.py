@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.checkpoint import CheckpointManager
-from lightrft.strategy.checkpoint import MARKER, folders, newest
+from lightrft.strategy.checkpoint import CheckpointManager, folders, MARKER, newest
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM

@@ -5,8 +5,8 @@ import torch
 import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.segment import last_token
-from lightrft.trainer.advantage_calculator import get_advantage_calculator, overlong_penalty, token_rewards
-from lightrft.trainer.advantage_calculator import RunningMoments
+from lightrft.trainer.advantage_calculator import (get_advantage_calculator, overlong_penalty, RunningMoments,
+                                                   token_rewards)
 from lightrft.types import Experience
 
 

@@ -9,8 +9,7 @@ from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.tests import runs
-from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.advantage_calculator import fill_reward_parts
+from lightrft.trainer.advantage_calculator import fill_reward_parts, get_advantage_calculator
 from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
