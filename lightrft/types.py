@@ -8,7 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, rendered and tokenized; the same for every modality (media stay opaque)."""
+    """One row of a data set, rendered and tokenized; the same for every modality.
+
+    ``media`` are keys (a path or a content hash) of its pictures and sounds, in the order of their appearance. What
+    they name is decoded and processed where it is used, and never sent to other ranks.
+    """
     uid: str
     token_ids: list[int]
     text: str
@@ -17,7 +21,7 @@ class Prompt:
     label: str = ""
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    mm_inputs: dict[str, Any] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Experience:
     high_entropy_mask: Tensor = _per("T")  # bool [T], the tokens that alone get a policy gradient; None: all
     selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
-    mm_inputs: list[dict[str, Any]] | None = field(default=None, metadata={"axis": "list"})
+    media: list[tuple[str, ...]] | None = field(default=None, metadata={"axis": "list"})  # keys, B tuples
 
     @property
     def num_seqs(self) -> int:
@@ -113,7 +117,7 @@ class Experience:
             **{f.name: change(f.metadata["axis"], values[f.name]) for f in fields(self) if values[f.name] is not None})
 
     def to(self, device: torch.device | str) -> "Experience":
-        """Copy the experience with its tensors on ``device`` (media move when a model uses them)."""
+        """Copy the experience with its tensors on ``device`` (media stay keys)."""
         return self._map(lambda axis, value: value if axis == "list" else value.to(device))
 
     def select(self, indices: list[int]) -> "Experience":

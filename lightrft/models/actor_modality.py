@@ -34,7 +34,7 @@ class ActorModality:
 
     def inputs(self, exp: Experience) -> dict[str, Any]:
         """Keyword arguments of one packed forward of the decoder body."""
-        if exp.mm_inputs and any(exp.mm_inputs):
+        if exp.media and any(exp.media):
             raise UserError("these samples carry images, video or audio, and the model takes text only")
         layout = PackedLayout.build(exp.cu_seqlens)
         positions = position_ids(exp.cu_seqlens, exp.num_tokens)

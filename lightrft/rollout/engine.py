@@ -1,7 +1,7 @@
 """Interface of every rollout engine, and the requests that it takes."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Request:
     """One prompt and the seeds of its samples: one response per seed. Equal seeds and weights give equal responses,
     whatever else is in the batch and however many ranks there are, as far as the arithmetic of the kernels allows.
 
+    ``media``: the keys of the prompt's pictures and sounds, which an engine that takes media decodes for itself.
+
     ``prefixes``: the tokens that each response has already (empty: none has begun). ``max_new_tokens`` counts the
     prefix too. With the HF engine and SGLang the noise of a token depends on the seed and the token's position alone,
     so a resumed response continues as it would have in one go; with vLLM it continues with noise derived from the
@@ -37,7 +39,7 @@ class Request:
     """
     token_ids: list[int]
     seeds: list[int]
-    mm_inputs: dict[str, Any] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
     prefixes: list[list[int]] = field(default_factory=list)
 
 
@@ -77,9 +79,8 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
         if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
             raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
                             "is not the model's")
-        if request.mm_inputs:
-            raise ValueError(
-                f"request {i} has media ({', '.join(request.mm_inputs)}); the {engine} engine takes text only")
+        if request.media:
+            raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
         if longest and len(request.token_ids) + params.max_new_tokens > longest:
             raise UserError(f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
                             f"more than the {longest} that the {engine} engine was started for; raise "

@@ -78,8 +78,8 @@ def largest_gap(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def plain(exp: Experience) -> dict[str, Tensor]:
-    """Every field that is set."""
-    return {f.name: exp.__dict__[f.name] for f in fields(exp) if exp.__dict__[f.name] is not None}
+    """Every tensor that is set."""
+    return {f.name: value for f in fields(exp) if isinstance(value := exp.__dict__[f.name], Tensor)}
 
 
 def facts(home: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 """Experience: selecting, splitting, joining and moving keep every field of every sequence together."""
+import pickle
 from dataclasses import fields
 
 import pytest
@@ -14,7 +15,7 @@ def make() -> Experience:
     cu = torch.tensor([0, *LENS]).cumsum(0).to(torch.int32)
     seq = torch.repeat_interleave(torch.arange(4), torch.tensor(LENS))
     token, sequence = 10 * seq + torch.arange(10) - cu[seq], torch.arange(4)
-    values = {"cu_seqlens": cu, "mm_inputs": [{"id": i} for i in range(4)]}
+    values = {"cu_seqlens": cu, "media": [(f"{i}.png", ) * i for i in range(4)]}
     for number, f in enumerate(fields(Experience)):
         if f.name not in values:
             base = token if f.metadata["axis"] == "T" else sequence
@@ -58,10 +59,16 @@ def test_split_and_cat_are_inverse():
     assert joined.cu_seqlens.dtype == torch.int32
 
 
+def test_media_travel_as_keys():
+    chosen = pickle.loads(pickle.dumps(make().select([3, 1])))
+    assert chosen.media == [("3.png", ) * 3, ("1.png", )]
+    assert Experience.cat([chosen, make()]).split([[5], [0]])[1].media == [("3.png", ) * 3]
+
+
 def test_absent_fields_stay_absent_and_half_absent_ones_are_refused():
     exp = make()
-    exp.values = exp.mm_inputs = None
-    assert exp.select([0]).values is None and exp.to("cpu").mm_inputs is None
+    exp.values = exp.media = None
+    assert exp.select([0]).values is None and exp.to("cpu").media is None
     assert Experience.cat(exp.split([[0], [1]])).values is None
     with pytest.raises(ValueError, match="values is set in some parts only"):
         Experience.cat([exp, make()])
@@ -72,7 +79,7 @@ def test_to_moves_every_tensor_and_copies_nothing_else():
     for f in fields(moved):
         value = moved.__dict__[f.name]
         assert f.metadata["axis"] == "list" or value.device.type == "meta", f.name
-    assert moved.mm_inputs == make().mm_inputs
+    assert moved.media == make().media
     assert sequences(make().to("cpu")) == sequences(make())
 
 

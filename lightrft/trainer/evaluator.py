@@ -65,9 +65,7 @@ class Evaluator:
 
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         n = self.config.eval.eval_n_samples
-        requests = [
-            Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.mm_inputs) for _, p in mine
-        ]
+        requests = [Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.media) for _, p in mine]
         completions = self.engine.generate(requests, self.sampling)
         ended = ((*prompt, j, done) for prompt, responses in zip(mine, completions) for j, done in enumerate(responses))
         return to_samples(self.tokenizer, ended, self.engine.weight_version, self.sampling.stop_token_ids)

@@ -46,7 +46,7 @@ class GreedyBaseline:
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         prompts = {sample.group_id: sample.prompt for sample in samples}
-        requests = [Request(prompt.token_ids, [0], prompt.mm_inputs) for prompt in prompts.values()]
+        requests = [Request(prompt.token_ids, [0], prompt.media) for prompt in prompts.values()]
         ended = ((*prompt, 0, done[0]) for prompt, done in zip(prompts.items(), self.engine.generate(requests, params)))
         greedy = to_samples(self.tokenizer, ended, self.engine.weight_version, params.stop_token_ids)
         handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
@@ -149,7 +149,7 @@ class NaiveExperienceMaker:
     def _requests(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Request]:
         seed, n = self.config.train.seed, self.config.rollout.n_samples_per_prompt
         return [
-            Request(prompt.token_ids, [sample_seed(seed, step, group_id, j) for j in range(n)], prompt.mm_inputs)
+            Request(prompt.token_ids, [sample_seed(seed, step, group_id, j) for j in range(n)], prompt.media)
             for group_id, prompt in groups
         ]
 

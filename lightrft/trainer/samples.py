@@ -74,6 +74,7 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
         truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
         weight_versions=flat("weight_versions", np.int32),
         rollout_logprobs=flat("logprobs", np.float32),
+        media=[s.prompt.media for s in samples],
     )
 
 

@@ -116,7 +116,7 @@ def test_a_model_that_mixes_sequences_is_noticed():
 
 def test_media_are_refused():
     exp = naive.experience([4])
-    exp.mm_inputs = [{"image": 1}]
+    exp.media = [("cat.png", )]
     with pytest.raises(ValueError, match="text only"):
         actor()(exp)
 

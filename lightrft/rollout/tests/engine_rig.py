@@ -96,7 +96,7 @@ def refuses_requests(rig, name):
                                    ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
                                    ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
                                    ([Request([5], [1],
-                                             {"image": 1})], SamplingParams(NEW), f"{name} engine takes text")):
+                                             ("cat.png", ))], SamplingParams(NEW), f"{name} engine takes text")):
         with pytest.raises(ValueError, match=message):
             rig.engine.generate(asked, params)
 

@@ -64,7 +64,7 @@ class Ranks:
             token_ids=torch.tensor([token for prompt, one in rows for token in [*prompt, *one.token_ids]]),
             cu_seqlens=lens.cumsum(0).to(torch.int32),
             loss_mask=torch.tensor([k for p, one in rows for k in [False] * len(p) + [True] * len(one.token_ids)]),
-            mm_inputs=[{} for _ in rows])  # yapf: disable
+            media=[() for _ in rows])  # yapf: disable
         with torch.no_grad():
             scored = self.prepared.model(exp)[0][exp.loss_mask].double()
         self.strategy.free_full(self.prepared.model)

@@ -30,7 +30,7 @@ def rest(asked, whole, cut):
     found, places = [], []
     for i, (request, group) in enumerate(zip(asked, whole)):
         begun = [(j, cut(i, j)) for j, done in enumerate(group) if cut(i, j) < len(done.token_ids)]
-        found.append(Request(request.token_ids, [request.seeds[j] for j, _ in begun], {},
+        found.append(Request(request.token_ids, [request.seeds[j] for j, _ in begun], (),
                              [group[j].token_ids[:k] for j, k in begun]))  # yapf: disable
         places.append(begun)
     return found, places
@@ -116,4 +116,4 @@ def test_logprobs_are_those_of_the_weights_that_go_on():
 
 def test_a_prefix_without_room_is_refused():
     with pytest.raises(UserError, match="request 0 goes on from 4 tokens, but a response may have 4.*generate_max_len"):
-        engine().generate([Request([5], [1], {}, [[7] * 4])], SamplingParams(4))
+        engine().generate([Request([5], [1], (), [[7] * 4])], SamplingParams(4))

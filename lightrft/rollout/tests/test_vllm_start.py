@@ -78,7 +78,7 @@ def test_the_state_of_the_process_is_put_back():
 
 @pytest.mark.parametrize("requests", [
     [], [Request([1], [2])],
-    [Request([1, 2, 3], [(1 << 63) - 1, 5]), Request([7], [], prefixes=[]), Request([8, 9], [1, 2], {}, [[], [3, 4]])],
+    [Request([1, 2, 3], [(1 << 63) - 1, 5]), Request([7], [], prefixes=[]), Request([8, 9], [1, 2], (), [[], [3, 4]])],
 ])  # yapf: disable
 def test_requests_survive_the_way_to_the_other_ranks(requests):
     assert _decode(_encode(requests).tolist()) == requests

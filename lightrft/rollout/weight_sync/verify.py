@@ -218,7 +218,7 @@ class Canary:
                  new_tokens: int, bf16: bool) -> None:
         self.strategy, self.prepared, self.engine, self.bf16 = strategy, prepared, engine, bf16
         chosen = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
-        self.requests = [Request(prompt.token_ids, [i], prompt.mm_inputs) for i, prompt in enumerate(chosen)]
+        self.requests = [Request(prompt.token_ids, [i], prompt.media) for i, prompt in enumerate(chosen)]
         self.params = SamplingParams(min(NEW_TOKENS, new_tokens))
         self.band: float | None = None
 
@@ -258,4 +258,4 @@ class Canary:
             token_ids=torch.tensor([token for prompt, response in parts
                                     for token in [*prompt, *response]]), cu_seqlens=lens.cumsum(0).to(torch.int32),
             loss_mask=torch.tensor([kept for p, r in parts for kept in [False] * len(p) + [True] * len(r)]),
-            mm_inputs=[request.mm_inputs for request in self.requests])
+            media=[request.media for request in self.requests])

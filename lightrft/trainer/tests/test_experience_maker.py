@@ -1,5 +1,5 @@
 """From prompts to experience: the same by either maker, rewarded on responses only, in groups that do not shift."""
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
     fast, slow = rollout(made), rollout(made, maker=naive(made))
     for f in fields(fast.exp):
         left, right = fast.exp.__dict__[f.name], slow.exp.__dict__[f.name]
-        assert left is None and right is None or torch.equal(left, right), f.name
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
     assert fast.rows == slow.rows and times_aside(fast.metrics) == times_aside(slow.metrics)
     assert fast.exp.values is not None and fast.exp.ref_logprobs is not None and fast.exp.old_logprobs is not None
     assert not torch.equal(rollout(made, step=1).exp.token_ids, fast.exp.token_ids), "steps must differ"
@@ -131,6 +131,13 @@ def test_old_logprobs_are_skipped_only_where_the_update_gives_them(home, tmp_pat
         assert (exp.old_logprobs - exp.rollout_logprobs).abs().max() < 1e-5
 
 
+def test_media_keys_reach_the_engine_which_takes_text_only(home, tmp_path):
+    made = trainer(home, tmp_path)
+    prompts = [replace(prompt, media=("cat.png", "dog.wav")) for _, prompt in made.loader.draw(1)]
+    with pytest.raises(ValueError, match=r"request 0 has media \(cat.png, dog.wav\); the HF engine takes text only"):
+        made.maker.make(prompts, 1)
+
+
 def test_seeds_tell_run_step_group_and_sample_apart():
     paths = [(42, 0, 1, 1), (42, 1, 0, 1), (42, 1, 1, 0), (421, 0, 1, 1), (4, 20, 1, 1), ("eval", "0:1", 1)]
     seeds = [sample_seed(*path) for path in paths]
@@ -140,7 +147,7 @@ def test_seeds_tell_run_step_group_and_sample_apart():
 
 def test_samples_and_packing():
     tokenizer = tiny.tokenizer()
-    prompt = Prompt("u", tokenizer.encode("ab"), "ab")
+    prompt = Prompt("u", tokenizer.encode("ab"), "ab", media=("cat.png", ))
     eos, body = tokenizer.eos_token_id, tokenizer.encode("xyz")
     done = [Completion([*body, eos], [-0.1, -0.2, -0.3, -0.4], "stop"), Completion(body[:2], [-1.0, -2.0], "length")]
     samples = to_samples(tokenizer, [(5, prompt, j, each) for j, each in enumerate(done)], 7)
@@ -148,7 +155,7 @@ def test_samples_and_packing():
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
     exp = pack_samples(samples, 2)
     assert exp.sample_ids.tolist() == [10, 11] and exp.group_ids.tolist() == [5, 5]
-    assert exp.truncated.tolist() == [False, True]
+    assert exp.truncated.tolist() == [False, True] and exp.media == [("cat.png", )] * 2
     assert exp.weight_versions.tolist() == [-1] * 2 + [7] * 4 + [-1] * 2 + [7] * 2
     assert exp.cu_seqlens.tolist() == [0, 6, 10] and exp.loss_mask.sum() == 6
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, -0.4, 0, 0, -1, -2])
