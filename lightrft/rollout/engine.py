@@ -45,12 +45,31 @@ class Request:
 
 @dataclass
 class Completion:
-    """One response: the generated tokens (a matched stop token included, a prefix not) and their log-probs, in nats,
-    under the distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1
-    softmax)."""
+    """One response: its tokens (a matched stop token included, a prefix not) and their log-probs, in nats, under the
+    distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax).
+
+    ``appended``: the runs [start, stop) of tokens that no policy drew, such as the answer of a tool; their log-probs
+    are 0.
+    """
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" | "length" | "abort"
+    appended: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> list[bool]:
+        """One flag per token: True where the policy drew it. The loss mask of the response."""
+        mask = [True] * len(self.token_ids)
+        for start, stop in self.appended:
+            mask[start:stop] = [False] * (stop - start)
+        return mask
+
+    def extend(self, more: "Completion") -> None:
+        """Append what was generated after these tokens, and take over its finish reason."""
+        begun = len(self.token_ids)
+        self.token_ids, self.logprobs = self.token_ids + more.token_ids, self.logprobs + more.logprobs
+        self.appended = self.appended + [(begun + start, begun + stop) for start, stop in more.appended]
+        self.finish_reason = more.finish_reason
 
 
 Finished = Callable[[int, list[Completion]], bool | None]

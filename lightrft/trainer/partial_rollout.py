@@ -19,14 +19,14 @@ from lightrft.utils.logging import get_logger
 
 @dataclass
 class Response(Completion):
-    """Response so far, without its prompt; ``weight_versions`` are the versions of the weights that drew its tokens."""
-    weight_versions: list[int]
+    """Response so far, without its prompt; ``weight_versions`` are the versions of the weights that drew its tokens, -1
+    on appended ones."""
+    weight_versions: list[int] = field(default_factory=list)
 
     def add(self, more: Completion, version: int) -> None:
         """Append tokens that the weights of ``version`` generated."""
-        self.token_ids, self.logprobs = self.token_ids + more.token_ids, self.logprobs + more.logprobs
-        self.weight_versions = self.weight_versions + [version] * len(more.token_ids)
-        self.finish_reason = more.finish_reason
+        self.extend(more)
+        self.weight_versions = self.weight_versions + [version if drawn else -1 for drawn in more.drawn]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class PartialGroup:
     @classmethod
     def new(cls, number: int, prompt: Prompt, size: int) -> "PartialGroup":
         """Create a group of ``size`` empty responses."""
-        return cls(number, prompt, [Response([], [], "abort", []) for _ in range(size)])
+        return cls(number, prompt, [Response([], [], "abort") for _ in range(size)])
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "PartialGroup":
@@ -76,9 +76,9 @@ class PartialGroup:
         """Convert the finished group to samples, without decoding."""
         prompt, n = self.prompt, len(self.prompt.token_ids)
         return [
-            Sample(prompt, group_id, index, prompt.token_ids + done.token_ids,
-                   [False] * n + [True] * len(done.token_ids), [0.0] * n + done.logprobs,
-                   [-1] * n + done.weight_versions, done.finish_reason) for index, done in enumerate(self.responses)
+            Sample(prompt, group_id, index, prompt.token_ids + done.token_ids, [False] * n + done.drawn,
+                   [0.0] * n + done.logprobs, [-1] * n + done.weight_versions, done.finish_reason)
+            for index, done in enumerate(self.responses)
         ]
 
 
@@ -220,7 +220,7 @@ class OversamplingSource:
         ]
 
     def _metrics(self, chosen: list[PartialGroup], step: int) -> dict[str, float]:
-        versions = [set(response.weight_versions) for group in chosen for response in group.responses]
+        versions = [set(response.weight_versions) - {-1} for group in chosen for response in group.responses]
         left = [group.responses[j] for group in self.groups for j in group.open if group.responses[j].token_ids]
         return {
             "rollout/partial/groups": sum(group.oldest(step) < step for group in chosen),

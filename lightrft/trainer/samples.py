@@ -50,9 +50,9 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weigh
     texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
     return [
         Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
-               loss_mask=[False] * len(prompt.token_ids) + [True] * len(done.token_ids),
+               loss_mask=[False] * len(prompt.token_ids) + done.drawn,
                logprobs=[0.0] * len(prompt.token_ids) + done.logprobs,
-               weight_versions=[-1] * len(prompt.token_ids) + [weight_version] * len(done.token_ids),
+               weight_versions=[-1] * len(prompt.token_ids) + [weight_version if d else -1 for d in done.drawn],
                finish_reason=done.finish_reason, text=text)
         for (group_id, prompt, index, done), text in zip(ended, texts)
     ]

@@ -246,16 +246,18 @@ class Canary:
         scored = model(exp)[0][exp.loss_mask].double().cpu()
         model.train(training)
         self.strategy.free_full(model)
-        told = torch.tensor([value for one in completions for value in one.logprobs], dtype=torch.float64)
-        gap = (scored - told).abs().mean().item()
+        reported = torch.tensor(
+            [value for one in completions for value, drawn in zip(one.logprobs, one.drawn) if drawn],
+            dtype=torch.float64)
+        gap = (scored - reported).abs().mean().item()
         return gap if math.isfinite(gap) else math.inf
 
     def _packed(self, completions: list[Completion]) -> Experience:
-        """Prompts with their responses; the mask keeps the responses."""
-        parts = [(request.token_ids, one.token_ids) for request, one in zip(self.requests, completions)]
-        lens = torch.tensor([0] + [len(prompt) + len(response) for prompt, response in parts])
+        """Pack prompts with their responses; the mask keeps the tokens that the engine drew."""
+        parts = [(request.token_ids, one) for request, one in zip(self.requests, completions)]
+        lens = torch.tensor([0] + [len(prompt) + len(one.token_ids) for prompt, one in parts])
         return Experience(
-            token_ids=torch.tensor([token for prompt, response in parts
-                                    for token in [*prompt, *response]]), cu_seqlens=lens.cumsum(0).to(torch.int32),
-            loss_mask=torch.tensor([kept for p, r in parts for kept in [False] * len(p) + [True] * len(r)]),
+            token_ids=torch.tensor([token for prompt, one in parts
+                                    for token in [*prompt, *one.token_ids]]), cu_seqlens=lens.cumsum(0).to(torch.int32),
+            loss_mask=torch.tensor([kept for prompt, one in parts for kept in [False] * len(prompt) + one.drawn]),
             media=[request.media for request in self.requests])

@@ -161,6 +161,15 @@ def test_samples_and_packing():
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, -0.4, 0, 0, -1, -2])
 
 
+def test_a_response_of_two_turns_has_two_runs_in_the_mask():
+    tokenizer, prompt = tiny.tokenizer(), Prompt("u", [5, 6], "ab")
+    done = Completion([7, 8, 20, 21, 9], [-0.1, -0.2, 0.0, 0.0, -0.3], "length", [(2, 4)])
+    exp = pack_samples(to_samples(tokenizer, [(0, prompt, 0, done)], 3), 1)
+    assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
+    assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)
+    assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, -0.3])
+
+
 def test_end_tokens_of_the_generation_config_are_no_text_and_stop_strings_are():
     tokenizer = tiny.tokenizer()
     end, body = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.encode("xyz")

@@ -2,6 +2,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from lightrft.tests import faults, runs, tiny
 from lightrft.tests.launch import finish
+from lightrft.rollout.engine import Completion
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.partial_rollout import PartialGroup
 from lightrft.trainer.prompt_source import PromptSource
+from lightrft.types import Prompt
 
 no_picture = runs.no_picture
 BATCH, PROMPTS, SIZE = 4, 22, 3
@@ -104,6 +108,19 @@ def test_logprobs_are_those_of_the_weights_that_drew_each_token(home, tmp_path):
         assert line["rollout/same_policy/abs_logp_mean"] < 1e-5, "tokens of other weights were taken for current ones"
         assert (line["rollout/mismatch/abs_logp_mean"] > 1e-3) == (line["rollout/stale_frac"] > 0)
     assert seen >= {1, 2}, "no response has tokens of two versions"
+
+
+def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
+    """Cut off in the second of three turns; by a checkpoint in between too."""
+    group = PartialGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
+    group.add([Completion([7, 20, 8], [-0.1, 0.0, -0.2], "abort", [(1, 2)])], 3, [0])
+    group = PartialGroup.load(json.loads(json.dumps(asdict(group))))
+    group.add([Completion([9, 21, 22, 4], [-0.3, 0.0, 0.0, -0.4], "stop", [(1, 3)])], 4, [0])
+    sample, = group.samples(0)
+    assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]
+    assert sample.loss_mask == [False, False, True, False, True, True, False, False, True]
+    assert sample.weight_versions == [-1, -1, 3, -1, 3, 4, -1, -1, 4]
+    assert sample.logprobs == [0, 0, -0.1, 0, -0.2, -0.3, 0, 0, -0.4] and not group.open
 
 
 def test_what_the_metrics_count(home, tmp_path):
