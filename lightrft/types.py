@@ -1,9 +1,11 @@
 """The three records that pass through the trainer: Prompt, Sample and Experience."""
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from lightrft.ops.segment import HERE, expand, Spread
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Experience:
     selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
     media: list[tuple[str, ...]] | None = field(default=None, metadata={"axis": "list"})  # keys, B tuples
+    spread: ClassVar[Spread] = HERE  # all sequences of the batch are here
 
     @property
     def num_seqs(self) -> int:
@@ -109,6 +112,10 @@ class Experience:
     def seq_lens(self) -> Tensor:
         """[B]: number of tokens of each sequence."""
         return self.cu_seqlens.diff()
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Repeat values [B] of the samples over the tokens of this rank's sequences: [T]."""
+        return expand(self.spread.own(values), self.cu_seqlens, self.num_tokens)
 
     def _map(self, change: Any) -> "Experience":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -150,6 +157,15 @@ class Experience:
                 raise ValueError(f"cannot join experiences: {f.name} is set in some parts only")
             merged[f.name] = _join(f.metadata["axis"], values)
         return cls(**merged)
+
+
+@dataclass
+class RolloutBatch(Experience):
+    """Rollout batch of all ranks, as advantages and token selections read it.
+
+    Its [T] fields and ``cu_seqlens`` describe the sequences of this rank, its [B] fields the samples of all ranks.
+    """
+    spread: Spread = field(default=HERE, metadata={"axis": "none"})  # type: ignore[misc]
 
 
 def _join(axis: str, values: list[Any]) -> Any:

@@ -8,9 +8,11 @@ correction      ``(exp, cfg) -> weights [T]``            train / rollout mismatc
 Masking, aggregation and denominators happen once, elsewhere (:mod:`lightrft.ops.aggregate`). Metrics are ``[T]``
 tensors that the caller averages over the loss mask of the whole mini-batch.
 
-Advantages are called once per rollout with the whole batch of all ranks, so a statistic over ``exp`` is global. They
-are 0 outside ``loss_mask`` and on samples that were not scored; those samples enter no statistic. ``exp.token_rewards``
-holds the penalties of each action token (KL in the reward) and ``exp.rewards`` once more on the last action token.
+Advantages are called once per rollout. The [B] fields of ``exp`` describe the samples of all ranks, so a statistic over
+them is global. Its [T] fields describe the sequences of this rank: a statistic over tokens takes ``exp.spread``, and
+``exp.per_token`` carries a value per sample to the tokens. Advantages are 0 outside ``loss_mask`` and on samples that
+were not scored; those samples enter no statistic. ``exp.token_rewards`` holds the penalties of each action token (KL in
+the reward) and ``exp.rewards`` once more on the last action token.
 
 A module's docstring (in a file of several algorithms, a function's) is data as well: its first line and its fields
 ``Paper:``, ``Equation:``, ``Degenerate:`` and ``Deviation:`` make the table of algorithms
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.returns import discounted_returns
-from lightrft.ops.segment import GroupStats, expand, group_stats, last_token
+from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience
 from lightrft.utils.registry import Registry
 
@@ -144,7 +146,7 @@ def ratio_metrics(ratio: Tensor, low: Tensor, high: Tensor, **more: Tensor) -> d
 
 def action_mask(exp: Experience) -> Tensor:
     """bool [T]: the action tokens of scored samples."""
-    return exp.loss_mask & expand(exp.scored, exp.cu_seqlens, exp.num_tokens)
+    return exp.loss_mask & exp.per_token(exp.scored)
 
 
 def reward_groups(exp: Experience, cfg: AlgorithmConfig) -> tuple[GroupStats, Tensor]:
@@ -176,5 +178,5 @@ def from_outcome(exp: Experience, outcome: Tensor, cfg: AlgorithmConfig) -> Tens
     mask = action_mask(exp)
     index, valid = last_token(mask, exp.cu_seqlens)
     at, rewards = index[valid], torch.where(mask, exp.token_rewards, 0)
-    rewards[at] = rewards[at] - exp.rewards[valid] + outcome[valid]
+    rewards[at] = rewards[at] - exp.spread.own(exp.rewards)[valid] + exp.spread.own(outcome)[valid]
     return discounted_returns(rewards, mask, exp.cu_seqlens, cfg.gamma)

@@ -1,10 +1,36 @@
-"""Sums, means and spreads per sequence, per group of samples and over a mask. Values outside a mask may be NaN."""
+"""Sums, means and spreads per sequence, per group of samples and over a mask. Values outside a mask may be NaN.
+
+A batch may be spread over ranks. Statistics over the whole batch then take its :class:`Spread`.
+"""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightrft.ops.packing import seq_ids
+
+
+class Spread:
+    """Spread of the B sequences of a batch over ranks, of which this rank holds b. Here: one rank, which holds all.
+
+    Values per sequence are known of the whole batch on every rank, values per token only of a rank's own sequences.
+    Every method is a collective, in the order of the sequences in the batch.
+    """
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return the values [b, ...] of this rank's sequences among those of the batch [B, ...]; no collective."""
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values [B] of all sequences, from those of each rank [b]."""
+        return values
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the sum over ranks, of any shape."""
+        return value
+
+
+HERE = Spread()
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -69,18 +95,18 @@ def group_stats(values: Tensor, group_ids: Tensor, valid: Tensor) -> GroupStats:
     return GroupStats(mean, std, size, torch.where(size > 0, spread, 0))
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """``x[mask].mean()``, a scalar; the mean over nothing is 0."""
-    return torch.where(mask, x, 0).sum() / mask.sum().clamp_min(1)
+def masked_mean(x: Tensor, mask: Tensor, spread: Spread = HERE) -> Tensor:
+    """``x[mask].mean()`` over all ranks, a scalar; the mean over nothing is 0."""
+    return spread.total(torch.where(mask, x, 0).sum()) / spread.total(mask.sum()).clamp_min(1)
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
-    """``x[mask].var(correction=int(unbiased))``, a scalar; 0 where that is undefined."""
-    centred = torch.where(mask, x - masked_mean(x, mask), 0)
-    return (centred**2).sum() / (mask.sum() - int(unbiased)).clamp_min(1)
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
+    """``x[mask].var(correction=int(unbiased))`` over all ranks, a scalar; 0 where that is undefined."""
+    centred = torch.where(mask, x - masked_mean(x, mask, spread), 0)
+    return spread.total((centred**2).sum()) / (spread.total(mask.sum()) - int(unbiased)).clamp_min(1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
     """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=int(unbiased)) + eps)`` where mask, else 0."""
-    centred = torch.where(mask, x - masked_mean(x, mask), 0)
-    return centred * (masked_var(x, mask, unbiased) + eps).rsqrt()
+    centred = torch.where(mask, x - masked_mean(x, mask, spread), 0)
+    return centred * (masked_var(x, mask, unbiased, spread) + eps).rsqrt()

@@ -109,6 +109,10 @@ class StrategyBase(ABC):
         """The value of every rank, in rank order (pickled; tensors arrive on CPU)."""
 
     @abstractmethod
+    def exchange(self, outgoing: list[Any]) -> list[Any]:
+        """Send ``outgoing[r]`` to rank r; return what each rank has sent to this one, in rank order (pickled)."""
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
 

@@ -42,6 +42,31 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def _pickled(value: Any, header: int = 0) -> Tensor:
+    """uint8: the pickle of ``value``, after ``header`` zeros."""
+    stream = io.BytesIO(bytes(header))
+    stream.seek(header)
+    _Pickler(stream, protocol=5).dump(value)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+
+def exchange(outgoing: list[Any]) -> list[Any]:
+    """Send ``outgoing[r]`` to rank r, on the CPU; return what each rank has sent to this one, in rank order.
+
+    What a rank sends to itself is not pickled. Each rank holds only what it sends and receives.
+    """
+    rank, empty = dist.get_rank(), torch.empty(0, dtype=torch.uint8)
+    parts = [empty if r == rank else _pickled(value) for r, value in enumerate(outgoing)]
+    sent = torch.tensor([len(part) for part in parts])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    sizes = received.tolist()
+    data = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.all_to_all_single(data, torch.cat(parts), sizes, sent.tolist())
+    pieces = data.split(sizes)
+    return [outgoing[r] if r == rank else pickle.loads(piece.numpy()) for r, piece in enumerate(pieces)]
+
+
 class ObjectGather:
     """Gather of objects: the value of every rank, in rank order, as ``dist.all_gather_object``, but in one exchange.
 
@@ -55,10 +80,7 @@ class ObjectGather:
 
     def __call__(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order; a collective."""
-        stream = io.BytesIO(bytes(self.header))
-        stream.seek(self.header)
-        _Pickler(stream, protocol=5).dump(value)
-        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+        data = _pickled(value, self.header)
         data[:self.header].view(torch.int64)[0] = len(data)
         rows = self._exchange(data)
         sizes = rows[:, :self.header].flatten().view(torch.int64).tolist()

@@ -46,6 +46,10 @@ class DistributedStrategy(CommonStrategy):
         """Implement :meth:`StrategyBase.all_gather_object`."""
         return self._gather_object(value)
 
+    def exchange(self, outgoing: list[Any]) -> list[Any]:
+        """Implement :meth:`StrategyBase.exchange`."""
+        return collectives.exchange(outgoing)
+
     def barrier(self) -> None:
         """Implement :meth:`StrategyBase.barrier`."""
         dist.all_reduce(torch.zeros(1, device=self.device))

@@ -44,6 +44,10 @@ class SingleProcessStrategy(CommonStrategy):
         """Return ``[value]``."""
         return [value]
 
+    def exchange(self, outgoing: list[Any]) -> list[Any]:
+        """Return ``outgoing``."""
+        return outgoing
+
     def barrier(self) -> None:
         """Wait for the work queued on the device; there are no other ranks."""
         if self.device.type == "cuda":

@@ -83,8 +83,8 @@ class AdvantageCalculator:
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
         if exp.entropies is not None:
-            exp.high_entropy_mask = largest(exp.entropies, share(self.cfg.high_entropy_token_ratio, exp.loss_mask),
-                                            exp.loss_mask)
+            count = share(self.cfg.high_entropy_token_ratio, exp.loss_mask, exp.spread)
+            exp.high_entropy_mask = largest(exp.entropies, count, exp.loss_mask, exp.cu_seqlens, exp.spread)
         metrics |= self._normalise(exp)
         if kl is not None:
             metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()

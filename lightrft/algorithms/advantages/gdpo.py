@@ -13,21 +13,22 @@ from torch import Tensor
 
 from lightrft.algorithms.base import action_mask, advantage, from_outcome, live_groups
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.segment import expand, masked_mean, masked_var
+from lightrft.ops.segment import HERE, masked_mean, masked_var
 from lightrft.types import Experience
 
 
 @advantage("gdpo", needs_group=True, whitens=True, needs_parts=True,
            reads=("std_eps", "whiten_flat_groups", "gdpo_whiten_tokens"))
 def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    """Return advantages [T]."""
     total, taught = torch.zeros_like(exp.rewards), torch.zeros_like(exp.scored)
     for values, weights in zip(exp.reward_parts.unbind(1), exp.part_weights.unbind(1)):
         group, live = live_groups(values, exp.scored & ~values.isnan(), exp, cfg)
         total = total + torch.where(live, weights * (values - group.mean) / (group.std + cfg.std_eps), 0)
         taught = taught | live
-    counted = (total, exp.scored)
+    counted, spread = (total, exp.scored), HERE
     if cfg.gdpo_whiten_tokens:
-        counted = expand(total, exp.cu_seqlens, exp.num_tokens), action_mask(exp)
-    white = (total - masked_mean(*counted)) * (masked_var(*counted, cfg.whiten_unbiased) + 1e-8).rsqrt()
+        counted, spread = (exp.per_token(total), action_mask(exp)), exp.spread
+    variance = masked_var(*counted, cfg.whiten_unbiased, spread)
+    white = (total - masked_mean(*counted, spread)) * (variance + 1e-8).rsqrt()
     return from_outcome(exp, torch.where(exp.scored if cfg.whiten_flat_groups else taught, white, 0), cfg)

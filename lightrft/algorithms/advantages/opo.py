@@ -18,7 +18,7 @@ from lightrft.types import Experience
 def opo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """Return advantages [T]."""
     _, live = reward_groups(exp, cfg)
-    lengths = segment_sum(exp.loss_mask, exp.cu_seqlens).to(exp.rewards.dtype)
+    lengths = exp.spread.gather(segment_sum(exp.loss_mask, exp.cu_seqlens)).to(exp.rewards.dtype)
     weighted = group_stats(lengths * exp.rewards, exp.group_ids, exp.scored).mean
     length = group_stats(lengths, exp.group_ids, exp.scored).mean
     baseline = weighted / torch.where(length > 0, length, 1)

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from lightrft.algorithms.base import action_mask, advantage, from_outcome, reward_groups
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.segment import expand, masked_mean, masked_var
+from lightrft.ops.segment import masked_mean, masked_var
 from lightrft.types import Experience
 
 
 @advantage("reinforce_baseline", needs_group=True, whitens=True, reads=("whiten_flat_groups", ))
 def reinforce_baseline(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    """Return advantages [T]."""
     group, live = reward_groups(exp, cfg)
     returns = from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)
     part = exp.scored if cfg.whiten_flat_groups else live
-    kept = action_mask(exp) & expand(part, exp.cu_seqlens, exp.num_tokens)
-    shifted = returns - torch.where(kept, masked_mean(returns, kept), 0)
-    variance = masked_var(returns, kept, cfg.whiten_unbiased)
-    return shifted * (variance + 1e-8).rsqrt() if bool(kept.any()) else returns
+    kept = action_mask(exp) & exp.per_token(part)
+    shifted = returns - torch.where(kept, masked_mean(returns, kept, exp.spread), 0)
+    variance = masked_var(returns, kept, cfg.whiten_unbiased, exp.spread)
+    return shifted * (variance + 1e-8).rsqrt() if exp.spread.total(kept.sum()) else returns

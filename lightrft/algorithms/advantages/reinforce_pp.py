@@ -16,7 +16,7 @@ from lightrft.types import Experience
 
 @advantage("reinforce++", whitens=True, reads=())
 def reinforce_pp(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Return advantages [T]; ``exp`` is the rollout batch of all ranks, so its mean and variance are global."""
+    """Return advantages [T]."""
     mask = action_mask(exp)
     returns = discounted_returns(exp.token_rewards, mask, exp.cu_seqlens, cfg.gamma)
-    return masked_whiten(returns, mask, unbiased=cfg.whiten_unbiased)
+    return masked_whiten(returns, mask, unbiased=cfg.whiten_unbiased, spread=exp.spread)

@@ -21,13 +21,13 @@ from lightrft.types import Experience
 
 def high_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, seed: int) -> Tensor:
     """bool [T]: the drawn tokens of a whole mini-batch."""
-    cov = covariance(logprobs, exp.advantages, exp.loss_mask)
+    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.spread)
     candidates = exp.loss_mask & (cov >= cfg.clip_cov_low) & (cov <= cfg.clip_cov_high)
     if exp.old_logprobs is not None:  # else this is the first update on the rollout, where no ratio is clipped
         ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
         clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))
         candidates &= ~(clipped.low | clipped.high)
-    return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask), seed)
+    return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask, exp.spread), seed, exp.cu_seqlens, exp.spread)
 
 
 @policy_loss("clip_cov", selects=high_covariance,

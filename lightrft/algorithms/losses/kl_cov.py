@@ -21,8 +21,9 @@ from lightrft.types import Experience
 
 def highest_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, seed: int) -> Tensor:
     """bool [T]: the tokens of a whole mini-batch that get the penalty."""
-    cov = covariance(logprobs, exp.advantages, exp.loss_mask)
-    return largest(cov, share(cfg.kl_cov_ratio, exp.loss_mask), exp.loss_mask)
+    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.spread)
+    count = share(cfg.kl_cov_ratio, exp.loss_mask, exp.spread)
+    return largest(cov, count, exp.loss_mask, exp.cu_seqlens, exp.spread)
 
 
 @policy_loss("kl_cov", selects=highest_covariance, reads=("kl_cov_ratio", "kl_cov_coef", "kl_cov_abs"))

@@ -51,6 +51,10 @@ def collectives(case: Case) -> None:
     assert strategy.sync_count(strategy.rank + 5) == len(ranks) + 4
     for size in (1, 100_000, 3, 1_000_000, 7, 7, 7):  # more and less than the room of the last ones
         assert strategy.all_gather_object({strategy.rank: [True] * size}) == [{r: [True] * size} for r in ranks]
+    for size in (0, 1, 50_000):  # nothing, little and much; each pair of ranks another tensor
+        outgoing = [{"to": torch.full((size * r, ), strategy.rank)} for r in ranks]
+        incoming = strategy.exchange(outgoing)
+        assert all(torch.equal(incoming[r]["to"], torch.full((size * strategy.rank, ), r)) for r in ranks)
     with pytest.raises(ValueError, match="unknown reduction 'mean'"):
         strategy.all_reduce(flags, "mean")
     strategy.barrier()
