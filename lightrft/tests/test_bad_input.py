@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import BertConfig, T5Config
 
 from lightrft.strategy.checkpoint import folders, newest
-from lightrft.tests import tiny
-from lightrft.tests.faults import BAD_LOSS, OPTIONS, rows, write_home, write_rows
-from lightrft.tests.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans
+from lightrft.tests.support import tiny
+from lightrft.tests.support.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans
+from lightrft.tests.support.tiny_task import BAD_LOSS, OPTIONS, rows, write_home, write_rows
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SHORT: dict[str, Any] = {
@@ -227,7 +227,7 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
 def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, home: Path, tmp_path: Path) -> None:
     """One bad micro-batch on the last rank: no rank steps, one step is counted, the run goes on and ends well."""
     options = options_of(home, tmp_path, **BAD_LOSS, init_kl_coef=0.05, kl_target=0.01)
-    run = finish(tmp_path, options, ranks, MISCHIEF=f"{kind}@{ranks - 1}:2")
+    run = finish(tmp_path, options, ranks, FAULT=f"{kind}@{ranks - 1}:2")
     found = [(row["policy/optimizer_steps"], row["policy/skipped_steps"]) for row in steps(tmp_path)]
     assert found == [(1, 0), (0, 1), (1, 0), (1, 0)], run.output
     assert all(row["policy/kl_coef"] is not None and row["policy/kl_coef"] > 0 for row in steps(tmp_path))
@@ -239,7 +239,7 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere(kind: str, ranks: int, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_three_bad_steps_in_a_row_end_the_run(ranks: int, home: Path, tmp_path: Path) -> None:
     options = options_of(home, tmp_path, **BAD_LOSS, max_steps=8)
-    run = launch(tmp_path, options, ranks, MISCHIEF=f"nan@{ranks - 1}:3-9")
+    run = launch(tmp_path, options, ranks, FAULT=f"nan@{ranks - 1}:3-9")
     assert run.wait() == [1] * ranks, run.output
     assert "3 optimizer steps in a row had a non-finite loss" in run.log(0) and "--max_bad_steps" in run.log(0)
     assert "Traceback" not in run.output and "stops for that reason" not in run.output, run.output
@@ -367,13 +367,13 @@ def broken_fixture(home: Path) -> dict[str, Launched]:
     kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 8}}
     more = BAD_LOSS | {"max_steps": 50}
     return {
-        kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, MISCHIEF=f"{kind}@1:3")
+        kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, FAULT=f"{kind}@1:3")
         for kind, own in kinds.items()
     }
 
 
 @pytest.mark.parametrize("kind,what,stack", [
-    ("raise", "rank 1 raised RuntimeError: the loss of this rank is a pumpkin", "in mischief"),
+    ("raise", "rank 1 raised RuntimeError: the loss of this rank is a pumpkin", "in faulty"),
     ("exit", "rank 1 died without a word", "its stack is unknown"),
     ("kill", "rank 1 died without a word", "its stack is unknown"),
     ("hang", "rank 1 made no progress for", "time.sleep(1000)"),

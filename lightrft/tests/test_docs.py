@@ -19,10 +19,10 @@ from lightrft.ops.mismatch import SUMS, mismatch_metrics
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 from lightrft.tests.test_layering import LAYERS
-from lightrft.trainer.optimizer_step import StepResult, step_metrics
 from lightrft.trainer.checks.tripwires import PATIENCE
+from lightrft.trainer.optimizer_step import StepResult, step_metrics
 from lightrft.types import Experience
 
 ROOT = Path(__file__).parents[2]

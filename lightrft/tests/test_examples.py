@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.tests import runs
-from lightrft.tests.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
+from lightrft.tests.support import runs
+from lightrft.tests.support.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
 
 LOSSES = {
     "token-mean": {},
@@ -95,7 +95,7 @@ def worlds(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("worlds")
     (folder / "two").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               "lightrft.tests.invariants", str(home), str(folder / "two")]  # yapf: disable
+               "lightrft.tests.support.invariants", str(home), str(folder / "two")]  # yapf: disable
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

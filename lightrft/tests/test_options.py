@@ -12,12 +12,12 @@ from lightrft.config.cli import parse_config
 from lightrft.config.options import group_options, options
 from lightrft.config.schema import Config, LogConfig
 from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
-from lightrft.preflight.validate import validate_sft
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor, load_tokenizer
-from lightrft.tests import runs, tiny
-from lightrft.tests.option_flips import (FLIPS, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen, files, forwards, keys, steps,
-                                         weights)
+from lightrft.preflight.validate import validate_sft
+from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.option_flips import (FLIPS, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen, files, forwards, keys,
+                                                 steps, weights)
 from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.utils import sinks
 from lightrft.utils.env import seed_everything

@@ -4,7 +4,7 @@ import pytest
 from lightrft.config.cli import parse_config
 from lightrft.config.options import flatten
 from lightrft.config.presets import RECIPES, SEMANTICS
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.session import check
 from lightrft.utils.errors import UserError
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.tests.faults import OPTIONS, write_home
-from lightrft.tests.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
+from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
+from lightrft.tests.support.tiny_task import OPTIONS, write_home
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")

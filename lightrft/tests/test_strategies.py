@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightrft.tests import runs, strategies
+from lightrft.tests.support import runs, strategy_ranks
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def lines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strategies")
     home = runs.write_home(tmp_path_factory.mktemp("home"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               strategies.__name__, str(home), str(folder)]  # yapf: disable
+               strategy_ranks.__name__, str(home), str(folder)]  # yapf: disable
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -29,7 +29,7 @@ def numbers(line):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-@pytest.mark.parametrize("kind", list(strategies.KINDS))
+@pytest.mark.parametrize("kind", list(strategy_ranks.KINDS))
 def test_zero_learns_what_fsdp_learns(kind, name, lines):
     ours, theirs = lines[f"{kind} {name}"], lines[f"{kind} fsdp"]
     assert len(ours) == len(theirs) == 3

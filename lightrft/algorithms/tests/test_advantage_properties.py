@@ -7,9 +7,9 @@ from hypothesis import given, settings, strategies as st
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import action_mask
-from lightrft.algorithms.tests.rollouts import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, rollout, shuffled,
-                                                swapped_in_groups, without_gaps)
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.tests.support.ragged import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, rollout, shuffled,
+                                           swapped_in_groups, without_gaps)
 from lightrft.types import Experience
 
 NAMES = ours(ADVANTAGES)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 
 import lightrft.algorithms as suite
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
-from lightrft.algorithms.catalog import fields_of
 from lightrft.algorithms.advantages.grpo_passk import added_to_best
-from lightrft.algorithms.tests.naive_outcomes import NAIVE
+from lightrft.algorithms.catalog import fields_of
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
 from lightrft.ops.tests.test_returns import naive_gae, naive_returns
+from lightrft.tests.support.naive_advantages import NAIVE
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 from lightrft.types import Experience
 
 CFG = AlgorithmConfig(std_eps=0.0)

@@ -10,7 +10,7 @@ from lightrft.algorithms import CORRECTIONS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, Denominators, count
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 from lightrft.types import Experience
 
 BOUNDED = [name for name in CORRECTIONS if CORRECTIONS.get(name).low is not None]

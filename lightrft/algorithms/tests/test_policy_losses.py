@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 
 from lightrft.algorithms import POLICY_LOSSES
-from lightrft.algorithms.tests.naive_losses import NAIVE, covariances
 from lightrft.config.dependencies import LOSS_OPTIONS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, count
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
+from lightrft.tests.support.naive_losses import NAIVE, covariances
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 from lightrft.types import Experience
 
 NAMES = [name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).fn.__module__.startswith("lightrft.algorithms.")]

@@ -11,20 +11,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
+from lightrft.cli.doctor import PROG, asked_extras, main, plan
+from lightrft.config.engines import INSTALL
+from lightrft.config.options import build
+from lightrft.config.schema import Config
+from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks.devices import GIB, Device, check_groups
 from lightrft.preflight.checks.engines import check_engine, check_import
 from lightrft.preflight.checks.finding import Finding, examine, worst
 from lightrft.preflight.checks.folders import check_disk, check_save_path, check_shm, run_bytes
 from lightrft.preflight.checks.memory_plan import check_memory
 from lightrft.preflight.checks.versions import check_versions
-from lightrft.cli.doctor import PROG, asked_extras, main, plan
 from lightrft.preflight.cost import ModelSize, count_parameters, model_size
-from lightrft.config.engines import INSTALL
 from lightrft.preflight.memory import Room, memory
-from lightrft.config.options import build
-from lightrft.config.schema import Config
-from lightrft.models.loader import parameter_shapes
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
 SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import group_from_args, parse_config
+from lightrft.config.compat import ALIASES, REFUSED
 from lightrft.config.flags import PRESETS
 from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
-from lightrft.config.compat import ALIASES, REFUSED
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tests.values import every_option, other_value, words
+from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 
 TREES = (Config, SFTConfig)

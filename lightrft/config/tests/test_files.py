@@ -7,7 +7,7 @@ from lightrft.config.files import load_config, save_config, to_yaml
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tests.values import every_option, other_value
+from lightrft.tests.support.option_values import every_option, other_value
 
 
 def load(folder: Path, text: str) -> dict[str, object]:

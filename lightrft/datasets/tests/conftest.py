@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loading import DataError
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 RATES = [0.0, 0.5, 1.0, 0.25, 0.75, 0.5]
 

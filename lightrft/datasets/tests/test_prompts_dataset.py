@@ -8,7 +8,7 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.loading import DataError
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import CHUNK
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 VERL = {"data_source": "src", "prompt": CHAT, "ability": "math", "reward_model": {"style": "rule", "ground_truth": "2"},

@@ -4,7 +4,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.loading import DataError
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 TURNS = [("system", "s"), ("user", "1+1?"), ("assistant", "It is 2."), ("user", "2+2?"), ("assistant", "4")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]

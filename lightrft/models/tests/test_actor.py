@@ -6,8 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PackedLayout
 from lightrft.models.critic import Critic
-from lightrft.models.tests import naive
-from lightrft.tests import tiny
+from lightrft.tests.support import naive_model, tiny
 from lightrft.types import Experience
 
 
@@ -24,10 +23,10 @@ def grads(module: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_entropy_and_gradients_equal_the_naive_ones(family, temperature):
-    exp, model, twin = naive.experience(), actor(family), tiny.model(family)
+    exp, model, twin = naive_model.experience(), actor(family), tiny.model(family)
     twin.set_attn_implementation("eager")
     logprobs, entropy = model(exp, temperature=temperature, entropy=True)
-    expected = naive.logprobs(twin, exp, temperature)
+    expected = naive_model.logprobs(twin, exp, temperature)
     assert logprobs.dtype == torch.float32 and (logprobs != 0).sum() == (expected[0] != 0).sum()
     torch.testing.assert_close(logprobs, expected[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, expected[1], atol=1e-5, rtol=0)
@@ -42,30 +41,30 @@ def test_logprobs_entropy_and_gradients_equal_the_naive_ones(family, temperature
 
 
 def test_capped_and_scaled_logits():
-    exp = naive.experience()
+    exp = naive_model.experience()
     soft, twin = actor("gemma2", final_logit_softcapping=2.0), tiny.model("gemma2", final_logit_softcapping=2.0)
     twin.set_attn_implementation("eager")
-    torch.testing.assert_close(soft(exp)[0], naive.logprobs(twin, exp)[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(soft(exp)[0], naive_model.logprobs(twin, exp)[0], atol=1e-5, rtol=0)
     assert (soft(exp)[0] - actor("gemma2")(exp)[0]).abs().max() > 0.1
     with torch.no_grad():
         plain = actor()
         plain.config.logits_scaling = 4.0
         torch.testing.assert_close(
             plain(exp)[0],
-            naive.logprobs(tiny.model(), exp, temperature=4.0)[0], atol=1e-5, rtol=0)
+            naive_model.logprobs(tiny.model(), exp, temperature=4.0)[0], atol=1e-5, rtol=0)
 
 
 def test_without_entropy_there_is_none():
-    assert actor()(naive.experience())[1] is None
+    assert actor()(naive_model.experience())[1] is None
 
 
 def test_the_first_token_of_a_sequence_has_no_logprob():
-    exp = naive.experience([4, 1, 6], keep=2.0)
+    exp = naive_model.experience([4, 1, 6], keep=2.0)
     assert (actor()(exp)[0] == 0).nonzero()[:, 0].tolist() == [0, 4, 5]
 
 
 def test_packs_do_not_matter():
-    exp, model = naive.experience(), actor()
+    exp, model = naive_model.experience(), actor()
     whole = model(exp)[0]
     parts = torch.cat([model(exp.select([i]))[0] for i in range(exp.num_seqs)])
     torch.testing.assert_close(whole, parts, atol=1e-5, rtol=0)
@@ -73,7 +72,7 @@ def test_packs_do_not_matter():
 
 @pytest.mark.parametrize("build", [actor, lambda: Critic(scored("llama"))], ids=["actor", "critic"])
 def test_an_empty_mask_gives_zero_gradients_everywhere(build):
-    exp, model = naive.experience(keep=0.0), build()
+    exp, model = naive_model.experience(keep=0.0), build()
     out = model(exp)
     loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()
     loss.backward()
@@ -83,7 +82,7 @@ def test_an_empty_mask_gives_zero_gradients_everywhere(build):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_gradient_checkpointing_changes_no_gradient(family):
-    exp, results = naive.experience(), []
+    exp, results = naive_model.experience(), []
     for checkpointing in (False, True):
         model = actor(family).train()
         if checkpointing:
@@ -111,11 +110,11 @@ def test_a_model_that_mixes_sequences_is_noticed():
     model = actor()
     model.hf_model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="mixes packed sequences"):
-        model(naive.experience())
+        model(naive_model.experience())
 
 
 def test_media_are_refused():
-    exp = naive.experience([4])
+    exp = naive_model.experience([4])
     exp.media = [("cat.png", )]
     with pytest.raises(ValueError, match="text only"):
         actor()(exp)
@@ -135,7 +134,7 @@ def one_rank():
 
 
 def test_sharded_layers_in_bfloat16_share_one_layout(one_rank, monkeypatch):
-    exp, model, layouts = naive.experience(), actor(), []
+    exp, model, layouts = naive_model.experience(), actor(), []
     expected = model(exp)[0]
     build = PackedLayout.build
     monkeypatch.setattr(PackedLayout, "build", lambda cu: layouts.append(build(cu)) or layouts[-1])
@@ -158,11 +157,12 @@ def scored(family: str) -> nn.Module:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_values_come_from_the_state_before(family):
-    exp, hf = naive.experience(), scored(family)
+    exp, hf = naive_model.experience(), scored(family)
     with torch.no_grad():
         values = Critic(hf)(exp)
         hf.set_attn_implementation("eager")
-        hidden = torch.cat([hf.model(exp.token_ids[None, a:b]).last_hidden_state[0] for a, b in naive.bounds(exp)])
+        hidden = torch.cat(
+            [hf.model(exp.token_ids[None, a:b]).last_hidden_state[0] for a, b in naive_model.bounds(exp)])
         expected = hf.score(hidden)[:, 0].roll(1, 0)
     expected[exp.cu_seqlens[:-1].long()] = 0
     torch.testing.assert_close(values, torch.where(exp.loss_mask, expected, 0.0), atol=1e-5, rtol=0)
@@ -179,7 +179,7 @@ def test_the_critic_exports_its_head_under_the_chosen_name():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_on_cuda(family):
-    exp: Experience = naive.experience()
+    exp: Experience = naive_model.experience()
     expected = actor(family)(exp)[0]
     on_gpu = actor(family).cuda()
     torch.testing.assert_close(on_gpu(exp.to("cuda"))[0].cpu(), expected, atol=2e-3, rtol=0)

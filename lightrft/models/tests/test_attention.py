@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lightrft.models import attention
 from lightrft.models.attention import PackedLayout, packed_attention
-from lightrft.models.tests import naive
 from lightrft.ops.packing import position_ids
-from lightrft.tests import tiny
+from lightrft.tests.support import naive_model, tiny
 
 MODULE = SimpleNamespace(layer_idx=3)
 SHAPES = {
@@ -77,7 +76,7 @@ def test_padded_rows_have_few_widths():
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_packed_is_alone_and_the_silent_mistakes_are_not(family):
-    exp = naive.experience()
+    exp = naive_model.experience()
     alone = tiny.model(family)
     alone.set_attn_implementation("eager")
     packed = tiny.model(family)
@@ -85,7 +84,7 @@ def test_packed_is_alone_and_the_silent_mistakes_are_not(family):
     row = {"input_ids": exp.token_ids[None], "use_cache": False}
     positions = position_ids(exp.cu_seqlens)[None]
     with torch.no_grad():
-        expected = naive.logits_alone(alone, exp)
+        expected = naive_model.logits_alone(alone, exp)
         good = packed(**row, position_ids=positions, packing=PackedLayout.build(exp.cu_seqlens)).logits[0]
         no_positions = packed(**row, packing=PackedLayout.build(exp.cu_seqlens)).logits[0]
         ones = alone(**row, position_ids=positions, attention_mask=torch.ones_like(positions)).logits[0]

@@ -8,8 +8,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 
 from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import CHAT_TEMPLATES, check_context, load_actor, load_critic, load_tokenizer
-from lightrft.models.tests import naive
-from lightrft.tests import tiny
+from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1?"},
@@ -33,12 +32,12 @@ def change_json(file, **changes):
 
 # -- actor ------------------------------------------------------------------------------------------------------------
 def test_the_actor_is_float32_packed_and_free_of_dropout(path):
-    actor, exp = load_actor(ModelConfig(pretrain=str(path))), naive.experience()
+    actor, exp = load_actor(ModelConfig(pretrain=str(path))), naive_model.experience()
     assert actor.training and actor.chunk_mib == 256 and actor.config.attention_dropout == 0
     assert {p.dtype for p in actor.parameters()} == {torch.float32} and all(p.requires_grad for p in actor.parameters())
     assert torch.equal(actor(exp)[0], actor(exp)[0])
     twin = tiny.model()
-    torch.testing.assert_close(actor(exp)[0], naive.logprobs(twin, exp)[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(actor(exp)[0], naive_model.logprobs(twin, exp)[0], atol=1e-5, rtol=0)
 
 
 def test_a_reference_is_frozen_and_has_no_adapters(path):
@@ -47,14 +46,14 @@ def test_a_reference_is_frozen_and_has_no_adapters(path):
     assert not any(p.requires_grad for p in reference.parameters()) and not reference.model.training
     assert reference.chunk_mib == 7 and {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert not any("lora_" in name for name, _ in reference.named_parameters())
-    assert reference(naive.experience())[0].dtype == torch.float32
+    assert reference(naive_model.experience())[0].dtype == torch.float32
 
 
 def test_freezing(path):
     actor = load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["model.embed_tokens", "model.layers.0"]))
     frozen = {name for name, p in actor.named_parameters() if not p.requires_grad}
     assert frozen and all(name.startswith(("model.model.embed_tokens", "model.model.layers.0")) for name in frozen)
-    actor(naive.experience())[0].sum().backward()
+    actor(naive_model.experience())[0].sum().backward()
     assert all((p.grad is None) == (name in frozen) for name, p in actor.named_parameters())
     with pytest.raises(ValueError, match="matches no parameter.*model.layers"):
         load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["visual."]))
@@ -147,7 +146,7 @@ def test_wrong_architectures(tmp_path, config, message):
 # -- critic -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3"])
 def test_a_new_critic_values_everything_at_zero_and_learns(family, tmp_path):
-    critic, exp = load_critic(ModelConfig(pretrain=str(tiny.save_model(tmp_path, family)))), naive.experience()
+    critic, exp = load_critic(ModelConfig(pretrain=str(tiny.save_model(tmp_path, family)))), naive_model.experience()
     values = critic(exp)
     assert (values == 0).all() and critic.training
     (values - 1).square().sum().backward()
@@ -156,7 +155,7 @@ def test_a_new_critic_values_everything_at_zero_and_learns(family, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
 def test_a_saved_critic_comes_back(path, tmp_path, prefix):
-    critic, exp = load_critic(ModelConfig(pretrain=str(path), value_head_prefix=prefix)), naive.experience()
+    critic, exp = load_critic(ModelConfig(pretrain=str(path), value_head_prefix=prefix)), naive_model.experience()
     torch.nn.init.normal_(critic.hf_model.score.weight)
     state = {name: p.detach() for name, p in critic.export_params(iter(critic.named_parameters()))}
     assert f"{prefix}.weight" in state

@@ -5,8 +5,7 @@ from peft import PeftModel
 from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.lora import merged_params
-from lightrft.models.tests import naive
-from lightrft.tests import tiny
+from lightrft.tests.support import naive_model, tiny
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +25,14 @@ def lora_actor(path, **options):
 
 def test_only_adapters_train_and_all_of_them_get_gradients(path):
     actor = lora_actor(path)
-    actor(naive.experience())[0].sum().backward()
+    actor(naive_model.experience())[0].sum().backward()
     for name, parameter in actor.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) == (parameter.grad is not None), name
     assert sum("lora_A" in name for name, _ in actor.named_parameters()) == 2 * 7
 
 
 def test_off_is_the_base_model_and_it_comes_back(path):
-    actor, exp = lora_actor(path), naive.experience()
+    actor, exp = lora_actor(path), naive_model.experience()
     base = load_actor(ModelConfig(pretrain=path), train=False)
     on = actor(exp)[0]
     with torch.no_grad(), actor.adapter_disabled():
@@ -77,7 +76,7 @@ def test_what_is_sent_apart_adds_up_to_the_merged_weights(path):
 
 
 def test_merged_weights_compute_what_the_adapters_compute(path):
-    actor, exp = lora_actor(path), naive.experience()
+    actor, exp = lora_actor(path), naive_model.experience()
     plain = load_actor(ModelConfig(pretrain=path), train=False)
     plain.hf_model.load_state_dict(dict(actor.export_params(iter(actor.named_parameters()))), strict=False)
     torch.testing.assert_close(plain(exp)[0], actor(exp)[0], atol=2e-5, rtol=0)
@@ -99,7 +98,7 @@ def test_targets_that_do_not_fit(path, targets, message):
 
 
 def test_options_change_the_adapters(path):
-    actor, exp = lora_actor(path, target_modules=["q_proj", "v_proj"], lora_dropout=0.5), naive.experience()
+    actor, exp = lora_actor(path, target_modules=["q_proj", "v_proj"], lora_dropout=0.5), naive_model.experience()
     assert isinstance(actor.model, PeftModel) and sum("lora_A" in n for n, _ in actor.named_parameters()) == 2 * 2
     assert not torch.equal(actor(exp)[0], actor(exp)[0])
     actor.eval()
@@ -112,7 +111,7 @@ def test_options_change_the_adapters(path):
 
 
 def test_checkpointing_gives_the_same_adapter_gradients(path):
-    exp, found = naive.experience(), []
+    exp, found = naive_model.experience(), []
     for on in (False, True):
         actor = lora_actor(path, gradient_checkpointing=on)
         actor(exp)[0].sum().backward()

@@ -9,13 +9,13 @@ from hypothesis import given, settings, strategies as st
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import action_mask
-from lightrft.algorithms.tests.rollouts import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, random_cut, rollout,
-                                                shuffled, swapped_in_groups, with_all_masked, without_gaps)
 from lightrft.config.presets import RECIPES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, aggregate, count
 from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
+from lightrft.tests.support.ragged import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, random_cut, rollout, shuffled,
+                                           swapped_in_groups, with_all_masked, without_gaps)
 from lightrft.types import Experience
 
 LOSSES, WEIGHTS, ESTIMATORS = ours(POLICY_LOSSES), ours(CORRECTIONS), ours(ADVANTAGES)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from lightrft.ops.packing import pack, position_ids, seq_ids, shift_right, unpack
 from lightrft.ops.segment import (expand, group_stats, last_token, masked_mean, masked_var, masked_whiten, segment_mean,
                                   segment_sum)
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 
 from lightrft.ops.returns import discounted_returns, gae
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 
 
 def naive_gae(rewards, values, mask, cu, gamma, lambd):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
 from lightrft.ops.kl import kl_estimate
 from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
-from lightrft.ops.tests.ragged import SEEDS, batch, spans
+from lightrft.tests.support.ragged import SEEDS, batch, spans
 
 
 @pytest.mark.parametrize("kind,expected", [("k1", [.5, -.5]), ("k2", [.125, .125]), ("k3", [.106531, .148721])])

@@ -1,11 +1,11 @@
 """What is said about options that differ between a checkpoint and the run that goes on from it."""
 import pytest
 
-from lightrft.preflight.resume import FREE, FREE_GROUPS, FREE_SFT, changes, lost_length
 from lightrft.config.options import build, flatten, groups, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tests.values import other_value
+from lightrft.preflight.resume import FREE, FREE_GROUPS, FREE_SFT, changes, lost_length
+from lightrft.tests.support.option_values import other_value
 
 SILENT = {"max_steps", "num_episodes", "save_steps", "eval_steps", "eval_data", "logging_steps", "use_wandb",
           "strategy", "micro_train_batch_size", "reward_workers", "save_path"}  # yapf: disable

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from lightrft.preflight import strategy_rules
 from lightrft.config.dependencies import CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.preflight.tests.problems import CASES, EVAL, GOOD, KL
-from lightrft.config.tests.values import every_option
+from lightrft.preflight import strategy_rules
 from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_warnings
 from lightrft.preflight.validate import validate, validate_sft
+from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
+from lightrft.tests.support.option_values import every_option
 from lightrft.utils.registry import Registry
 
 FACTS = AlgorithmFacts(

@@ -6,7 +6,7 @@ import torch
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.sampling import uniforms
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, naive_model, requests
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 from lightrft.trainer.samples import to_samples
 from lightrft.types import Prompt
 

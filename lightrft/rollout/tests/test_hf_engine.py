@@ -8,8 +8,8 @@ import torch
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import KVPlan
-from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
+from lightrft.tests.support.engine_rig import tells_responses_as_they_end
 from lightrft.utils.env import total_memory
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3"]

@@ -5,7 +5,7 @@ import torch
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, requests
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 from lightrft.utils.errors import UserError
 
 TINY = 116 * 2 * 2 * 2 * 8 * 4  # two slots: prompts wait, and their samples start at different times

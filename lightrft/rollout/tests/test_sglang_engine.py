@@ -20,13 +20,12 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import client, launch
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
-from lightrft.rollout.tests import sglang_experts
-from lightrft.tests import runs, tiny
+from lightrft.tests.support import runs, sglang_experts, tiny
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
-TESTS, SHIM = "lightrft.rollout.tests", ROOT / "lightrft" / "tests" / "sglang_cpu_shim"
+SUPPORT, FOLDER = "lightrft.tests.support", "lightrft/tests/support"
 PYTHON = Path(f"{sys.prefix}-sglang") / "bin" / "python"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
@@ -46,7 +45,9 @@ def in_its_environment(*words, limit_s=560, **environ):
     if not (PYTHON.parents[1] / ".installed").exists():
         told = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
         pytest.fail(told) if "CI" in os.environ else pytest.skip(told)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SHIM}", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/{FOLDER}/sglang_cpu_shim", "PYTHONWARNINGS": "ignore"
+    }
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PYTHON.parents[1] / "pycache")}  # saves 5 s
     done = subprocess.run([str(word) for word in words], env=environment | compiled | environ, text=True, cwd=ROOT,
                           timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # yapf: disable
@@ -55,7 +56,7 @@ def in_its_environment(*words, limit_s=560, **environ):
 
 @needs_sglang
 def test_one_process():
-    files = [f"lightrft/rollout/tests/sglang_{name}.py" for name in ("facts", "experts", "vision")]
+    files = [f"{FOLDER}/sglang_{name}.py" for name in ("engine", "experts", "vision")]
     code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", *files)
     assert code == 0 and int(re.search(r"(\d+) passed", said)[1]) > 45 and "skipped" not in said, said[-8000:]
 
@@ -66,14 +67,13 @@ def test_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, "moe", ("qwen3_moe", sglang_experts.MOE | {"tie_word_embeddings": False}))
     folder = tiny.save_model(tmp_path / "model", "moe", **SIZES)
     code, said = in_its_environment(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m",
-                                    f"{TESTS}.sglang_ranks", folder)
+                                    f"{SUPPORT}.sglang_ranks", folder)
     assert code == 0, said[-8000:]
 
 
 @needs_sglang
 def test_faults_on_two_ranks():
-    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short",
-                                    "lightrft/rollout/tests/sglang_faults.py")
+    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", f"{FOLDER}/sglang_faults.py")
     assert code == 0 and "5 passed" in said, said[-8000:]
 
 
@@ -82,9 +82,10 @@ def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
     """20 steps on two ranks; then rank 1 loses its scheduler in the middle of a rollout."""
     out, mark = tmp_path / "out", tmp_path / "mark"
     words = ("--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start "
-             f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {TESTS}.sglang_kill").split()
+             f"--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 --plugin {SUPPORT}.sglang_fault_plugin"
+             ).split()
     code, said = in_its_environment("bash", "examples/quickstart/run_quickstart.sh", *words, PYTHON=str(PYTHON),
-                                    OUT=str(out), MISCHIEF_MARK=str(mark))
+                                    OUT=str(out), FAULT="scheduler", FAULT_MARK=str(mark))
     assert code != 0 and mark.exists(), said[-8000:]
     assert time.time() - mark.stat().st_mtime < 60, "the ranks did not end in time"
     cause = r"rank 1 raised RuntimeError: SGLang's scheduler \(process \d+\) has ended with exit code -9"

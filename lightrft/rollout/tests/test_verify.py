@@ -10,16 +10,16 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf import engine as hf_engine
-from lightrft.rollout.weight_sync import verify as sync_proof
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import Prefill
-from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
+from lightrft.rollout.weight_sync import verify as sync_proof
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.strategy.base import OptimSpec
-from lightrft.tests import faults, runs, tiny
-from lightrft.tests.launch import launch
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.tests.support import runs, tiny, tiny_task
+from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
+from lightrft.tests.support.launch import launch
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 
@@ -206,10 +206,10 @@ def test_right_syncs_pass(family, bf16, tmp_path, monkeypatch):
 
 def test_two_ranks_stop_together(tmp_path):
     """A whole run under FSDP2: the engine of one rank takes over a scaled weight at the second sync."""
-    home = faults.write_home(tmp_path)
-    options = faults.OPTIONS | {
+    home = tiny_task.write_home(tmp_path)
+    options = tiny_task.OPTIONS | {
         "pretrain": home / "model", "prompt_data": [home / "train.jsonl"], "reward": [home / "reward.py"],
-        "save_path": tmp_path / "run", "plugin": "lightrft.rollout.tests.faulty_sync", "eval_steps": 0,
+        "save_path": tmp_path / "run", "plugin": "lightrft.tests.support.faulty_sync", "eval_steps": 0,
         "eval_at_start": False, "best_metric": "reward/mean"
     }  # yapf: disable
     run = launch(tmp_path / "cwd", options, 2, FAULTY_SYNC="scaled@1:1")

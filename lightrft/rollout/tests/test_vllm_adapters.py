@@ -8,12 +8,12 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
 from lightrft.strategy.base import OptimSpec
-from lightrft.tests import faults, runs, tiny
-from lightrft.tests.launch import launch
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.tests.support import runs, tiny, tiny_task
+from lightrft.tests.support.launch import launch
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -171,7 +171,7 @@ def test_what_vllm_has_no_room_for(tmp_path, rig):
 @pytest.mark.dist
 def test_two_ranks_train(tmp_path):
     """FSDP2, one engine each and one of both: every rollout is by the weights of now, by proof and by log-probs."""
-    home = faults.write_home(tmp_path)
+    home = tiny_task.write_home(tmp_path)
     tiny.save_model(home / "model", num_hidden_layers=1, **SIZES)
     options = runs.BASE | {
         "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py", "engine_type":

@@ -14,11 +14,10 @@ from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
-from lightrft.rollout.tests import vllm_ranks
-from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
+from lightrft.tests.support import runs, tiny, vllm_ranks
+from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
-from lightrft.tests import runs, tiny
-from lightrft.tests.launch import finish
+from lightrft.tests.support.launch import finish
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

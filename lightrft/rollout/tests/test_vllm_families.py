@@ -10,14 +10,14 @@ import torch
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout import SamplingParams
-from lightrft.rollout.vllm import weights as vllm_weights
-from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.rollout.tests import test_vllm_engine, vllm_ranks
-from lightrft.rollout.tests.faulty_sync import TARGET
-from lightrft.rollout.tests.engine_rig import EXACT, NEW, STOPS, names_a_fault, names_faults_of_experts, requests
+from lightrft.rollout.tests import test_vllm_engine
 from lightrft.rollout.tests.test_vllm_engine import torchrun
-from lightrft.tests import tiny
+from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.vllm.engine import VLLMEngine
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
+from lightrft.tests.support import tiny, vllm_ranks
+from lightrft.tests.support.engine_rig import EXACT, NEW, STOPS, names_a_fault, names_faults_of_experts, requests
+from lightrft.tests.support.faulty_sync import TARGET
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -194,7 +194,7 @@ def test_models_that_see(tmp_path):
     which the others must not find."""
     if not Path(sys.prefix, "torchvision").exists():
         pytest.skip("needs torchvision apart: make test installs it")
-    command = [sys.executable, "-m", "lightrft.rollout.tests.vllm_vision", str(tmp_path)]
+    command = [sys.executable, "-m", "lightrft.tests.support.vllm_vision", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=280)
     assert done.returncode == 0, done.stderr[-8000:]

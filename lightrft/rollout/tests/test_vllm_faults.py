@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.rollout.tests.engine_faults import ended, launched, left
-from lightrft.tests.launch import preload
+from lightrft.tests.support.engine_faults import ended, launched, left
+from lightrft.tests.support.launch import preload
 
 pytestmark = [
     pytest.mark.engine, pytest.mark.slow, pytest.mark.dist,
@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 VLLM = ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"]
-CASES = ["raise@1:9 1", "raise@1:9 2", "kill@1:9 1", "kill@1:9 2", "long@1:2 2"]  # mischief, --engine_tp_size
+CASES = ["raise@1:9 1", "raise@1:9 2", "kill@1:9 1", "kill@1:9 2", "long@1:2 2"]  # fault, --engine_tp_size
 
 
 @pytest.fixture(name="broken", scope="module")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.base import Prepared
 from lightrft.strategy.checkpoint import CheckpointManager, folders, MARKER, newest
 from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.base import Prepared
-from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM
+from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 
 
 @pytest.fixture(name="actor", scope="module")

@@ -10,8 +10,8 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.tests import conformance
-from lightrft.strategy.tests.conformance import Case, assert_same
+from lightrft.tests.support import strategy_conformance
+from lightrft.tests.support.strategy_conformance import Case, assert_same
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", list(conformance.variants(1)))
+@pytest.mark.parametrize("name", list(strategy_conformance.variants(1)))
 def test_one_rank(name: str, folder: Path) -> None:
-    conformance.run(name, *conformance.variants(1)[name], folder)
+    strategy_conformance.run(name, *strategy_conformance.variants(1)[name], folder)
 
 
 def check(folder: Path, *options: str, ranks: int) -> None:
     """Run the checks on as many processes, of which a single one is started without torchrun."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone"] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "lightrft.strategy.tests.conformance", str(folder), *options]
+    command = [sys.executable, *torchrun, "-m", "lightrft.tests.support.strategy_conformance", str(folder), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
@@ -49,14 +49,14 @@ def check(folder: Path, *options: str, ranks: int) -> None:
 @pytest.mark.slow
 def test_two_ranks(folder: Path) -> None:
     check(folder, ranks=2)
-    read_by_one_process(folder, list(conformance.variants(2)))
+    read_by_one_process(folder, list(strategy_conformance.variants(2)))
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_zero_on_two_ranks(folder: Path) -> None:
     check(folder, "zero", ranks=2)
-    read_by_one_process(folder, list(conformance.zero_variants()))
+    read_by_one_process(folder, list(strategy_conformance.zero_variants()))
 
 
 @pytest.mark.slow

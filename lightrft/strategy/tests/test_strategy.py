@@ -11,17 +11,17 @@ from transformers import Qwen2ForCausalLM
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import config as strategy_config, strategy
+from lightrft.strategy.base import OptimSpec
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
-from lightrft.strategy.process_group import local_world_size
 from lightrft.strategy.fsdp.wrap import decoder_layers
 from lightrft.strategy.mesh import shard_mesh
 from lightrft.strategy.optimizer import create_optimizer
+from lightrft.strategy.process_group import local_world_size
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.base import OptimSpec
-from lightrft.strategy.tests.tiny_lm import SPEC, TinyLM
+from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 from lightrft.utils.env import set_threads
 
 

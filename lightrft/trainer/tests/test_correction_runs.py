@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from lightrft.algorithms import CORRECTIONS
-from lightrft.tests import runs
-from lightrft.tests.invariants import build, gradients, largest_gap, make_rollout
+from lightrft.tests.support import runs
+from lightrft.tests.support.invariants import build, gradients, largest_gap, make_rollout
 
 no_picture = runs.no_picture
 TWO = {"micro_train_batch_size": 4}  # micro-batches of the whole rollout

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from lightrft.tests import faults, runs
+from lightrft.tests.support import runs, tiny_task
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 
 no_picture = runs.no_picture
@@ -183,7 +183,7 @@ RUN = {"rollout_batch_size": 4, "max_steps": 4, "actor_learning_rate": 1e-2}
 @pytest.mark.parametrize("reward", ["compute_score"], indirect=True)
 @pytest.mark.parametrize("more", [{"dynamic_sampling": True}, {"oversample": 1.5}])
 def test_whole_runs_are_the_same_as_with_the_rewards_of_groups(more, home, tmp_path, reward, monkeypatch):
-    faults.write_rows(home / "many.jsonl", faults.rows(22))
+    tiny_task.write_rows(home / "many.jsonl", tiny_task.rows(22))
     options, found = OPTIONS | RUN | reward[0] | more | {"prompt_data": [str(home / "many.jsonl")]}, {}
     for early in (True, False):
         found[early] = runs.run(home, tmp_path / str(early), **options)
@@ -195,7 +195,7 @@ def test_whole_runs_are_the_same_as_with_the_rewards_of_groups(more, home, tmp_p
 
 @pytest.mark.parametrize("reward", ["compute_score"], indirect=True)
 def test_what_is_scored_of_an_unfinished_group_survives_and_is_not_asked_again(home, tmp_path, reward):
-    faults.write_rows(home / "many.jsonl", faults.rows(22))
+    tiny_task.write_rows(home / "many.jsonl", tiny_task.rows(22))
     options, log = OPTIONS | RUN | reward[0] | {"oversample": 2.0, "max_staleness": 2, "max_steps": 5}, reward[1]
     options |= {"prompt_data": [str(home / "many.jsonl")], "disable_ckpt": False}
     straight = runs.run(home, tmp_path / "a", **options)

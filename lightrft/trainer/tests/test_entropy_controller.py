@@ -4,7 +4,7 @@ import math
 import pytest
 
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.controllers import EntropyController, get_entropy_controller
 
 TARGET = {"entropy_target": 0.2, "entropy_step": 1e-4, "entropy_coef_max": 0.005}

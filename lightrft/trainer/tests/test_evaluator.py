@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.evaluator import is_correct, pass_at_k
 
 

@@ -6,7 +6,7 @@ import torch
 
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Completion
-from lightrft.tests import runs, tiny
+from lightrft.tests.support import runs, tiny
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 from lightrft.trainer.samples import pack_samples, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt

@@ -1,7 +1,7 @@
 """Runs with FIRE sampling: first tokens differ from the trainer and are told apart; evaluation never uses it."""
 import pytest
 
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.checks.first_step import StepFactError
 from lightrft.trainer.tests.test_first_step import with_foreign_engine
 

@@ -7,11 +7,11 @@ import pytest
 from lightrft.config.schema import Config
 from lightrft.models import actor_language
 from lightrft.rewards.base import Outcome
-from lightrft.tests import runs, tiny
+from lightrft.tests.support import runs, tiny
 from lightrft.trainer import ppo_trainer
 from lightrft.trainer.checks import first_step as step_facts
-from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.checks.first_step import ENGINE, PASSES, StepFactError, check_step_facts, limits
+from lightrft.trainer.logprob_pass import LogprobPass
 
 no_picture = runs.no_picture
 

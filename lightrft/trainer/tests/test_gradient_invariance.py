@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
-from lightrft.tests import faults, runs
-from lightrft.tests.launch import launch
+from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support.launch import launch
 from lightrft.trainer.checks import gradient_invariance as self_test
+from lightrft.trainer.checks.gradient_invariance import SelfTestError, choose, cuts, formula, off_policy
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.replay_buffer import MicroBatchLimits
-from lightrft.trainer.checks.gradient_invariance import SelfTestError, choose, cuts, formula, off_policy
 from lightrft.utils.env import rng_state
 from lightrft.utils.logging import get_logger
 
@@ -33,7 +33,7 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def wrong_losses():
     """Registered for this module only: other tests list the registry."""
-    import lightrft.tests.cut_losses  # noqa: F401
+    import lightrft.tests.support.cut_losses  # noqa: F401
     names = [(table, name) for table in (POLICY_LOSSES, CORRECTIONS) for name in table if name.startswith("own_")]
     yield
     for table, name in names:
@@ -293,16 +293,16 @@ def test_there_may_be_no_second_cut():
 def launched_fixture(home, tmp_path_factory):
     """Sharded over two ranks, all at once: a right loss, with and without the self-test, and the wrong ones."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "reward.py").write_text(faults.REWARD, encoding="utf-8")
+    (folder / "reward.py").write_text(tiny_task.REWARD, encoding="utf-8")
     common = {k: v for k, v in runs.BASE.items() if k != "self_test"}
     common |= {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": folder / "reward.py"}
-    wrong = {"plugin": "lightrft.tests.cut_losses", "advantage_estimator": "reinforce"}
+    wrong = {"plugin": "lightrft.tests.support.cut_losses", "advantage_estimator": "reinforce"}
     kinds = {"good": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3}}
     kinds["without"] = kinds["good"] | {"no_self_test": True}
-    kinds["own_share"] = {"plugin": "lightrft.tests.own_share", "advantage_estimator": "reinforce"}
+    kinds["denominators"] = {"plugin": "lightrft.tests.support.fault_plugin", "advantage_estimator": "reinforce"}
     kinds |= {name: wrong | {"policy_loss": name} for name in ("own_tokens", "own_seqs", "own_baseline", "own_rank")}
     return folder, {
-        name: launch(folder / name, common | own | {"save_path": folder / name / "run"}, ranks=2)
+        name: launch(folder / name, common | own | {"save_path": folder / name / "run"}, ranks=2, FAULT=name)
         for name, own in kinds.items()
     }
 
@@ -343,7 +343,7 @@ def test_two_ranks_with_a_wrong_loss(name, what, launched):
 @pytest.mark.dist
 def test_two_ranks_that_count_only_their_own_samples(launched):
     """The denominators are those of the update: a mistake there stops the run too; each rank shows its own."""
-    run = launched[1]["own_share"]
+    run = launched[1]["denominators"]
     assert run.wait(120) == [1, 1] and "Traceback" not in run.output, run.output
     shown = re.findall(r"sum over kept tokens / (\d+) tokens", run.output)
     assert len(shown) == len(set(shown)) == 2 and "depends on how the batch is cut" in run.output, run.output

@@ -8,7 +8,7 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Request, SamplingParams
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import fill_reward_parts, get_advantage_calculator
 from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.samples import reward_input

@@ -7,8 +7,8 @@ import torch
 from lightrft.algorithms.base import POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.rewards.base import Outcome
-from lightrft.tests import faults, runs
-from lightrft.tests.launch import finish
+from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support.launch import finish
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.types import Experience
 
@@ -147,14 +147,14 @@ def test_every_rank_has_as_many_passes():
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_drop_what_one_does(tmp_path):
-    home, found = faults.write_home(tmp_path / "home"), {}
+    home, found = tiny_task.write_home(tmp_path / "home"), {}
     (home / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                                     "    return len(set(solution_str)) / 12 if int(ground_truth) % 8 == 0 else 0.0\n")
     paths = {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py"}
     more = {"max_steps": 3, "eval_steps": 0, "eval_at_start": False, "disable_ckpt": True, "best_metric": "none",
             "train_batch_size": 4, "save_trajectories": False}  # yapf: disable
     for ranks in (1, 2):
-        finish(tmp_path / str(ranks), faults.OPTIONS | paths | more | {"save_path": tmp_path / str(ranks)}, ranks)
+        finish(tmp_path / str(ranks), tiny_task.OPTIONS | paths | more | {"save_path": tmp_path / str(ranks)}, ranks)
         lines = (tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines()
         found[ranks] = [{
             key: value for key, value in json.loads(line).items()

@@ -1,7 +1,7 @@
 """``--offload_during_rollout``: models leave before every generation and are back before they are needed."""
 import pytest
 
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 
 
 @pytest.fixture(scope="module")

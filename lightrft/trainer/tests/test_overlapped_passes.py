@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lightrft.tests import launch, runs, tiny
+from lightrft.tests.support import launch, runs, tiny
 from lightrft.trainer.overlapped_passes import OverlappedExperienceMaker
 
 no_picture = runs.no_picture
@@ -151,8 +151,8 @@ def test_two_ranks_with_unequal_packs_learn_what_one_does(home, tmp_path):
 
 @pytest.mark.dist
 def test_a_pass_that_fails_on_one_rank_ends_all(home, tmp_path):
-    options = of_ranks(home, tmp_path / "a", plugin="lightrft.trainer.tests.overlapped_mischief")
-    run = launch.launch(tmp_path / "a", options, 2, EARLY_MISCHIEF="1")
+    options = of_ranks(home, tmp_path / "a", plugin="lightrft.tests.support.fault_plugin")
+    run = launch.launch(tmp_path / "a", options, 2, FAULT="reference@1")
     assert all(run.wait(60)), run.output
     assert "the reference of this rank is a pumpkin" in run.log(1)
     assert re.search("rank 1 .*in phase (rollout|early_passes)", run.log(0)), run.output

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lightrft.tests import faults, runs, tiny
-from lightrft.tests.launch import finish
 from lightrft.rollout.engine import Completion
+from lightrft.tests.support import runs, tiny, tiny_task
+from lightrft.tests.support.launch import finish
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.partial_rollout import PartialGroup
 from lightrft.trainer.prompt_source import PromptSource
@@ -28,7 +28,7 @@ VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
 @pytest.fixture(name="home", scope="module")
 def home_fixture(tmp_path_factory):
     folder = runs.write_home(tmp_path_factory.mktemp("home"))
-    faults.write_rows(folder / "train.jsonl", faults.rows(PROMPTS))
+    tiny_task.write_rows(folder / "train.jsonl", tiny_task.rows(PROMPTS))
     return folder
 
 
@@ -213,7 +213,7 @@ def test_it_is_off_by_default(home, tmp_path):
     assert type(made.source) is PromptSource and type(made.maker) is FastExperienceMaker
 
 
-RANKS = faults.OPTIONS | {
+RANKS = tiny_task.OPTIONS | {
     "oversample": 1.6, "rollout_batch_size": 4, "max_steps": 0, "num_episodes": 2, "eval_steps": 0, "stop":
     list("abcdefghijklmnopqrstuvwxyz"), "eval_at_start": False, "use_tensorboard": False, "disable_ckpt": True,
     "best_metric": "none", "actor_learning_rate": 0.0, "generate_max_len": 30
@@ -237,7 +237,7 @@ def of_ranks(home, folder, ranks, **more):
 @pytest.mark.slow
 def test_two_ranks_train_the_same_responses(tmp_path):
     """In another order, for each rank stops by itself; the weights never change, so the responses are the same."""
-    home, found = faults.write_home(tmp_path / "home"), {}
+    home, found = tiny_task.write_home(tmp_path / "home"), {}
     for ranks in (1, 2):
         _, rows = of_ranks(home, tmp_path / f"ranks_{ranks}", ranks)
         found[ranks] = sorted((row["uid"], row["index"], row["response"], row["reward"]) for row in rows)
@@ -250,7 +250,7 @@ def test_two_ranks_train_the_same_responses(tmp_path):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_two_ranks_share_an_engine(tmp_path):
     """Every prompt is trained once in each episode, whole, and every token has the log-prob that it was drawn with."""
-    home = faults.write_home(tmp_path / "home")
+    home = tiny_task.write_home(tmp_path / "home")
     tiny.save_model(home / "model", hidden_size=128, initializer_range=0.06)
     lines, rows = of_ranks(home, tmp_path / "run", 2, engine_type="vllm", engine_tp_size=2, engine_kv_mib=16)
     once = [(row["uid"], row["index"]) for row in rows]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightrft.ops.aggregate import MODES
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.optimizer_step import NonFiniteTraining
 
 

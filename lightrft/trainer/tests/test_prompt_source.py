@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
-from lightrft.tests import faults, runs
-from lightrft.tests.launch import finish
+from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support.launch import finish
 
 BATCH, PROMPTS = 4, 22
 OPTIONS = {
@@ -24,7 +24,7 @@ VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = runs.write_home(tmp_path_factory.mktemp("home"))
-    faults.write_rows(folder / "train.jsonl", faults.rows(PROMPTS))
+    tiny_task.write_rows(folder / "train.jsonl", tiny_task.rows(PROMPTS))
     return folder
 
 
@@ -185,14 +185,14 @@ def test_carried_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_use_the_groups_that_one_does(tmp_path):
-    home = faults.write_home(tmp_path / "home")
+    home = tiny_task.write_home(tmp_path / "home")
     (home / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                                     "    return len(set(solution_str)) / 12 if int(ground_truth) % 3 == 0 else 0.0\n")
     folders = {}
     for ranks in (1, 2):
         folders[ranks] = tmp_path / f"ranks_{ranks}"
         paths = {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py"}
-        options = faults.OPTIONS | RANKS | paths | {"save_path": folders[ranks]}
+        options = tiny_task.OPTIONS | RANKS | paths | {"save_path": folders[ranks]}
         finish(folders[ranks], options, ranks)
     lines = {ranks: stable(runs.read_lines(folder / "metrics.jsonl")) for ranks, folder in folders.items()}
     assert any(line["rollout/carried"] for line in lines[1]) and any(line["group/refilled"] for line in lines[1])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.tests import faults, runs
-from lightrft.tests.launch import errors, launch
+from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support.launch import errors, launch
 from lightrft.utils.errors import UserError
 
 SAVED = {"disable_ckpt": False, "max_steps": 2}
@@ -41,7 +41,7 @@ def test_two_ranks_tell_it_once(home, tmp_path):
     """The same path with other rows, another seed; the rollout batch is refused on both ranks."""
     rows = (home / "train.jsonl").read_text().replace("two plus two", "two plus one")
     (tmp_path / "train.jsonl").write_text(rows)
-    (tmp_path / "reward.py").write_text(faults.REWARD, encoding="utf-8")
+    (tmp_path / "reward.py").write_text(tiny_task.REWARD, encoding="utf-8")
     options = runs.BASE | {"pretrain": home / "model", "prompt_data": tmp_path / "train.jsonl", "disable_ckpt": False,
                            "reward": tmp_path / "reward.py", "load_checkpoint": True}  # yapf: disable
     options = {("no_" if value is False else "") + name: value is False or value for name, value in options.items()}

@@ -6,7 +6,7 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import Part
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import fill_reward_parts, get_advantage_calculator, part_columns
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import torch
 
 from lightrft.cli import train, train_sft
 from lightrft.config.cli import parse_config
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer import session
 from lightrft.trainer.session import training_session
 

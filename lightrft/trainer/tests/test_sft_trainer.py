@@ -17,7 +17,7 @@ from lightrft.config.sft_schema import SFTConfig, SFTDataConfig, SFTTrainConfig
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
 
 TIMES = re.compile(r"time/|perf/")

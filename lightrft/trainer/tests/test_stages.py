@@ -1,7 +1,7 @@
 """A run whose response length changes on the way."""
 import pytest
 
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 
 no_picture = runs.no_picture
 STAGED = {

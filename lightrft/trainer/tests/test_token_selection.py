@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from lightrft.algorithms import POLICY_LOSSES
 from lightrft.algorithms.tests.test_policy_losses import NAMES
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 
 no_picture = runs.no_picture
 SEVERAL = {"max_steps": 2, "train_batch_size": 4, "max_epochs": 2}

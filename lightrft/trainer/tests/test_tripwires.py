@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightrft.rewards.base import Outcome
-from lightrft.tests import runs
-from lightrft.tests.launch import errors, launch
+from lightrft.tests.support import runs
+from lightrft.tests.support.launch import errors, launch
 from lightrft.trainer.checks import tripwires
 from lightrft.trainer.checks.tripwires import PATIENCE, Tripwires, UnscoredTraining
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.tests import support
 from lightrft.utils import watchdog
 from lightrft.utils.watchdog import Watchdog
 
-WORKER = Path(__file__).with_name("watchdog_worker.py")
+WORKER = Path(support.__file__).with_name("watchdog_rank.py")
 MODES = ("fine", "exit", "raise", "hang", "stop")
 
 
@@ -60,7 +61,7 @@ def test_quiet_when_all_is_well(runs):
 def test_a_rank_that_dies_is_named_with_its_phase(runs):
     code, output = runs["exit"]
     assert code != 0, output
-    assert "rank 1 died without a word" in output and "in phase mischief" in output, output
+    assert "rank 1 died without a word" in output and "in phase fault" in output, output
     assert "-- rank 0 stops for that reason, in phase waiting" in output, output
 
 
@@ -68,7 +69,7 @@ def test_a_rank_that_dies_is_named_with_its_phase(runs):
 def test_an_exception_reaches_the_other_rank_with_its_stack(runs):
     code, output = runs["raise"]
     assert code != 0, output
-    report = output[output.index("rank 1 raised ValueError: the reward of sample 17 is a pumpkin, in phase mischief"):]
+    report = output[output.index("rank 1 raised ValueError: the reward of sample 17 is a pumpkin, in phase fault"):]
     assert "in misbehave" in report and "-- rank 0 stops for that reason, in phase waiting" in report, output
     assert "dist.barrier()" in report, output
 
@@ -78,7 +79,7 @@ def test_a_hanging_rank_is_named_with_its_stack(runs):
     code, output = runs["hang"]
     assert code != 0, output
     assert "rank 1 made no progress for" in output or "rank 0 made no progress for" in output, output
-    assert "in phase mischief" in output and "time.sleep(100)" in output, output
+    assert "in phase fault" in output and "time.sleep(100)" in output, output
 
 
 @pytest.mark.dist
@@ -102,6 +103,7 @@ def test_one_process_needs_no_store():
 
 SIGNALS = """
 import os, signal, sys, time
+from lightrft.tests import support
 from lightrft.utils import watchdog
 watchdog.install_signal_handlers()
 assert not watchdog.stop_requested() and watchdog.stop_exit_code() == 0, "asked too early"

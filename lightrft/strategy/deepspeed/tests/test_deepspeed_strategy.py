@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.strategy.tests.tiny_lm import TinyLM
+from lightrft.tests.support.tiny_lm import TinyLM
 
 
 @pytest.mark.dist
@@ -19,7 +19,7 @@ def test_what_the_options_do(tmp_path: Path) -> None:
     home.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(home)}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               "lightrft.strategy.deepspeed.tests.ranks", str(tmp_path / "found")]  # yapf: disable
+               "lightrft.tests.support.deepspeed_ranks", str(tmp_path / "found")]  # yapf: disable
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=home)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = json.loads((tmp_path / "found").read_text(encoding="utf-8"))

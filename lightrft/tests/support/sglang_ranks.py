@@ -10,14 +10,14 @@ from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import get_engine
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
-from lightrft.rollout.tests.faulty_sync import TARGET, break_sync
-from lightrft.rollout.tests.ranks import changed
-from lightrft.rollout.tests.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.strategy import get_strategy
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.faulty_sync import TARGET, break_sync
+from lightrft.tests.support.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
+from lightrft.tests.support.weight_sync_ranks import changed
 from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer
 

@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -18,7 +18,8 @@ OPTIONS: dict[str, Any] = {
     "save_trajectories": True, "use_tensorboard": True, "engine_kv_mib": 4
 }  # yapf: disable
 
-BAD_LOSS = {"plugin": "lightrft.tests.mischief", "policy_loss": "mischief", "no_self_test": True}  # it counts its calls
+# no self-test, because the plugin counts its calls
+BAD_LOSS = {"plugin": "lightrft.tests.support.fault_plugin", "policy_loss": "faulty", "no_self_test": True}
 
 
 def rows(count: int, start: int = 0) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A rank of the watchdog test: ``torchrun ... watchdog_worker.py MODE``. Rank 1 misbehaves, rank 0 waits for it."""
+"""A rank of the watchdog test: ``torchrun ... watchdog_rank.py MODE``. Rank 1 misbehaves, rank 0 waits for it."""
 import os
 import sys
 import time
@@ -34,7 +34,7 @@ def main() -> None:
             phases.append(f"step {step}")
             time.sleep(0.5)
             watchdog.tick()
-        phases.append("waiting" if world.rank == 0 else "mischief")
+        phases.append("waiting" if world.rank == 0 else "fault")
         if mode == "stop":
             get_logger().warning(f"READY {world.rank}")
             while not stop_requested():

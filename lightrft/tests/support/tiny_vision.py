@@ -7,7 +7,7 @@ from transformers import (AutoConfig, AutoModelForImageTextToText, GenerationCon
                           Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor,
                           Qwen3VLVideoProcessor)
 
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 _MARKS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",

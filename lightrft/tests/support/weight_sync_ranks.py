@@ -7,10 +7,10 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.strategy import get_strategy
+from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.strategy import get_strategy
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 

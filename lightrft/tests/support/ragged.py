@@ -1,4 +1,7 @@
-"""Rollouts for property tests: ragged multi-turn samples drawn by hypothesis, and what must not change a loss."""
+"""Ragged multi-turn batches and rollouts for property tests, and changes that must not change a loss.
+
+They have gaps, empty masks, one-token sequences and sequences without tokens.
+"""
 from dataclasses import replace
 
 import torch
@@ -12,6 +15,22 @@ SEEDS = st.integers(0, 10**6)
 SAMPLES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.booleans(), max_size=8)), min_size=1, max_size=7)
 FIXED = [(0, [1, 1, 0, 0, 1, 1, 0]), (1, [0, 1]), (0, [0, 0, 0]), (0, [0, 1, 1, 1, 1, 1]), (1, [1, 1, 0, 1]), (2, [1]),
          (2, [0, 1, 1, 0, 1, 1, 1, 0])]  # yapf: disable
+
+
+def batch(seed, max_len=9, max_seqs=6):
+    """``(lens, cu_seqlens, mask [T], gen)``."""
+    gen = torch.Generator().manual_seed(seed)
+    seqs = int(torch.randint(1, max_seqs + 1, (), generator=gen))
+    lens = torch.randint(0, max_len + 1, (seqs, ), generator=gen)
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lens.cumsum(0)]).int()
+    density = torch.tensor([0.0, 0.5, 1.0])[torch.randint(3, (seqs, ), generator=gen)]
+    mask = torch.rand(int(cu[-1]), generator=gen) < torch.repeat_interleave(density, lens)
+    return lens.tolist(), cu, mask, gen
+
+
+def spans(cu):
+    """(start, end) of each sequence."""
+    return list(zip(cu[:-1].tolist(), cu[1:].tolist()))
 
 
 def ours(registry):

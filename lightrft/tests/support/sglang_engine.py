@@ -23,11 +23,11 @@ from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.sglang import weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.rollout.tests.faulty_sync import TARGET
-from lightrft.rollout.tests.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
+from lightrft.tests.support import tiny
+from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
-from lightrft.rollout.tests.sglang_rig import SIZES, Rig, state
-from lightrft.tests import tiny
+from lightrft.tests.support.faulty_sync import TARGET
+from lightrft.tests.support.sglang_rig import SIZES, Rig, state
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer

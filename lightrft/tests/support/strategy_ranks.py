@@ -8,7 +8,7 @@ import torch
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 
 KINDS: dict[str, dict[str, Any]] = {
     "models": {"advantage_estimator": "gae", "init_kl_coef": 0.1},  # policy, critic and reference

@@ -1,5 +1,5 @@
 """What test_vllm_families runs in a process of its own, where torchvision can be imported: models that see, in vLLM."""
-import lightrft.tests.torchvision_on_cpu  # noqa: F401, before transformers
+import lightrft.tests.support.torchvision_on_cpu  # noqa: F401, before transformers
 import sys
 from pathlib import Path
 
@@ -8,11 +8,11 @@ import torch
 from vllm import SamplingParams as NativeParams
 from vllm.model_executor.models import registry
 
-from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.rollout.tests import test_vllm_families
 from lightrft.rollout.tests.test_vllm_families import without
-from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive
-from lightrft.tests import tiny_vision
+from lightrft.rollout.weight_sync.verify import WeightSyncError
+from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.vision_rig import PROMPT, TOWER, Sees, weights_arrive
 
 
 class Rig(Sees, test_vllm_families.Rig):

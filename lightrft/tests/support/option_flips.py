@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from lightrft.preflight.engine_rules import READ_BY
 from lightrft.config.dependencies import LOSS_OPTIONS
-from lightrft.tests.runs import Run
+from lightrft.preflight.engine_rules import READ_BY
+from lightrft.tests.support.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
 GAE = {"advantage_estimator": "gae"}

@@ -12,16 +12,16 @@ import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
-from lightrft.preflight.algorithm_rules import AlgorithmFacts
-from lightrft.preflight.validate import validate
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
+from lightrft.preflight.algorithm_rules import AlgorithmFacts
+from lightrft.preflight.validate import validate
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.spec import Part
-from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.base import StrategyBase
-from lightrft.tests import tiny
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support import tiny
 from lightrft.trainer import run_log
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.utils.env import World, seed_everything

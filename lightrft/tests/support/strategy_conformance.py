@@ -18,8 +18,8 @@ from lightrft.strategy.deepspeed.sizes import Sizes
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
 from lightrft.strategy.fsdp.wrap import WrapPolicy, units
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.tests.case import Case, assert_same, communicates_at_the_end, whole_gradients
-from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
+from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
+from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
 
 CHECKS: dict[str, Callable[["Case"], None]] = {}
 BF16_CHECKS: dict[str, Callable[["Case"], None]] = {}

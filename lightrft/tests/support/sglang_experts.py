@@ -1,6 +1,6 @@
 """Experts of a MoE in SGLang, the real one on a CPU, which keeps as one tensor what checkpoints have in pieces.
 
-For an environment with SGLang, as :mod:`lightrft.rollout.tests.sglang_facts`.
+For an environment with SGLang, as :mod:`lightrft.tests.support.sglang_engine`.
 """
 import multiprocessing
 
@@ -8,9 +8,9 @@ import pytest
 
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
-from lightrft.rollout.tests.engine_rig import EXACT, NEW, names_faults_of_experts, requests
-from lightrft.rollout.tests.sglang_rig import SIZES, Rig
-from lightrft.tests import tiny
+from lightrft.tests.support import tiny
+from lightrft.tests.support.engine_rig import EXACT, NEW, names_faults_of_experts, requests
+from lightrft.tests.support.sglang_rig import SIZES, Rig
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer

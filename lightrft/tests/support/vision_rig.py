@@ -5,15 +5,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import SamplingParams
-from lightrft.rollout.tests.engine_rig import EXACT, NEW, STOPS, requests
-from lightrft.tests import tiny_vision
+from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.engine_rig import EXACT, NEW, STOPS, requests
 
 TOWER = "model.visual.blocks.1.attn.qkv.weight"
 PROMPT = f"<|im_start|>a {tiny_vision.PICTURE} b?"
 
 
 class Sees:
-    """For an :class:`~lightrft.rollout.tests.engine_rig.EngineRig`, which says by ``continued`` how its engine goes on
+    """For an :class:`~lightrft.tests.support.engine_rig.EngineRig`, which says by ``continued`` how its engine goes on
     from ``PROMPT`` and a picture: tokens and log-probs."""
 
     def load(self, folder):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightrft.tests import runs
+from lightrft.tests.support import runs
 from lightrft.trainer.experience_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience

@@ -1,10 +1,13 @@
-"""A plugin under which SGLang fails in the middle of a response: ``MISCHIEF`` as in :mod:`lightrft.tests.mischief`.
+"""A plugin under which SGLang fails in the middle of a response; ``FAULT`` is that of fault_plugin.
 
 Of "raise" and "kill" the calls are passes of the model, and a rank is a scheduler's: of the first rank of an engine and
-those after it. Of "long" and "die" they are calls of ``generate``. It leaves a file ``mischief``.
+those after it. Of "long" and "die" they are calls of ``generate``. It leaves a file ``fault``.
+``FAULT=scheduler`` kills the scheduler of rank 1 in the middle of the rollout after the 20th update, once, and leaves
+the file that ``FAULT_MARK`` names.
 """
 import os
 import signal
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +15,16 @@ from typing import Any
 
 from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang.engine import SGLangEngine
-from lightrft.tests.mischief import due
+from lightrft.tests.support.fault_plugin import due
 
-_IN_MODEL = os.environ.get("MISCHIEF", "").startswith(("raise", "kill"))
+UPDATES = 20
+_IN_MODEL = os.environ.get("FAULT", "").startswith(("raise", "kill"))
 _generate, _run_scheduler = SGLangEngine.generate, scheduler_patches.run_scheduler
 
 
 def _strikes(folder: Path = Path()) -> str:
     if kind := due():
-        (folder / "mischief").touch()
+        (folder / "fault").touch()
     if kind in ("kill", "die"):
         os.kill(os.getpid(), signal.SIGKILL)
     return kind
@@ -47,6 +51,14 @@ def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: An
     _run_scheduler(shapes, parent, last_words, *args)
 
 
-SGLangEngine.generate = _harmed
+def _scheduler_killed(engine: SGLangEngine, requests: Any, *args: Any) -> Any:
+    mark = Path(os.environ["FAULT_MARK"])
+    if os.environ.get("RANK") == "1" and engine.weight_version == UPDATES and not mark.exists():
+        mark.touch()
+        threading.Timer(0.2, os.kill, (engine.native.processes[0].pid, signal.SIGKILL)).start()
+    return _generate(engine, requests, *args)
+
+
+SGLangEngine.generate = _scheduler_killed if os.environ.get("FAULT") == "scheduler" else _harmed
 if _IN_MODEL:
     scheduler_patches.run_scheduler = partial(run_harmed, Path.cwd(), int(os.environ.get("RANK", "0")))

@@ -1,6 +1,7 @@
-"""A plugin under which vLLM fails in the middle of a response: ``MISCHIEF`` as in :mod:`lightrft.tests.mischief`, with
-the passes of its model as the calls, or, for "long", its calls of ``generate``. It leaves a file
-``mischief``."""
+"""A plugin under which vLLM fails in the middle of a response; ``FAULT`` is that of fault_plugin.
+
+The calls are the passes of its model or, for "long", its calls of ``generate``. It leaves a file ``fault``.
+"""
 import os
 import signal
 from dataclasses import replace
@@ -10,15 +11,15 @@ from typing import Any
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrft.rollout.vllm.engine import VLLMEngine
-from lightrft.tests.mischief import due
+from lightrft.tests.support.fault_plugin import due
 
-_LONG = os.environ.get("MISCHIEF", "").startswith("long")
+_LONG = os.environ.get("FAULT", "").startswith("long")
 _execute, _generate = GPUModelRunner.execute_model, VLLMEngine.generate
 
 
 def _strikes() -> str:
     if kind := due():
-        Path("mischief").touch()
+        Path("fault").touch()
     return kind
 
 

@@ -5,10 +5,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from lightrft.rollout import get_engine
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.rollout.tests import engine_rig
-from lightrft.rollout.tests.sglang_rig import CFG
-from lightrft.rollout.tests.vision_rig import PROMPT, TOWER, Sees, weights_arrive
-from lightrft.tests import tiny_vision
+from lightrft.tests.support import engine_rig, tiny_vision
+from lightrft.tests.support.sglang_rig import CFG
+from lightrft.tests.support.vision_rig import PROMPT, TOWER, Sees, weights_arrive
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 

@@ -1,4 +1,4 @@
-"""A trainer and the real SGLang on its weights, in one process, for :mod:`lightrft.rollout.tests.sglang_facts`."""
+"""A trainer and the real SGLang on its weights, in one process, for :mod:`lightrft.tests.support.sglang_engine`."""
 import logging
 import multiprocessing
 import os
@@ -10,8 +10,8 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.rollout import get_engine
-from lightrft.rollout.tests import engine_rig
-from lightrft.rollout.tests.engine_rig import LIMIT, NEW
+from lightrft.tests.support import engine_rig
+from lightrft.tests.support.engine_rig import LIMIT, NEW
 
 SIZES = engine_rig.SIZES | {"max_position_embeddings": 64}
 CFG = RolloutConfig(engine_type="sglang", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=8,

@@ -2,11 +2,11 @@
 import time
 from pathlib import Path
 
-from lightrft.tests import faults, tiny
-from lightrft.tests.launch import launch, no_orphans
+from lightrft.tests.support import tiny, tiny_task
+from lightrft.tests.support.launch import launch, no_orphans
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-OPTIONS = faults.OPTIONS | {
+OPTIONS = tiny_task.OPTIONS | {
     "engine_kv_mib": 16, "generate_max_len": 6, "train_batch_size": 32, "eval_steps": 0, "eval_at_start": False,
     "self_test": "false", "sync_proof": "fingerprint", "best_metric": "none", "use_tensorboard": False,
     "disable_ckpt": True
@@ -14,27 +14,27 @@ OPTIONS = faults.OPTIONS | {
 
 
 def launched(home, engine, cases):
-    """A run for each case, "mischief tp_size"; all at once, they mostly wait."""
-    faults.write_home(home)
+    """A run for each case, "fault tp_size"; all at once, they mostly wait."""
+    tiny_task.write_home(home)
     tiny.save_model(home / "model", **SIZES)
     runs = {}
     for case in cases:
-        mischief, tp_size = case.split()
+        fault, tp_size = case.split()
         options = OPTIONS | {
-            "engine_type": engine, "plugin": f"lightrft.rollout.tests.{engine}_mischief", "pretrain": home / "model",
-            "prompt_data": home / "train.jsonl", "reward": home / "reward.py", "save_path": home / case / "run",
-            "engine_tp_size": tp_size
+            "engine_type": engine, "plugin": f"lightrft.tests.support.{engine}_fault_plugin",
+            "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py",
+            "save_path": home / case / "run", "engine_tp_size": tp_size
         }  # yapf: disable
-        runs[case] = launch(home / case, options, 2, MISCHIEF=mischief)
+        runs[case] = launch(home / case, options, 2, FAULT=fault)
     return runs
 
 
 def ended(run, limit_s=60.0):
-    """Exit codes, ``limit_s`` after the mischief at the latest."""
-    mark, end = run.logs[1].parent / "mischief", time.monotonic() + 200
+    """Exit codes, ``limit_s`` after the fault at the latest."""
+    mark, end = run.logs[1].parent / "fault", time.monotonic() + 200
     while not mark.exists() and run.processes[1].is_alive() and time.monotonic() < end:
         time.sleep(0.1)
-    assert mark.exists(), f"no mischief was made\n{run.output}"
+    assert mark.exists(), f"no fault was made\n{run.output}"
     return run.wait(limit_s - (time.time() - mark.stat().st_mtime))
 
 

@@ -18,9 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["lightrft.tests.preload"]
+_PRELOAD = [
+    "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
+    "transformers.models.auto.modeling_auto", "lightrft.cli.train", "lightrft.models.lora",
+    "lightrft.strategy.fake_strategy", "lightrft.strategy.fsdp.fsdpv2_strategy"
+]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
@@ -51,7 +55,7 @@ def _child(argv: list[str], environ: dict[str, str], folder: str, log: str, limi
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from lightrft.tests.preload import main
+    from lightrft.cli.train import main
     main(argv)
 
 

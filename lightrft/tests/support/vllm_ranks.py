@@ -11,11 +11,11 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.engine import Completion
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.tests.engine_rig import tells_responses_as_they_end
-from lightrft.rollout.tests.ranks import changed
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.strategy import get_strategy
 from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.weight_sync_ranks import changed
 
 REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
 GREEDY = SamplingParams(12, 0.0, stop_token_ids=(7, 9, 80))

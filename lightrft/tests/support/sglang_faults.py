@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.managers.load_snapshot import shm_path_for
 
 from lightrft.rollout.sglang import launch
-from lightrft.rollout.tests.engine_faults import ended, launched, left
-from lightrft.tests.launch import preload
+from lightrft.tests.support.engine_faults import ended, launched, left
+from lightrft.tests.support.launch import preload
 
 SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
 CASES = {

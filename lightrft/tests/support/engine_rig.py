@@ -9,11 +9,11 @@ from lightrft.models.loader import load_tokenizer
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
-from lightrft.rollout.weight_sync.verify import WeightSyncError
-from lightrft.rollout.tests.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
 STOPS = tuple(range(40, 52))

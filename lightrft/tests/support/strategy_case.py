@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
 from lightrft.strategy.optimizer import full_shape
-from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.strategy.tests.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
+from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 
 
 @dataclass
