@@ -5,7 +5,7 @@ from torch.distributions import Bernoulli, kl_divergence
 
 from lightrft.ops.kl import binary_kl
 from lightrft.ops.selection import covariance, draw, largest, share
-from lightrft.ops.tests.threads import World
+from lightrft.tests.support.threads import World
 
 MASK, ONE = torch.tensor([True, False, True, True]), torch.tensor([0, 4])
 

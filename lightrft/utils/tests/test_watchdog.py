@@ -103,7 +103,6 @@ def test_one_process_needs_no_store():
 
 SIGNALS = """
 import os, signal, sys, time
-from lightrft.tests import support
 from lightrft.utils import watchdog
 watchdog.install_signal_handlers()
 assert not watchdog.stop_requested() and watchdog.stop_exit_code() == 0, "asked too early"
