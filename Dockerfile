@@ -1,4 +1,4 @@
-# The PyPI wheels of torch carry their own CUDA libraries; the host only needs the NVIDIA driver and container toolkit.
+# The PyPI wheels of torch contain the CUDA libraries. The host only needs the NVIDIA driver and the container toolkit.
 FROM python:3.11-slim
 
 RUN apt-get update && apt-get install --yes --no-install-recommends git make && rm -rf /var/lib/apt/lists/*

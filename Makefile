@@ -1,6 +1,6 @@
 # make quickstart | test | numeric | oracles | format | fcheck | docs | docs-live | dbuild
-# Everything runs in .venv, made with the first Python >= 3.10 that is found (tests of SGLang: in .venv-sglang, on top of
-# it); installs happen once per requirements file.
+# All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
+# extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.installed-core
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CHECKED := lightrft
 SOURCES := lightrft examples benchmarks $(wildcard docs/*.py) setup.py conftest.py
 ARGS ?=
-# Two workers, each with whole modules, in the order of conftest.py; the slowest twenty are told.
+# Two workers, each with whole modules, in the order of conftest.py. The twenty slowest tests are reported.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 IMAGE ?= lightrft
 
@@ -23,11 +23,11 @@ help:
 quickstart: $(CORE)
 	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart/run_quickstart.sh $(ARGS)
 
-# Bytecode is kept whatever the shell says: else each of the many processes compiles lightrft anew.
+# Bytecode is always cached. Otherwise each of the many processes would compile lightrft again.
 test: $(DEV) $(SGLANG)/.installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
-# What computes, once more as on another CPU: with other vector instructions than this one's, and two threads.
+# The numeric tests again, as on another CPU: with other vector instructions and two threads.
 OTHER := import torch; print("avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default")
 numeric: $(DEV)
 	ATEN_CPU_CAPABILITY=$$($(BIN)/python -c '$(OTHER)') OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \

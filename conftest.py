@@ -1,9 +1,9 @@
-"""The order of the tests: modules that take long go first, so that none of them is the last thing that a core does."""
+"""The order of the tests: slow modules run first, so that no core ends with one of them."""
 from collections import defaultdict
 
 import pytest
 
-LONG = ("timeout", "engine", "slow", "dist")  # markers, of what takes longest first; a limit of its own tells most
+LONG = ("timeout", "engine", "slow", "dist")  # markers of slow tests, the slowest first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

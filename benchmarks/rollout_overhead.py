@@ -48,8 +48,8 @@ class Ways:
         self.maker, self.groups, self.llm = maker, list(enumerate(prompts)), llm
         self.requests = maker._requests(self.groups, 0)
         stop = maker.engine._stop_ids(maker.sampling)
-        told = CompletionCollector(self.requests, slice(0, len(self.requests)), None, None)
-        self.run = VLLMRun(maker.engine.native, told, maker.sampling, stop, lambda flag: flag)
+        collector = CompletionCollector(self.requests, slice(0, len(self.requests)), None, None)
+        self.run = VLLMRun(maker.engine.native, collector, maker.sampling, stop, lambda flag: flag)
 
     def trainer(self) -> int:
         """Generate through the maker. Rewards are collected outside the time: they overlap with training passes."""

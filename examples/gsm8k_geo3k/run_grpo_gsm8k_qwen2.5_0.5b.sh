@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K with Qwen2.5-0.5B-Instruct. Every variable can be set in the environment; every argument is passed on to
-# the trainer and wins over the flags below, e.g.  KL=0.001 run_grpo_gsm8k_qwen2.5_0.5b.sh --max_steps 10 --use_wandb
+# GRPO on GSM8K with Qwen2.5-0.5B-Instruct. Every variable can be set in the environment; every argument is passed to
+# the trainer and overrides the flags below, e.g.  KL=0.001 run_grpo_gsm8k_qwen2.5_0.5b.sh --max_steps 10 --use_wandb
 # Data first:  python examples/gsm8k_geo3k/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euo pipefail
 
-# what
+# model and data
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}
 SAVE=${SAVE:-runs/grpo_gsm8k_qwen2.5_0.5b}

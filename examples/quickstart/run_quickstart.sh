@@ -26,7 +26,7 @@ done
 echo "1/3 data and an untrained model"
 "$PYTHON" examples/quickstart/prepare.py --out "$OUT" --seed "${SEED:-42}" ${PREPARE_ARGS:-}
 
-# what the trainer would refuse is told now, before the warm-up
+# report what the trainer would refuse now, before the warm-up
 REPORT=$(env RANK=0 LOCAL_RANK=0 WORLD_SIZE="$NPROC" LOCAL_WORLD_SIZE="$NPROC" \
   "$PYTHON" "${GRPO[@]}" --pretrain "$OUT/base" "$@" --dry_run)
 if [[ "$DRY_RUN" ]]; then echo "$REPORT"; exit; fi

@@ -33,7 +33,7 @@ def columns(problem: Problem) -> list[Problem]:
 
 
 def solution(problem: Problem, rng: random.Random, careless: float = 0.0) -> str:
-    """A worked solution that forgets each carry with probability ``careless``, and goes on from what it wrote."""
+    """A worked solution that forgets each carry with probability ``careless`` and continues with the result."""
     steps, digits, total = [], "", 0
     for a, b in columns(problem):
         carry = total // 10

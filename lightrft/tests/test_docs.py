@@ -1,5 +1,6 @@
 """The README and the docs say what the code does: generated tables, commands, examples."""
 import json
+import pydoc
 import re
 import subprocess
 import sys
@@ -61,10 +62,12 @@ def test_flags_modules_and_files_that_are_named_exist(page):
     others = ("--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout", "--logdir")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
         assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
-    for path in re.findall(r"\b(?:lightrft|examples)/[\w/.]+\.\w+", text):
+    for path in re.findall(r"\b(?:lightrft|examples|benchmarks)/[\w/.]+\.\w+", text):
         assert (ROOT / path).exists(), f"{page}: {path}"
     for module in re.findall(r"-m (lightrft[\w.]+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{page}: {module}"
+    for name in re.findall(r"\blightrft(?:\.\w+)+", text):
+        assert pydoc.locate(name) is not None, f"{page}: {name}"
 
 
 def test_make_targets_that_are_named_exist():

@@ -215,7 +215,7 @@ def test_dropout_does_not_stop_a_resumed_run(home, tmp_path):
 
 
 def test_the_limits_in_the_docs():
-    page = Path(step_facts.__file__).parents[2] / "docs" / "safety.md"
+    page = Path(step_facts.__file__).parents[3] / "docs" / "safety.md"
     if not page.exists():
         pytest.skip("installed without its repository")
     text = page.read_text(encoding="utf-8")

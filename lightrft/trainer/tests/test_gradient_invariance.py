@@ -118,7 +118,7 @@ def test_a_run_stops_before_it_has_learnt_anything(home, tmp_path):
 
 
 def test_the_report_in_the_docs_is_a_real_one(parts):
-    page = Path(self_test.__file__).parents[2] / "docs" / "safety.md"
+    page = Path(self_test.__file__).parents[3] / "docs" / "safety.md"
     if not page.exists():
         pytest.skip("installed without its repository")
     shown = page.read_text(encoding="utf-8").split("```")[1]
