@@ -8,6 +8,9 @@ correction      ``(exp, cfg) -> weights [T]``            train / rollout mismatc
 Masking, aggregation and denominators happen once, elsewhere (:mod:`lightrft.ops.aggregate`). Metrics are ``[T]``
 tensors that the caller averages over the loss mask of the whole mini-batch.
 
+An algorithm may have options of its own: lines of a dataclass derived from ``AlgorithmConfig``, in its file, that its
+decorator takes as ``options``. They are flags and YAML keys like the others, and ``cfg`` has their values.
+
 Advantages are called once per rollout. The [B] fields of ``exp`` describe the samples of all ranks, so a statistic over
 them is global. Its [T] fields describe the sequences of this rank: a statistic over tokens takes ``exp.spread``, and
 ``exp.per_token`` carries a value per sample to the tokens. Advantages are 0 outside ``loss_mask`` and on samples that
@@ -21,10 +24,12 @@ A module's docstring (in a file of several algorithms, a function's) is data as 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrft.config.options import extend
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
@@ -35,10 +40,24 @@ AdvantageFn = Callable[[Experience, AlgorithmConfig], Tensor]
 PolicyLossFn = Callable[[Tensor, Experience, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 SelectFn = Callable[[Tensor, Experience, AlgorithmConfig, int], Tensor]
 CorrectionFn = Callable[[Experience, AlgorithmConfig], Tensor]
+# of the decorators: the ``cfg`` of a function may be declared with the type that has its own options
+A = TypeVar("A", bound=Callable[..., Tensor])
+P = TypeVar("P", bound=Callable[..., tuple[Tensor, dict[str, Tensor]]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Entry of a registry: the options that it depends on."""
+    reads: tuple[str, ...] | None = None  # options that it shares with others of its kind; None: not declared
+    own: tuple[str, ...] = ()  # options that its file declares
+
+    def ignores(self, option: str) -> bool:
+        """Return True if it declares its options and this is none of them."""
+        return self.reads is not None and option not in self.reads and option not in self.own
 
 
 @dataclass(frozen=True)
-class Advantage:
+class Advantage(Algorithm):
     """Registered advantage estimator with the requirements that the trainer must know before it runs."""
     fn: AdvantageFn
     needs_group: bool = False  # refuses n_samples_per_prompt = 1
@@ -47,11 +66,10 @@ class Advantage:
     needs_greedy: bool = False  # reads exp.baseline_rewards, the reward of one greedy response per prompt
     needs_parts: bool = False  # reads exp.reward_parts and exp.part_weights in place of exp.rewards
     needs_positive: bool = False  # a group whose mean reward is not above 0 cannot be used
-    reads: tuple[str, ...] | None = None  # its subset of config.dependencies.ESTIMATOR_OPTIONS; None: not declared
 
 
 @dataclass(frozen=True)
-class Surrogate:
+class Surrogate(Algorithm):
     """Registered policy loss with the requirements that the trainer must know before it runs.
 
     ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` is called before the backward passes of a mini-batch with the
@@ -62,11 +80,10 @@ class Surrogate:
     needs_old: bool = True  # its value depends on the policy of the rollout; False: it has no ratio
     skips_zero: bool = False  # no gradient where the advantage is 0: samples without advantage need no pass
     selects: SelectFn | None = None
-    reads: tuple[str, ...] | None = None  # its subset of config.dependencies.LOSS_OPTIONS; None: not declared
 
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(Algorithm):
     """Registered correction; ``low`` and ``high`` are its option defaults (None: it has no bounds).
 
     ``fn`` gets the bounds in use from :func:`correction_bounds`.
@@ -75,11 +92,6 @@ class Correction:
     low: float | None = None
     high: float | None = None
     masks: bool = False  # weights outside the bounds become 0
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Options of corrections that it reads."""
-        return () if self.low is None else ("correction_low", "correction_high", "correction_veto")
 
     def resolve(self, cfg: AlgorithmConfig) -> AlgorithmConfig:
         """Return ``cfg`` with the defaults for bounds that were not given."""
@@ -91,15 +103,19 @@ class Correction:
 ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
 POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss")
 CORRECTIONS: Registry[Correction] = Registry("rollout correction")
+REGISTRIES: dict[str, Registry[Any]] = {  # by the option that names one of the entries
+    "advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS
+}
 
 
 def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False, whitens: bool = False,
               needs_greedy: bool = False, needs_parts: bool = False, needs_positive: bool = False,
-              reads: tuple[str, ...] | None = None) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Register an advantage estimator under ``names`` with its requirements."""
+              reads: tuple[str, ...] | None = None, options: type[AlgorithmConfig] | None = None) -> Callable[[A], A]:
+    """Register an advantage estimator under ``names`` with its requirements; for ``options``, see the module."""
 
-    def add(fn: AdvantageFn) -> AdvantageFn:
-        entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, needs_positive, reads)
+    def add(fn: A) -> A:
+        entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, needs_positive,
+                          reads=reads, own=_declare(options))
         ADVANTAGES.register(*names)(entry)
         return fn
 
@@ -107,25 +123,32 @@ def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False
 
 
 def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, selects: SelectFn | None = None,
-                reads: tuple[str, ...] | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Register a policy loss under ``names`` with its requirements."""
+                reads: tuple[str, ...] | None = None, options: type[AlgorithmConfig] | None = None) -> Callable[[P], P]:
+    """Register a policy loss under ``names`` with its requirements; for ``options``, see the module."""
 
-    def add(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, skips_zero, selects, reads))
+    def add(fn: P) -> P:
+        POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, skips_zero, selects, reads=reads,
+                                                 own=_declare(options)))
         return fn
 
     return add
 
 
-def correction(*names: str, low: float | None = None, high: float | None = None,
-               masks: bool = False) -> Callable[[CorrectionFn], CorrectionFn]:
+def correction(*names: str, low: float | None = None, high: float | None = None, masks: bool = False,
+               options: type[AlgorithmConfig] | None = None) -> Callable[[A], A]:
     """Register a correction under ``names`` with its default bounds; masked tokens stay in the denominators."""
 
-    def add(fn: CorrectionFn) -> CorrectionFn:
-        CORRECTIONS.register(*names)(Correction(fn, low, high, masks))
+    def add(fn: A) -> A:
+        reads: tuple[str, ...] = () if low is None else ("correction_low", "correction_high", "correction_veto")
+        CORRECTIONS.register(*names)(Correction(fn, low, high, masks, reads=reads, own=_declare(options)))
         return fn
 
     return add
+
+
+def _declare(options: type[AlgorithmConfig] | None) -> tuple[str, ...]:
+    """Add the options of an algorithm to the algorithm group, and return their names."""
+    return extend(AlgorithmConfig, options) if options else ()
 
 
 def correction_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:

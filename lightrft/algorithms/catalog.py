@@ -2,18 +2,14 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Advantage, Correction, Surrogate
-from lightrft.config.dependencies import CRITIC_OPTIONS
-from lightrft.utils.registry import Registry
+from lightrft.algorithms.base import REGISTRIES, Advantage, Correction, Surrogate
+from lightrft.config.options import options
+from lightrft.config.schema import Config
 
 Entry = Advantage | Surrogate | Correction
 
 COLUMNS = ("name", "flags", "what it does", "equation", "paper", "needs", "degenerate case", "deviation")
-OPTIONS: dict[str, Registry[Any]] = {
-    "advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS
-}
 _FIELD = re.compile(r"^(Paper|Equation|Degenerate|Deviation):(.*?)(?=^\w+:|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -37,20 +33,21 @@ def table() -> str:
 
 def tuned_by(entry: Entry) -> list[str]:
     """Return the options that an algorithm depends on: those it reads, and those that decide its inputs."""
+    read = [*(entry.reads or ()), *entry.own]
     if isinstance(entry, Correction):
-        return [*entry.reads]
+        return read
     if isinstance(entry, Surrogate):
-        return [*(entry.reads or ()), "loss_agg_mode"]
+        return [*read, "loss_agg_mode"]
     more = {
         "n_samples_per_prompt": entry.needs_group, "zero_spread": entry.needs_group, "whiten_unbiased": entry.whitens,
         "reward": entry.needs_parts
     }
-    critic = CRITIC_OPTIONS if entry.needs_critic else ()
-    return [*(entry.reads or ()), *(name for name, is_set in more.items() if is_set), *critic, "gamma"]
+    critic = [name for name, option in options(Config).items() if entry.needs_critic and "critic" in option.read_by]
+    return [*read, *(name for name, is_set in more.items() if is_set), *critic, "gamma"]
 
 
 def _entries() -> Iterator[tuple[str, list[str], Entry]]:
-    for option, registry in OPTIONS.items():
+    for option, registry in REGISTRIES.items():
         names: dict[int, list[str]] = {}
         for name in registry:
             names.setdefault(id(registry.get(name)), []).append(name)

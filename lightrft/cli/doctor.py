@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from lightrft.config.schema import Config
 from lightrft.preflight.checks.devices import check_devices, check_groups, devices
 from lightrft.preflight.checks.engines import check_engine, check_import
 from lightrft.preflight.checks.finding import VERDICTS, Finding, examine, worst
@@ -16,7 +17,6 @@ from lightrft.preflight.checks.folders import check_disk, check_save_path, check
 from lightrft.preflight.checks.memory_plan import check_memory, check_model
 from lightrft.preflight.checks.versions import check_versions
 from lightrft.preflight.cost import count_parameters
-from lightrft.config.schema import Config
 
 PROG = "python -m lightrft.cli.doctor"
 
@@ -69,8 +69,7 @@ def _config(flags: list[str]) -> Config:
     if not flags:
         return Config()  # works without PyYAML too
     from lightrft.config.cli import exit_on_config_error, parse_config
-    from lightrft.config.options import ConfigError
-    from lightrft.config.ranges import check_ranges
+    from lightrft.config.options import ConfigError, check_ranges
     with exit_on_config_error(PROG):
         parsed = parse_config(flags, PROG)
         if problems := list(check_ranges(parsed.config)):
@@ -116,9 +115,9 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     """Check the model, if there is one, and the disk and memory that its run takes."""
     if not config.model.pretrain:
         return
-    from lightrft.algorithms import ADVANTAGES
     from lightrft.models.loader import parameter_shapes
-    critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
+    from lightrft.preflight.algorithm_rules import trains_critic
+    critic = trains_critic(config)
     size = count_parameters(parameter_shapes(config.model.pretrain))
     here = devices(1)
     count = ranks or int(os.environ.get("WORLD_SIZE", "1" if here[0].name == "cpu" else len(here)))

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from shutil import get_terminal_size
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
-from lightrft.config.files import load_config
-from lightrft.config.flags import PRESETS, add_tree, show
-from lightrft.config.layers import Layer, resolve
-from lightrft.config.options import ConfigError, build, did_you_mean, group_options, options
 from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.files import load_config, plugins_of
+from lightrft.config.flags import add_tree
+from lightrft.config.layers import Layer, resolve
+from lightrft.config.options import RESERVED, ConfigError, build, did_you_mean, options
 from lightrft.config.schema import Config
 from lightrft.utils.errors import UserError
 
-G = TypeVar("G")
 Provenance = dict[str, str]
 
 
@@ -52,7 +51,8 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
     parser.add_argument(
         "--plugin", action="append", default=[], metavar="MODULE",
-        help="import a module that registers algorithms, rewards or data sources; may be given several times")
+        help="import a module that registers algorithms, with options of their own, rewards or data sources; may be "
+        "given several times")
     parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
     add_tree(parser, tree, defaults, quiet=True)
@@ -78,6 +78,15 @@ def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, A
     return {name: known[name].convert(value) for name, value in (defaults or {}).items()}
 
 
+def _plugins(argv: Sequence[str] | None) -> list[str]:
+    """Collect the plugins that the ``--config`` files, then the command line name, each once."""
+    early = _Parser(add_help=False, allow_abbrev=False)
+    for flag in ("--config", "--plugin"):
+        early.add_argument(flag, action="append", default=[])
+    given, _ = early.parse_known_args(argv)
+    return list(dict.fromkeys([name for path in given.config for name in plugins_of(path)] + given.plugin))
+
+
 def _import_plugins(plugins: list[str]) -> None:
     """Import each plugin; modules in the current folder are found, as with ``python -m``."""
     if plugins and os.getcwd() not in sys.path:
@@ -89,23 +98,21 @@ def _import_plugins(plugins: list[str]) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(f"--plugin {name}: no such module (looked in {os.getcwd()} and PYTHONPATH)") from None
+        except UserError as error:  # an option that it declares
+            raise ConfigError(f"--plugin {name}: {error}") from None
 
 
-def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any]) -> ParsedConfig:
+def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
+           plugins: list[str]) -> ParsedConfig:
     namespace, rest = parser.parse_known_args(argv)
     if rest:
-        known = [*options(tree), *ALIASES, "config", "plugin", "dry_run"]
+        known = [*options(tree), *ALIASES, *RESERVED]
         known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
         raise ConfigError(_unknown_words(rest, known))
     flags = vars(namespace)
-    plugins, layers = [], []
-    for path in flags.pop("config"):
-        found, named = load_config(path, tree)
-        layers.append(Layer(f"yaml:{path}", found))
-        plugins += named
-    plugins, dry_run = list(dict.fromkeys(plugins + flags.pop("plugin"))), flags.pop("dry_run")
+    layers = [Layer(f"yaml:{path}", load_config(path, tree)) for path in flags.pop("config")]
+    dry_run, _ = flags.pop("dry_run"), flags.pop("plugin")
     values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
-    _import_plugins(plugins)
     return ParsedConfig(build(tree, values), provenance, dry_run, plugins)
 
 
@@ -135,31 +142,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         SystemExit: 2 with every problem on stderr; 0 after ``--help``.
     """
     with exit_on_config_error(prog):
+        plugins = _plugins(argv)
+        _import_plugins(plugins)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
-        return _parse(_parser(prog, description, tree, given), argv, tree, given)
-
-
-def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
-    """Build one group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
-
-    An option that is missing, or ``None`` where it has no such value, takes its default. Values are type-checked.
-
-    Raises:
-        ConfigError: with the option, the value and what was expected; also for a preset, which only
-            :func:`parse_config` can put between defaults and flags.
-    """
-    given, known = dict(vars(args)), group_options(cls)
-    for alias, (name, value) in ALIASES.items():
-        if given.get(alias) is True:
-            given.setdefault(name, value)
-    taken = {
-        name: given[name] for name, option in known.items()
-        if name in given and (given[name] is not None or option.optional)
-    }
-    values = {name: known[name].convert(value) for name, value in taken.items()}
-    for name in PRESETS:
-        if name in values and values[name] != known[name].default:
-            raise ConfigError(
-                f"--{name} {show(values[name])}: a plain argparse parser cannot tell flags from defaults; "
-                "parse with lightrft.config.cli.parse_config")
-    return cls(**values)
+        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)

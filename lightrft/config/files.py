@@ -4,8 +4,8 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.options import ConfigError, did_you_mean, group_options, groups, options
 from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.options import ConfigError, did_you_mean, group_options, groups, options
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,20 +51,17 @@ class _Reader:
     def __init__(self, tree: type) -> None:
         self.tree, self.known = tree, options(tree)
         self.values: dict[str, Any] = {}
-        self.plugins: list[str] = []
         self.problems: list[str] = []
 
     def document(self, loaded: dict[str, Any]) -> None:
         """Read the top level: ``plugin``, groups (a mapping under a group's name) and flat options."""
         for key, value in loaded.items():
-            if key == "plugin":
-                self.plugins += [str(name) for name in (value if isinstance(value, list) else [value])]
-            elif key in groups(self.tree) and isinstance(value, dict):
+            if key in groups(self.tree) and isinstance(value, dict):
                 for name, item in value.items():
                     self.entry(name, item, key)
             elif key in groups(self.tree) and key not in self.known:
                 self.problems.append(f"{key} is a group of options: expected a mapping, got {value!r}")
-            else:
+            elif key != "plugin":
                 self.entry(key, value)
 
     def entry(self, key: Any, value: Any, group: str = "") -> None:
@@ -83,8 +80,14 @@ class _Reader:
                 self.problems.append(str(error))
 
 
-def load_config(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]]:
-    """Read a YAML file: its options, converted, by name, and the plugins it names.
+def plugins_of(path: str | Path) -> list[str]:
+    """Read the plugins that a YAML file names."""
+    named = _read(Path(path)).get("plugin", [])
+    return [str(name) for name in (named if isinstance(named, list) else [named])]
+
+
+def load_config(path: str | Path, tree: type) -> dict[str, Any]:
+    """Read the options of a YAML file, converted, by name.
 
     Keys are nested by group (``train: {seed: 1}``) or flat (``seed: 1``).
 
@@ -95,7 +98,7 @@ def load_config(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]
     reader.document(_read(Path(path)))
     if reader.problems:
         raise ConfigError([f"--config {path}: {problem}" for problem in reader.problems])
-    return reader.values, reader.plugins
+    return reader.values
 
 
 def to_yaml(config: Any, plugins: list[str] | None = None) -> str:

@@ -4,11 +4,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.config.options import HINTS, ConfigError, Option, group_options, groups, options
 from lightrft.config.compat import ALIASES, REFUSED, refusal
+from lightrft.config.options import ConfigError, Option, group_options, groups, options, show
 from lightrft.config.schema import Config
-
-PRESETS = ("recipe", "semantics", "stages")  # options that set others
 
 
 def convert_text(option: Option, text: str) -> Any:
@@ -22,11 +20,14 @@ def convert_text(option: Option, text: str) -> Any:
 class _ListAction(argparse.Action):
     """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list."""
 
+    def __init__(self, *args: Any, hint: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hint = hint or "'none' is the empty list"
+
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
         if not values:
-            hint = HINTS.get(self.dest, "'none' is the empty list")
-            parser.error(f"argument {option_string}: expected at least one value ({hint})")
+            parser.error(f"argument {option_string}: expected at least one value ({self.hint})")
         setattr(namespace, self.dest, [item for part in values for item in part])
 
 
@@ -53,15 +54,6 @@ class _RefusedAction(argparse.Action):
         parser.error(str(refusal(str(option_string).lstrip("-"))))
 
 
-def show(value: Any) -> str:
-    """Format a value as it is typed after its flag."""
-    if isinstance(value, list):
-        return ",".join(show(item).replace(",", "\\,") for item in value) or "none"
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-
-
 def _help(option: Option, default: Any) -> str:
     told = "default" in option.help and default == option.default
     off = f"; off: --no_{option.name}" if default is True else ""
@@ -79,10 +71,10 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
                             help=argparse.SUPPRESS)
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
-    preset = _PresetAction if quiet and option.name in PRESETS else None
+    preset = _PresetAction if quiet and option.preset else None
     if option.many:
         target.add_argument(option.flag, nargs="*", action=preset or _ListAction, type=parse, default=kept,
-                            metavar=metavar, help=shown)
+                            metavar=metavar, help=shown, hint=option.hint)
     else:
         target.add_argument(option.flag, action=preset or "store", type=parse, default=kept, metavar=metavar,
                             help=shown)

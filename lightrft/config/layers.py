@@ -1,8 +1,8 @@
 """Precedence of option values (default < script < semantics < recipe < YAML < flags) and the source of each."""
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from lightrft.config.flags import show
-from lightrft.config.options import ConfigError, options
+from lightrft.config.options import ConfigError, flatten, options, show
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.stages import stage_options
@@ -30,6 +30,15 @@ def preset_layers(values: dict[str, Any]) -> list[Layer]:
 def preset_values(values: dict[str, Any]) -> dict[str, Any]:
     """Merge the values that the presets named in ``values`` set, by option name."""
     return {name: value for layer in preset_layers(values) for name, value in layer.values.items()}
+
+
+def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Select the options in ``names`` that the tree ``config`` has and that were set explicitly, with their values:
+    neither the default nor the value that a chosen preset gives."""
+    values, known = flatten(config), options(config)
+    preset = preset_values(values)
+    return ((name, values[name]) for name in names if name in known and values[name] != known[name].default and (
+        name not in preset or values[name] != preset[name]))
 
 
 def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:

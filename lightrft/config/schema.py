@@ -1,166 +1,131 @@
-"""Every option of the trainer: one line each (name, type, default, help), in one tree of dataclasses.
+"""Every option of the RL trainer: one line each (name, type, default, help, range ...), in one tree of dataclasses.
 
-The flat ``--flags`` (:mod:`lightrft.config.cli`), the YAML keys and the option tables of the docs are generated from
-this file, so an option that is not here does not exist. A part of the library receives only its own group.
+The flat ``--flags`` (:mod:`lightrft.config.cli`), the YAML keys, the checks of single options and the option tables of
+the docs are generated from these lines, so an option that is in no tree does not exist. A part of the library receives
+only its own group. The groups that other trainers have too are in :mod:`lightrft.config.shared_schema`.
 """
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from lightrft.config.options import (ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, group, option)
 from lightrft.config.presets import RECIPES, SEMANTICS
-
-
-def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare an option: default, help text and, for closed sets, choices. Lists are copied per instance."""
-    metadata = {"help": text, "choices": choices}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class PolicyModelConfig:
-    """The trained model, its precision and its adapters."""
-    pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
-    bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
-    gradient_checkpointing: bool = option(False, "recompute activations of every decoder layer in the backward pass")
-    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight")
-    lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)")
-    lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)")
-    target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
-    freeze_prefix: list[str] = option([], "parameters whose name starts with one of these are not trained")
-    use_liger: bool = option(False, "replace RMSNorm, rotary and MLP kernels by Liger's (CUDA, needs the liger extra)")
-    logprob_chunk_mib: int = option(256, "MiB of float32 logits alive at once while log-probs are computed")
+from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
+                                           Tree)
 
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
     """The policy, the reference and the critic: weights, precision and adapters."""
-    ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)")
-    initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks")
+    ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)",
+                                      needs="init_kl_coef 0.01")
+    initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks",
+                                           within=NON_NEGATIVE, needs="init_kl_coef 0.01", free=True)
     critic_pretrain: str | None = option(
-        None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)")
+        None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)",
+        read_by=("critic", ))
     value_head_prefix: str = option("score", "name of the critic's value head in its checkpoint")
-    save_value_network: bool = option(False, "also export the critic in HF format at the end")
-
-
-@dataclass
-class StrategyConfig:
-    """Distribution of the models over the ranks."""
-    strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
-                           ("auto", "single", "fsdp", "deepspeed"))
-    fsdp_shard_size: int = option(
-        0, "ranks that share one copy of the weights (HSDP when smaller than the world); 0: all ranks")
-    fsdp_cpu_offload: bool = option(
-        False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)")
-    zero_stage: int = option(
-        2, "deepspeed: what the ranks divide among them: 1 the optimizer state, 2 also the gradients, 3 also the "
-        "weights; 0 nothing")
-    zpg: int = option(
-        1, "deepspeed with --zero_stage 3: neighbouring ranks that together hold a second copy of the weights, for the "
-        "backward pass (hpZ); 1: none")
-    overlap_comm: bool = option(
-        False, "deepspeed: reduce gradients and fetch weights while others are computed, in buffers of their own")
-    adam_offload: bool = option(
-        False, "move the optimizer state to host memory between updates (deepspeed: it stays there, and so does the "
-        "update)")
-    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run")
-
-    def resolved(self, world_size: int) -> str:
-        """Return ``strategy`` for a run of ``world_size`` ranks, with "auto" resolved."""
-        return self.strategy if self.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
-
-    def divides_weights(self, world_size: int) -> bool:
-        """Return True if a rank holds only its part of the weights."""
-        chosen = self.resolved(world_size)
-        return chosen == "fsdp" or chosen == "deepspeed" and self.zero_stage == 3
-
-    @classmethod
-    def from_args(cls, args: Any) -> "StrategyConfig":
-        """Build the group from an ``argparse.Namespace`` made with :func:`lightrft.utils.cli_args.add_arguments`."""
-        from lightrft.config.cli import group_from_args
-        return group_from_args(cls, args)
+    save_value_network: bool = option(False, "also export the critic in HF format at the end", read_by=("critic", ),
+                                      free=True)
 
 
 @dataclass
 class RolloutConfig:
     """Generation of responses: batches, sampling and engine."""
     engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm", "sglang"))
-    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks")
-    n_samples_per_prompt: int = option(8, "responses per prompt (the group)")
+    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT)
+    n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT)
     dynamic_sampling: bool = option(
         False, "replace groups whose rewards differ by no more than --zero_spread by those of further prompts (DAPO)")
     max_gen_rounds: int = option(
-        10, "most rounds of generation per step under --dynamic_sampling; then the step trains on the groups it has")
+        10, "most rounds of generation per step under --dynamic_sampling; then the step trains on the groups it has",
+        within=COUNT, needs="dynamic_sampling")
     oversample: float = option(
         1.0, "batches of prompts under way at once; a step trains the first one that is finished, the others go on in "
-        "the next step (best with --rollout_correction); 1 is off")
+        "the next step (best with --rollout_correction); 1 is off", within="[1, 2]",
+        why="of more than one batch left over, not all could be trained in time for --max_staleness")
     max_staleness: int = option(
         1, "--oversample: most versions that the weights may be ahead of those that drew a token when it is trained; "
-        "groups that would become older are waited for")
-    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt")
-    generate_max_len: int = option(1024, "longest response, in tokens")
+        "groups that would become older are waited for", within=COUNT,
+        why="a response that goes on in the next step is one version behind there")
+    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT)
+    generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT)
     stages: list[str] = option(
         [], "LENGTH:STEPS of one stage after another, e.g. 8k:200,16k:200,32k: longest response (k: 1024 tokens) and "
-        "rollout steps; the last may leave out its steps. Evaluation always allows the longest")
+        "rollout steps; the last may leave out its steps. Evaluation always allows the longest", preset=True)
     temperature: float = option(
-        1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature")
+        1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature", within=POSITIVE,
+        why="greedy responses of one prompt are all the same, so there is nothing to learn from")
     use_fire: bool = option(
         False, "FIRE sampling: draw the first token of a response at --first_token_temperature (best with --top_k)")
-    first_token_temperature: float = option(10.0, "temperature of the first token under --use_fire")
-    top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off")
-    top_k: int = option(0, "keep the k most likely tokens; 0 is off")
-    min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off")
+    first_token_temperature: float = option(10.0, "temperature of the first token under --use_fire", within=POSITIVE,
+                                            needs="use_fire")
+    top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off",
+                          within=PROBABILITY)
+    top_k: int = option(0, "keep the k most likely tokens; 0 is off", within=NON_NEGATIVE)
+    min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off",
+                          within="[0, 1)")
     stop: list[str] = option([], "strings that end a response (kept in it); each must be one token of the tokenizer")
     engine_kv_mib: int = option(
         0,
-        "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, others --engine_mem_util")
+        "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, others --engine_mem_util",
+        within=NON_NEGATIVE, free=True)
     engine_mem_util: float = option(
         0.5,
         "vllm, sglang: share of the device's memory for weights and key-value cache; on a CPU, of the host's for the "
-        "caches of its ranks, at most 4 GiB each")
-    engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)")
+        "caches of its ranks, at most 4 GiB each", within=PROBABILITY, read_by=("vllm", "sglang"), free=True)
+    engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)",
+                                 within=COUNT, read_by=("vllm", "sglang"), free=True)
     engine_sleep: bool = option(True,
-                                "vllm, sglang: free the engine's weights and cache on the device while models train")
+                                "vllm, sglang: free the engine's weights and cache on the device while models train",
+                                read_by=("vllm", "sglang"), free=True)
     offload_during_rollout: bool = option(
         False, "keep models, gradients and optimizer states in host memory while the engine generates (CUDA)")
     engine_quantization: str = option(
         "none",
         "vllm, sglang: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
-        ("none", "fp8"))
-    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. max_num_seqs=512")
+        ("none", "fp8"), read_by=("vllm", "sglang"))
+    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. max_num_seqs=512",
+                                    read_by=("vllm", "sglang"))
     micro_rollout_batch_size: int = option(
-        0, "most samples in one no-grad forward pass; 0: the micro-batches of the update")
+        0, "most samples in one no-grad forward pass; 0: the micro-batches of the update", within=NON_NEGATIVE,
+        free=True)
     overlap_passes: bool = option(
         False, "run the no-grad passes (old and reference log-probs, values) on finished responses in a thread, while "
         "the engine generates the others; worth it where a core or the GPU has time left")
-    sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine")
+    sync_bucket_mib: int = option(512, "MiB of weights gathered at once when trainer weights move into the engine",
+                                  within=COUNT, free=True)
     lora_sync: str = option(
         "merged", "what LoRA sends to the engine: every weight with the adapters merged into it, or the base weights "
-        "once and then only the adapters (vllm)", ("merged", "adapter"))
+        "once and then only the adapters (vllm)", ("merged", "adapter"), needs="lora_rank 16")
     sync_proof: str = option(
         "both", "after every weight sync, stop unless the engine has the trainer's weights: fingerprint compares every "
-        "weight, canary the log-probs of a few prompts now and then", ("off", "fingerprint", "canary", "both"))
+        "weight, canary the log-probs of a few prompts now and then", ("off", "fingerprint", "canary", "both"),
+        free=True)
     sync_canary_every: int = option(
-        50, "steps between canaries; the sync at the start and the one after the first step always have one")
+        50, "steps between canaries; the sync at the start and the one after the first step always have one",
+        within=COUNT, free=True)
 
 
 @dataclass
 class DataConfig:
     """Sources of the prompts, and the conversion of a row to a prompt."""
     prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed")
-    prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)")
+    prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
+                                            within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")
-    eval_data: list[str] = option([], "held-out prompts, same forms")
-    eval_split: str = option("test", "split of --eval_data to use")
-    max_samples: int = option(0, "use at most this many training prompts; 0: all")
-    max_eval_samples: int = option(500, "use at most this many held-out prompts; 0: all")
+    eval_data: list[str] = option([], "held-out prompts, same forms", free=True)
+    eval_split: str = option("test", "split of --eval_data to use", free=True)
+    max_samples: int = option(0, "use at most this many training prompts; 0: all", within=NON_NEGATIVE)
+    max_eval_samples: int = option(500, "use at most this many held-out prompts; 0: all", within=NON_NEGATIVE,
+                                   free=True)
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
     label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
     reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
     difficulty_key: str | None = option(
         None, "column, or key of extra_info, with a number for the filter below, e.g. the pass rate of the base model")
-    difficulty_min: float | None = option(None, "train only on rows whose difficulty is at least this")
-    difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this")
+    difficulty_min: float | None = option(None, "train only on rows whose difficulty is at least this", within=ANY,
+                                          needs="difficulty_key pass_rate")
+    difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this", within=ANY,
+                                          needs="difficulty_key pass_rate")
     apply_chat_template: bool = option(
         False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)")
     chat_template: str | None = option(
@@ -169,9 +134,10 @@ class DataConfig:
     input_template: str | None = option(None, "text with one {} that wraps every text prompt")
     overlong_prompt: str = option("filter",
                                   "a prompt longer than --prompt_max_len is dropped and counted, or stops the run",
-                                  ("filter", "error"))
+                                  ("filter", "error"), free=True)
     shuffle: bool = option(True, "draw prompts in a new seeded order each episode")
-    data_workers: int = option(0, "processes that tokenize the data set; 0: in this process")
+    data_workers: int = option(0, "processes that tokenize the data set; 0: in this process", within=NON_NEGATIVE,
+                               free=True)
 
 
 @dataclass
@@ -182,20 +148,24 @@ class RewardConfig:
         "each row's label or data source")
     remote_rm_url: list[str] = option(
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
-    reward_workers: int = option(1, "worker processes per rank that score responses")
+    reward_workers: int = option(1, "worker processes per rank that score responses", within=COUNT, free=True)
     reward_timeout_s: float = option(
-        10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored")
+        10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored",
+        within=POSITIVE, free=True)
     reward_probe: bool = option(
-        True, "score one known-good and one known-bad answer before training and stop if they do not differ")
+        True, "score one known-good and one known-bad answer before training and stop if they do not differ", free=True)
     max_unscored_steps: int = option(
-        3, "stop after this many steps in a row in which no response could be scored; 0: never")
-    reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off")
+        3, "stop after this many steps in a row in which no response could be scored; 0: never", within=NON_NEGATIVE,
+        free=True)
+    reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off", within=NON_NEGATIVE)
     reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
-    reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean")
+    reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean", needs="reward_running_norm")
     overlong_buffer: bool = option(False, "DAPO soft penalty on responses that come near --generate_max_len")
     overlong_buffer_len: int = option(
-        0, "length of the penalty zone before --generate_max_len, in tokens; 0: a fifth of it, DAPO's share")
-    overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)")
+        0, "length of the penalty zone before --generate_max_len, in tokens; 0: a fifth of it, DAPO's share",
+        within=NON_NEGATIVE, needs="overlong_buffer")
+    overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)",
+                                                   within=POSITIVE, needs="overlong_buffer")
     mask_truncated: bool = option(False, "leave responses that hit the length limit out of the loss")
 
 
@@ -203,60 +173,74 @@ class RewardConfig:
 class AlgorithmConfig:
     """Advantage, loss and regularisation."""
     recipe: str | None = option(None, "set the options of a paper's method at once; flags and YAML keys win",
-                                tuple(RECIPES))
+                                tuple(RECIPES), free=True, preset=True)
     semantics: str = option("default",
                             "give names that mean different mathematics in different trainers the meaning of this one",
-                            tuple(SEMANTICS))
+                            tuple(SEMANTICS), free=True, preset=True)
     advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
     policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
     correction_low: float | None = option(
-        None, "lower bound of the correction's weight (default: that of the correction: 0, icepop 0.5, geo_mis 0.999)")
+        None, "lower bound of the correction's weight (default: that of the correction: 0, icepop 0.5, geo_mis 0.999)",
+        within=SHARE)
     correction_high: float | None = option(
-        None, "upper bound of the correction's weight (default: that of the correction: 2, icepop 5, geo_mis 1.001)")
+        None, "upper bound of the correction's weight (default: that of the correction: 2, icepop 5, geo_mis 1.001)",
+        within=COUNT)
     correction_veto: float = option(
-        0.0, "drop a response from the loss if one of its tokens has a weight below this; 0 is off")
+        0.0, "drop a response from the loss if one of its tokens has a weight below this; 0 is off", within="[0, 1)")
     loss_agg_mode: str = option("token-mean",
                                 "how token losses become one number; denominators are global over the mini-batch",
                                 ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
     loss_agg_norm: int = option(
-        0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len")
+        0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len",
+        within=NON_NEGATIVE)
     loss_agg_norm_seqs: bool = option(
         True, "seq-mean-token-sum-norm also divides by the number of sequences; off: by the constant alone")
     loss_agg_all_seqs: bool = option(
         False, "the seq-mean modes count every sequence of the mini-batch, those without a token in the loss included")
     eps_clip: float = option(
         0.2, "lower clip of the ratio: 1 - eps_clip; the papers' values: 0.2, gspo 3e-4, gmpo 0.4 (bound exp(-0.4)), "
-        "cispo 1 (no lower bound)")
+        "cispo 1 (no lower bound)", within=PROBABILITY)
     eps_clip_high: float | None = option(
-        None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip); gspo 4e-4, gmpo 0.4 (bound exp(0.4))")
+        None, "upper clip of the ratio: 1 + eps_clip_high (default: --eps_clip); gspo 4e-4, gmpo 0.4 (bound exp(0.4))",
+        within=POSITIVE)
     dual_clip: float | None = option(None,
-                                     "bound on the ratio for negative advantages (dual-clip PPO, > 1); off by default")
+                                     "bound on the ratio for negative advantages (dual-clip PPO, > 1); off by default",
+                                     within="(1, inf)", why="the bound is a ratio above 1 + eps_clip_high")
     cispo_absolute: bool = option(
         False, "cispo: --eps_clip_high is the bound on the ratio itself, not on its distance from 1, and there is no "
         "lower one")
-    policy_drift_coef: float = option(0.01, "cpgd: weight of the drift KL(rollout's policy || policy)")
-    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive")
-    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive")
+    policy_drift_coef: float = option(0.01, "cpgd: weight of the drift KL(rollout's policy || policy)",
+                                      within=NON_NEGATIVE)
+    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive", within=POSITIVE)
+    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive",
+                                 within=POSITIVE)
     dppo_delta: float | None = option(
-        None, "dppo_tv, dppo_kl: largest divergence of a token that still moves away (default: 0.15, 0.05)")
+        None, "dppo_tv, dppo_kl: largest divergence of a token that still moves away (default: 0.15, 0.05)",
+        within=NON_NEGATIVE)
     dppo_ratio_max: float | None = option(
-        None, "dppo_tv, dppo_kl: truncate the weight of a token (its ratio, without a gradient) here; off by default")
-    clip_cov_ratio: float = option(2e-4, "clip_cov: share of the mini-batch's tokens that get no gradient")
-    clip_cov_low: float = option(1.0, "clip_cov: they are drawn from the tokens with at least this covariance")
-    clip_cov_high: float = option(5.0, "clip_cov: and at most this one")
-    kl_cov_ratio: float = option(2e-3, "kl_cov: share of the mini-batch's tokens that get the penalty")
-    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty KL(rollout's policy || policy)")
+        None, "dppo_tv, dppo_kl: truncate the weight of a token (its ratio, without a gradient) here; off by default",
+        within=COUNT)
+    clip_cov_ratio: float = option(2e-4, "clip_cov: share of the mini-batch's tokens that get no gradient",
+                                   within=PROBABILITY)
+    clip_cov_low: float = option(1.0, "clip_cov: they are drawn from the tokens with at least this covariance",
+                                 within=NON_NEGATIVE)
+    clip_cov_high: float = option(5.0, "clip_cov: and at most this one", within=POSITIVE)
+    kl_cov_ratio: float = option(2e-3, "kl_cov: share of the mini-batch's tokens that get the penalty",
+                                 within=PROBABILITY)
+    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty KL(rollout's policy || policy)", within=POSITIVE)
     kl_cov_abs: bool = option(False, "kl_cov: the penalty is |log-ratio|, not the k3 estimate of the KL")
-    value_clip: float = option(0.2, "clip of the value update; 0 is off")
-    gamma: float = option(1.0, "discount per action token")
-    lambd: float = option(0.95, "lambda of GAE")
-    std_eps: float = option(1e-6, "added to a group's standard deviation before dividing")
+    value_clip: float = option(0.2, "clip of the value update; 0 is off", within=NON_NEGATIVE, read_by=("critic", ))
+    gamma: float = option(1.0, "discount per action token", within=PROBABILITY)
+    lambd: float = option(0.95, "lambda of GAE", within=SHARE)
+    std_eps: float = option(1e-6, "added to a group's standard deviation before dividing", within=NON_NEGATIVE)
     norm_group_std: bool = option(False, "cpgd, grpo_passk: divide by the group's standard deviation as well")
     pass_k: int = option(
-        0, "k of grpo_passk: what is trained is the best of k responses to a prompt; 0: of all that are scored")
+        0, "k of grpo_passk: what is trained is the best of k responses to a prompt; 0: of all that are scored",
+        within=NON_NEGATIVE)
     zero_spread: float = option(1e-3,
-                                "a group whose rewards differ by no more than this has advantage 0 and is counted")
+                                "a group whose rewards differ by no more than this has advantage 0 and is counted",
+                                within=NON_NEGATIVE)
     advantages_norm: bool = option(
         False, "whiten advantages over the whole rollout batch (refused where the estimator already does)")
     whiten_unbiased: bool = option(
@@ -266,29 +250,40 @@ class AlgorithmConfig:
         "mean; off: their advantage is 0")
     gdpo_whiten_tokens: bool = option(
         False, "gdpo: the whitening is over the action tokens of the batch, not over its samples")
-    advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off")
-    init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference")
+    advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off",
+                                   within=NON_NEGATIVE)
+    init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference",
+                                 within=NON_NEGATIVE)
     kl_estimator: str | None = option(
         None, "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss). Default: k1 in the reward, "
-        "where its gradient is the unbiased one, k3 in the loss", ("k1", "k2", "k3", "k1+", "k3+"))
+        "where its gradient is the unbiased one, k3 in the loss", ("k1", "k2", "k3", "k1+", "k3+"),
+        needs="init_kl_coef 0.01")
     k3_max: float = option(
-        10.0, "largest k3 estimate of one token, in nats; beyond it the token has no gradient of the KL; 0 is off")
-    use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward")
+        10.0, "largest k3 estimate of one token, in nats; beyond it the token has no gradient of the KL; 0 is off",
+        within=NON_NEGATIVE, needs="init_kl_coef 0.01")
+    use_kl_loss: bool = option(False, "add the KL to the loss instead of subtracting it from the reward",
+                               needs="init_kl_coef 0.01")
     kl_in_outcome: bool = option(
         False, "the KL in the reward is summed over the response and subtracted from its reward before the statistics "
-        "of the group, not from each token after them")
-    kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default")
-    kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts")
+        "of the group, not from each token after them", needs="init_kl_coef 0.01")
+    kl_target: float | None = option(None, "adapt the KL coefficient towards this KL (nats per token); off by default",
+                                     within=POSITIVE, needs="init_kl_coef 0.01")
+    kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts", within=COUNT,
+                             needs="kl_target 0.1")
     entropy_coef: float = option(
-        0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target")
+        0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target",
+        within=NON_NEGATIVE)
     entropy_token_mean: bool = option(
         False, "the entropy bonus is a mean over tokens whatever --loss_agg_mode is; off: it follows that option")
     entropy_target: float | None = option(
-        None, "adapt the weight of the bonus to keep the entropy (nats per token) at this; off by default")
-    entropy_step: float = option(1e-4, "what the adaptive weight moves by after each rollout step")
-    entropy_coef_max: float = option(0.005, "largest adaptive weight")
+        None, "adapt the weight of the bonus to keep the entropy (nats per token) at this; off by default",
+        within=POSITIVE)
+    entropy_step: float = option(1e-4, "what the adaptive weight moves by after each rollout step", within=POSITIVE,
+                                 needs="entropy_target 0.2")
+    entropy_coef_max: float = option(0.005, "largest adaptive weight", within=POSITIVE, needs="entropy_target 0.2")
     high_entropy_token_ratio: float = option(
-        0.0, "share of a rollout batch's action tokens, those of highest entropy, that get a policy gradient; 0: all")
+        0.0, "share of a rollout batch's action tokens, those of highest entropy, that get a policy gradient; 0: all",
+        within="[0, 1)")
 
     @property
     def kl_kind(self) -> str:
@@ -297,78 +292,33 @@ class AlgorithmConfig:
 
 
 @dataclass
-class OptimConfig:
-    """The optimizer and its batches."""
-    train_batch_size: int = option(128, "samples per optimizer step, over all ranks")
-    micro_train_batch_size: int = option(
-        0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only")
-    max_tokens_per_micro_batch: int = option(16384,
-                                             "most tokens in one forward pass (a longer single sample goes alone)")
-    max_steps: int = option(0, "stop after this many steps; 0: when the data has been used as often as asked for")
-    lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
-                               ("constant", "linear", "cosine_with_min_lr"))
-    lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up")
-    lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak")
-    adam_betas: list[float] = option([0.9, 0.95], "Adam's betas")
-    l2: float = option(0.0, "weight decay (norms and biases are excluded)")
-    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off")
-    max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient")
-    seed: int = option(42, "seed of everything random")
-
-
-@dataclass
 class TrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    num_episodes: int = option(1, "passes over the training prompts")
-    max_epochs: int = option(1, "passes over each rollout batch")
-    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy")
-    critic_learning_rate: float = option(9e-6, "peak learning rate of the critic")
+    num_episodes: int = option(1, "passes over the training prompts", within=COUNT, free=True)
+    max_epochs: int = option(1, "passes over each rollout batch", within=COUNT)
+    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy", within=NON_NEGATIVE)
+    critic_learning_rate: float = option(9e-6, "peak learning rate of the critic", within=NON_NEGATIVE,
+                                         read_by=("critic", ))
     drop_zero_advantage: bool = option(
         True,
         "leave samples out of the policy's update that would add exactly 0 to its gradient (no KL or entropy in the "
-        "loss); the loss still counts them")
-    freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns")
+        "loss); the loss still counts them", free=True)
+    freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns",
+                                       within=NON_NEGATIVE, read_by=("critic", ))
     self_test: bool = option(
-        True, "before the first update, compare the gradient of two cuts of a few samples; stop if they differ")
+        True, "before the first update, compare the gradient of two cuts of a few samples; stop if they differ",
+        free=True)
 
 
 @dataclass
 class EvalConfig:
     """Held-out evaluation; touches no training state."""
-    eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never")
-    eval_at_start: bool = option(False, "evaluate before the first step as well")
-    eval_n_samples: int = option(1, "responses per held-out prompt")
-    eval_temperature: float = option(0.0, "sampling temperature of the evaluation; 0 is greedy")
-    eval_top_p: float = option(1.0, "nucleus sampling of the evaluation")
-    eval_pass_k: list[int] = option([1], "k of the pass@k estimates (k <= --eval_n_samples)")
-
-
-@dataclass
-class CheckpointConfig:
-    """Outputs of the run, checkpoints and resuming."""
-    save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model")
-    ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
-    save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done")
-    max_ckpt_num: int = option(3, "keep at most this many checkpoints (the best one is kept besides)")
-    max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints")
-    best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
-    async_save: bool = option(True, "write checkpoints in the background")
-    load_checkpoint: bool = option(False, "go on from the newest complete checkpoint in --ckpt_path")
-    save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
-    disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
-
-
-@dataclass
-class SinkConfig:
-    """Destinations of the metrics."""
-    logging_steps: int = option(1, "steps between lines of the step table")
-    use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard")
-    use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)")
-    wandb_project: str = option("lightrft", "W&B project")
-    wandb_run_name: str | None = option(None, "W&B run name")
-    wandb_group: str | None = option(None, "W&B group")
-    wandb_org: str | None = option(None, "W&B entity")
-    use_trackio: bool = option(False, "log to trackio (needs the trackio extra)")
+    eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)")
+    eval_at_start: bool = option(False, "evaluate before the first step as well", needs="eval_data PATH")
+    eval_n_samples: int = option(1, "responses per held-out prompt", within=COUNT)
+    eval_temperature: float = option(0.0, "sampling temperature of the evaluation; 0 is greedy", within=NON_NEGATIVE)
+    eval_top_p: float = option(1.0, "nucleus sampling of the evaluation", within=PROBABILITY)
+    eval_pass_k: list[int] = option([1], "k of the pass@k estimates (k <= --eval_n_samples)", within=COUNT)
 
 
 @dataclass
@@ -377,20 +327,25 @@ class LogConfig(SinkConfig):
     metric_aliases: str = option("none", "also write each metric under the name another trainer gives it",
                                  ("none", "verl", "trl"))
     save_trajectories: bool = option(False, "write the samples of every rollout to SAVE_PATH/rollouts/step_N.jsonl")
-    num_trajectories_to_save: int = option(64, "at most this many samples per rollout file; 0: all")
-    print_samples: int = option(0, "held-out solutions printed before the first step and after the last")
+    num_trajectories_to_save: int = option(64, "at most this many samples per rollout file; 0: all",
+                                           within=NON_NEGATIVE, needs="save_trajectories")
+    print_samples: int = option(0, "held-out solutions printed before the first step and after the last",
+                                within=NON_NEGATIVE, needs="eval_data PATH")
 
 
 @dataclass
-class Config:
-    """The whole option tree."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+class Config(Tree):
+    """The whole option tree of the RL trainer."""
+    model: ModelConfig = group(ModelConfig)
+    strategy: StrategyConfig = group(StrategyConfig, free=True)
+    rollout: RolloutConfig = group(RolloutConfig)
+    data: DataConfig = group(DataConfig)
+    reward: RewardConfig = group(RewardConfig)
+    algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    train: TrainConfig = group(TrainConfig)
+    eval: EvalConfig = group(EvalConfig, free=True)
+    checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
+    log: LogConfig = group(LogConfig, free=True)
+
+    BATCH = "rollout_batch_size"
+    METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")

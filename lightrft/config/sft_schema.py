@@ -1,8 +1,10 @@
 """Options of supervised fine-tuning: the groups it shares with the RL trainer, and its own."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lightrft.config.schema import (CheckpointConfig, DataConfig, OptimConfig, PolicyModelConfig, SinkConfig,
-                                    StrategyConfig, option)
+from lightrft.config.options import COUNT, NON_NEGATIVE, group, option
+from lightrft.config.schema import DataConfig
+from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
+                                           Tree)
 
 
 @dataclass
@@ -10,11 +12,11 @@ class SFTDataConfig:
     """Demonstrations and their rendering."""
     train_data: list[str] = option([],
                                    "demonstrations: file, folder or hub id, 'path@data_dir'; several are concatenated")
-    eval_data: list[str] = option([], "held-out demonstrations, same forms")
+    eval_data: list[str] = option([], "held-out demonstrations, same forms", free=True)
     train_split: str = option("train", "split of --train_data to use")
-    eval_split: str = option("test", "split of --eval_data to use")
-    max_len: int = option(2048, "longest conversation, in tokens; longer ones are dropped and counted")
-    max_samples: int = option(0, "use at most this many demonstrations; 0: all")
+    eval_split: str = option("test", "split of --eval_data to use", free=True)
+    max_len: int = option(2048, "longest conversation, in tokens; longer ones are dropped and counted", within=COUNT)
+    max_samples: int = option(0, "use at most this many demonstrations; 0: all", within=NON_NEGATIVE)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
     system_prompt: str | None = option(None, "system message of every conversation; it replaces the one a row brings")
@@ -30,17 +32,21 @@ class SFTDataConfig:
 @dataclass
 class SFTTrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(1e-5, "peak learning rate")
-    max_epochs: int = option(1, "passes over the demonstrations")
-    eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never")
+    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE)
+    max_epochs: int = option(1, "passes over the demonstrations", within=COUNT, free=True)
+    eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",
+                             within="[-1, inf)", free=True)
 
 
 @dataclass
-class SFTConfig:
+class SFTConfig(Tree):
     """The whole option tree of ``lightrft.cli.train_sft``."""
-    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    train: SFTTrainConfig = field(default_factory=SFTTrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: SinkConfig = field(default_factory=SinkConfig)
+    model: PolicyModelConfig = group(PolicyModelConfig)
+    strategy: StrategyConfig = group(StrategyConfig, free=True)
+    data: SFTDataConfig = group(SFTDataConfig)
+    train: SFTTrainConfig = group(SFTTrainConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
+    log: SinkConfig = group(SinkConfig, free=True)
+
+    BATCH = "train_batch_size"
+    METRICS = ("sft", "eval")

@@ -1,95 +1,38 @@
 """Checks for choices of algorithms that are unknown, contradict each other or have no effect."""
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
 
-from lightrft.config.flags import show
-from lightrft.config.dependencies import CRITIC_OPTIONS, CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS, changed
-from lightrft.config.options import did_you_mean
+from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
+from lightrft.config.layers import changed
+from lightrft.config.options import did_you_mean, show
 from lightrft.config.schema import Config
+from lightrft.preflight.shared_rules import unread
 from lightrft.utils.registry import Registry
 
 
-class Reads(Protocol):
-    """Entry of any registry, with the algorithm options that it reads."""
-    reads: tuple[str, ...] | None
+def trains_critic(c: Config) -> bool:
+    """Return True if the chosen advantage estimator learns from a critic."""
+    return ADVANTAGES.get(c.algorithm.advantage_estimator).needs_critic
 
 
-class Surrogate(Reads, Protocol):
-    """Entry of the registry of policy losses."""
-    needs_old: bool
-
-
-class Weight(Reads, Protocol):
-    """Entry of the registry of corrections."""
-    masks: bool
-
-
-class Needs(Reads, Protocol):
-    """Entry of the registry of advantage estimators."""
-    needs_group: bool
-    needs_critic: bool
-    whitens: bool
-    needs_parts: bool
-    needs_positive: bool
-
-
-@dataclass(frozen=True)
-class AlgorithmFacts:
-    """Entries of the registries of :mod:`lightrft.algorithms` and their properties, passed down to this layer."""
-    estimators: frozenset[str]
-    policy_losses: frozenset[str]
-    corrections: frozenset[str]
-    needs_group: frozenset[str]
-    needs_critic: frozenset[str]
-    whitens: frozenset[str]
-    ignores: dict[str, frozenset[str]]  # {ESTIMATOR,LOSS,CORRECTION}_OPTIONS -> entries that declare not to read it
-    needs_parts: frozenset[str] = frozenset()
-    needs_positive: frozenset[str] = frozenset()
-    no_ratio: frozenset[str] = frozenset()  # policy losses
-    masks: frozenset[str] = frozenset()  # corrections
-
-    @classmethod
-    def gather(cls, advantages: Registry[Any], policy_losses: Registry[Any],
-               corrections: Registry[Any]) -> "AlgorithmFacts":
-        """Read the three registries, whose entries are :class:`Needs`, :class:`Surrogate` and :class:`Weight`."""
-        entries: dict[str, Needs] = {name: advantages.get(name) for name in advantages}
-        losses: dict[str, Surrogate] = {name: policy_losses.get(name) for name in policy_losses}
-        weights: dict[str, Weight] = {name: corrections.get(name) for name in corrections}
-        return cls(
-            frozenset(entries), frozenset(policy_losses), frozenset(corrections),
-            frozenset(name for name, entry in entries.items() if entry.needs_group),
-            frozenset(name for name, entry in entries.items() if entry.needs_critic),
-            frozenset(name for name, entry in entries.items() if entry.whitens),
-            _ignored(entries, ESTIMATOR_OPTIONS) | _ignored(losses, LOSS_OPTIONS)
-            | _ignored(weights, CORRECTION_OPTIONS),
-            frozenset(name for name, entry in entries.items() if entry.needs_parts),
-            frozenset(name for name, entry in entries.items() if entry.needs_positive),
-            frozenset(name for name, loss in losses.items() if not loss.needs_old),
-            frozenset(name for name, weight in weights.items() if weight.masks))
-
-
-def _ignored(entries: Mapping[str, Reads], options: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Map each option to the names of the entries that declare not to read it."""
-    said = {name: entry.reads for name, entry in entries.items() if entry.reads is not None}
-    return {option: frozenset(name for name, reads in said.items() if option not in reads) for option in options}
-
-
-def algorithm_problems(c: Config, facts: AlgorithmFacts | None) -> Iterator[str]:
-    """Yield every problem with the algorithm options; without ``facts``, names and their needs are not checked."""
+def algorithm_problems(c: Config) -> Iterator[str]:
+    """Yield every problem with the algorithm options."""
     yield from _options(c)
-    if facts:
-        yield from _registries(c, facts)
-        yield from _estimator(c, facts)
-        yield from _rewards(c, facts)
-        yield from _bounds(c, facts)
+    for flag, registry in REGISTRIES.items():
+        yield from _choice(c, flag, registry)
+    estimator, correction = c.algorithm.advantage_estimator, c.algorithm.rollout_correction
+    if estimator in ADVANTAGES:
+        yield from _estimator(c, estimator, ADVANTAGES.get(estimator))
+        yield from _rewards(c, estimator, ADVANTAGES.get(estimator))
+    if correction in CORRECTIONS:
+        yield from _bounds(c, correction, CORRECTIONS.get(correction))
 
 
-def algorithm_warnings(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+def algorithm_warnings(c: Config) -> Iterator[str]:
     """Yield warnings about choices that are allowed but rarely intended."""
     rollout, batch = c.rollout.rollout_batch_size * c.rollout.n_samples_per_prompt, c.train.train_batch_size
     steps = c.train.max_epochs * rollout // batch
-    if c.algorithm.policy_loss in facts.no_ratio and steps > 1:
+    if not POLICY_LOSSES.get(c.algorithm.policy_loss).needs_old and steps > 1:
         yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {steps} optimizer "
                "steps: from the second one on the gradient is of a policy that is gone. For the exact one use "
                f"--train_batch_size {rollout} --max_epochs 1, or --policy_loss ppo")
@@ -177,54 +120,52 @@ def _pass_k(k: int, samples: int) -> Iterator[str]:
                f"{samples}, or --n_samples_per_prompt {k}")
 
 
-def _registries(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+def _choice(c: Config, flag: str, registry: Registry) -> Iterator[str]:
+    """Yield the problem of an unknown algorithm, or options that others of its kind read and it does not."""
+    chosen, entries = vars(c.algorithm)[flag], {name: registry.get(name) for name in registry}
+    if chosen not in entries:
+        yield f"--{flag} {chosen}: unknown{did_you_mean(chosen, entries)}; known: {', '.join(sorted(entries))}"
+        return
+    readers: dict[str, list[str]] = {}
+    for algorithm, entry in sorted(entries.items()):
+        for name in (*(entry.reads or ()), *entry.own):
+            readers.setdefault(name, []).append(algorithm)
+    for name, value in changed(c, readers):
+        if entries[chosen].ignores(name):
+            yield (f"--{name} {value}: {chosen} does not use it; drop it, or use --{flag} "
+                   f"{' or '.join(readers[name])}")
+
+
+def _estimator(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
+    """Yield options that do not go together with the chosen estimator."""
     a = c.algorithm
-    chosen = {
-        "advantage_estimator": facts.estimators, "policy_loss": facts.policy_losses, "rollout_correction":
-        facts.corrections
-    }
-    for name, known in chosen.items():
-        value = vars(a)[name]
-        if value not in known:
-            yield f"--{name} {value}: unknown{did_you_mean(value, known)}; known: {', '.join(sorted(known))}"
-    estimator = a.advantage_estimator
-    if estimator in facts.needs_group and c.rollout.n_samples_per_prompt == 1:
+    if entry.needs_group and c.rollout.n_samples_per_prompt == 1:
         yield (f"--n_samples_per_prompt 1: {estimator} compares responses of one prompt; nearest valid value: 2, "
                "or --advantage_estimator reinforce")
-    if estimator in facts.whitens and a.advantages_norm:
+    if entry.whitens and a.advantages_norm:
         yield f"--advantages_norm True: {estimator} already whitens its advantages; use --no_advantages_norm"
-    for name, value in changed(c, ("whiten_unbiased", )):
-        if estimator in facts.estimators - facts.whitens and not a.advantages_norm:
+    if not entry.whitens and not a.advantages_norm:
+        for name, value in changed(c, ("whiten_unbiased", )):
             yield f"--{name} {value}: nothing is whitened with {estimator}; add --advantages_norm or drop it"
-
-
-def _estimator(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
-    """Yield options that the chosen estimator, policy loss or correction does not use."""
-    estimator = c.algorithm.advantage_estimator
-    for name, value in changed(c, CRITIC_OPTIONS):
-        if estimator in facts.estimators - facts.needs_critic:
-            yield (f"--{name} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator "
-                   f"{' or '.join(sorted(facts.needs_critic))}")
-    yield from _unread(c, facts, "advantage_estimator", facts.estimators, ESTIMATOR_OPTIONS)
-    if estimator in facts.estimators - facts.ignores["norm_group_std"] and not c.algorithm.norm_group_std:
+    for option, value in unread(c, "critic" if entry.needs_critic else "", ("critic", )):
+        users = " or ".join(sorted(name for name in ADVANTAGES if ADVANTAGES.get(name).needs_critic))
+        yield (f"{option.flag} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator {users}")
+    if "norm_group_std" in (entry.reads or ()) and not a.norm_group_std:
         for name, value in changed(c, ("std_eps", )):
             yield f"--{name} {value}: {estimator} divides by no deviation; add --norm_group_std or drop it"
-    yield from _unread(c, facts, "policy_loss", facts.policy_losses, LOSS_OPTIONS)
-    yield from _unread(c, facts, "rollout_correction", facts.corrections, CORRECTION_OPTIONS)
 
 
-def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+def _rewards(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
     """Yield options of reward shaping that the chosen estimator does not see or cannot use."""
-    estimator = c.algorithm.advantage_estimator
-    for name, value in changed(c, ("kl_in_outcome", )):
-        if estimator in facts.estimators - facts.needs_group:
+    if not entry.needs_group:
+        for name, value in changed(c, ("kl_in_outcome", )):
             yield (f"--{name} {value}: {estimator} compares no group, so there is nothing for the KL to come before; "
                    "drop it")
-    if estimator in facts.needs_parts:
+    if entry.needs_parts:
         for name, value in changed(c, ("reward_clip", "reward_running_norm", "kl_in_outcome")):
             yield (f"--{name} {value}: has no effect with {estimator}, which standardises the parts of the reward "
                    "instead of their sum; drop it")
-    if estimator in facts.needs_positive:
+    if entry.needs_positive:
         for name in ("overlong_buffer", "reward_running_norm_minus_mean"):
             if vars(c.reward)[name]:
                 yield (f"--{name} True: makes rewards negative, and {estimator} divides by their mean; use "
@@ -234,10 +175,10 @@ def _rewards(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
                    "--no_kl_in_outcome, or --advantage_estimator dr_grpo")
 
 
-def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
+def _bounds(c: Config, chosen: str, entry: Correction) -> Iterator[str]:
     """Yield bounds of a correction that leave only weights of exactly 1, or half of the weights near 1."""
-    a, chosen = c.algorithm, c.algorithm.rollout_correction
-    if chosen in facts.masks:
+    a = c.algorithm
+    if entry.masks:
         for name, value, side in (("correction_low", a.correction_low, "below"), ("correction_high", a.correction_high,
                                                                                   "above")):
             if value == 1:
@@ -247,13 +188,3 @@ def _bounds(c: Config, facts: AlgorithmFacts) -> Iterator[str]:
         yield (
             f"--correction_low 1: with --correction_high 1 every weight of {chosen} is 1, so it has no effect; nearest "
             "valid value: 0, or --rollout_correction none")
-
-
-def _unread(c: Config, facts: AlgorithmFacts, flag: str, known: frozenset[str],
-            options: Iterable[str]) -> Iterator[str]:
-    """Yield values of ``options`` that the algorithm chosen by ``flag`` does not read."""
-    chosen = vars(c.algorithm)[flag]
-    for name, value in changed(c, options):
-        if chosen in facts.ignores[name]:
-            users = " or ".join(sorted(known - facts.ignores[name]))
-            yield f"--{name} {value}: {chosen} does not use it; drop it, or use --{flag} {users}"

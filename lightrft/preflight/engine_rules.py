@@ -1,22 +1,22 @@
 """Checks of the options of generation against each other, the machine and the engine."""
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from itertools import pairwise
 
 import yaml
 
-from lightrft.config.dependencies import changed
-from lightrft.config.options import ConfigError
+from lightrft.algorithms import ADVANTAGES
+from lightrft.config.engines import INSTALL, NAMES, native_arguments
 from lightrft.config.forward_passes import wanted_passes
+from lightrft.config.layers import changed
+from lightrft.config.options import ConfigError, options
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
-from lightrft.config.engines import INSTALL, NAMES, native_arguments
+from lightrft.preflight.algorithm_rules import trains_critic
+from lightrft.preflight.shared_rules import unread
 
-# options that only some engines read
-READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("engine_tp_size", "engine_mem_util", "engine_sleep", "engine_quantization", "engine_args"), ("vllm", "sglang"))
 EXAMPLE = {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
 # native arguments that follow from options, and the option to set instead
 DECIDED: dict[str, dict[str, str]] = {
@@ -60,10 +60,9 @@ COLDEST = {"vllm": 0.01, "sglang": 1e-6}
 def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
     """Yield one sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
-    for name, value in changed(c, READ_BY):
-        if engine not in READ_BY[name]:
-            yield (f"--{name} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
-                   f"{READ_BY[name][0]} or drop --{name}")
+    for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
+        yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
+               f"{option.read_by[0]} or drop {option.flag}")
     if engine in INSTALL:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
@@ -181,8 +180,8 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
                f"next stage allows; let the lengths rise, or drop --oversample")
 
 
-def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) -> Iterator[str]:
-    """Yield one sentence per problem with ``--overlap_passes``; the advantage estimators in ``critics`` need values."""
+def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
+    """Yield one sentence per problem with ``--overlap_passes``."""
     r, flag = c.rollout, "--overlap_passes True: "
     if not r.overlap_passes:
         return
@@ -199,5 +198,6 @@ def overlap_problems(c: Config, world_size: int, critics: Collection[str] = ()) 
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
-    if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, c.algorithm.advantage_estimator in critics):
+    critic = c.algorithm.advantage_estimator in ADVANTAGES and trains_critic(c)
+    if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, critic):
         yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"

@@ -1,9 +1,9 @@
 """Estimated memory on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
 from dataclasses import dataclass
 
-from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
-from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.engines import host_cache
+from lightrft.config.schema import Config, StrategyConfig
+from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
 from lightrft.strategy.deepspeed.sizes import REDUCED_AT_ONCE
 
 PHASES = ("generation", "log-probs", "update", "weight sync")

@@ -1,43 +1,59 @@
 """Readable forms of the option tree: the ``--dry_run`` report and the option tables of the docs."""
+from functools import singledispatch
 from typing import Any
 
 from lightrft.config.engines import NAMES
-from lightrft.preflight.cost import ModelSize, batch_summary, time_line
-from lightrft.preflight.memory import UNKNOWN, Room, memory_lines
-from lightrft.config.flags import show
 from lightrft.config.layers import preset_values
-from lightrft.config.options import group_options, groups, options
+from lightrft.config.options import group_options, groups, options, show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
+from lightrft.preflight.algorithm_rules import trains_critic
+from lightrft.preflight.cost import batch_summary, gpu_name, model_size, time_line
+from lightrft.preflight.memory import memory_lines, room_here
+from lightrft.preflight.validate import warnings
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:
     """List every option of a tree by group: name, value and source of the value."""
     lines = []
-    for group, cls in groups(type(config)).items():
-        values = vars(vars(config)[group])
+    for group, part in vars(config).items():
         lines.append(f"{group}:")
-        for name in group_options(cls, group):
-            source = provenance.get(name, "default")
-            lines.append(f"  {name:<32} {show(values[name]):<28} [{source}]")
+        for name, value in vars(part).items():
+            lines.append(f"  {name:<32} {show(value):<28} [{provenance.get(name, 'default')}]")
     return "\n".join(lines)
 
 
-def describe(config: Config, provenance: dict[str, str], world_size: int, size: ModelSize | None = None,
-             device: str = "", room: Room = UNKNOWN, critic: bool = False) -> str:
-    """Write the report of ``--dry_run``: every option with its provenance, batch sizes, estimates.
+def report(config: Tree, provenance: dict[str, str], world_size: int) -> str:
+    """Write the report of ``--dry_run``: every option with its provenance, estimates and warnings."""
+    texts = [*estimates(config, world_size), *(f"warning: {text}" for text in warnings(config))]
+    return "\n".join([resolved(config, provenance), *([""] if texts else []), *texts])
 
-    Args:
-        size: parameter counts, from :func:`lightrft.preflight.cost.model_size`; None when they are not known.
-        device: name of the GPU, from :func:`lightrft.preflight.cost.gpu_name`; empty for a CPU.
-        room: memory of that GPU, or of a CPU.
-        critic: a critic of the same size is trained as well.
-    """
-    estimates = [
-        batch_summary(config, world_size), *memory_lines(config, world_size, size, room, critic),
-        time_line(config, world_size, size, device, critic), *_unchecked(config)
+
+@singledispatch
+def summary(config: Tree, world_size: int) -> list[str]:
+    """Describe a step of the run, in one line; each tree registers its own."""
+    return []
+
+
+@singledispatch
+def estimates(config: Tree, world_size: int) -> list[str]:
+    """List what the run takes on this machine; each tree registers its own."""
+    return []
+
+
+@summary.register
+def _(config: Config, world_size: int) -> list[str]:
+    return [batch_summary(config, world_size)]
+
+
+@estimates.register
+def _(config: Config, world_size: int) -> list[str]:
+    size, critic = model_size(config.model.pretrain), trains_critic(config)
+    return [
+        *summary(config, world_size), *memory_lines(config, world_size, size, room_here(world_size), critic),
+        time_line(config, world_size, size, gpu_name(), critic), *_unchecked(config)
     ]
-    return "\n".join([resolved(config, provenance), "", *estimates])
 
 
 def _unchecked(config: Config) -> list[str]:

@@ -1,92 +1,74 @@
 """Checks of all options against each other, the machine and the files, before any process group exists."""
-import os
 import re
-from collections.abc import Iterator
-from importlib.util import find_spec
-from math import gcd, isqrt
+from collections.abc import Iterator, Mapping
+from functools import singledispatch
+from math import gcd
 from pathlib import Path
+from typing import Any
 
-from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_problems
-from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems
-from lightrft.config.dependencies import best_metric, changed, unmet_needs
-from lightrft.config.options import ConfigError
-from lightrft.config.ranges import check_ranges
-from lightrft.config.schema import (CheckpointConfig, Config, ModelConfig, OptimConfig, PolicyModelConfig, SinkConfig)
+from lightrft.config.layers import changed
+from lightrft.config.options import ConfigError, flatten, options, show
+from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
-from lightrft.preflight.strategy_rules import strategy_problems
+from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
+from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems
+from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
+                                             shared_problems, sources)
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
-
-def validate(config: Config, world_size: int, facts: AlgorithmFacts | None = None) -> None:
-    """Check the whole tree for a run on ``world_size`` ranks.
-
-    Args:
-        facts: the registered algorithms; without them, names of algorithms and their needs are not checked.
+def validate(config: Tree, world_size: int) -> None:
+    """Check a whole tree for a run on ``world_size`` ranks.
 
     Raises:
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
     """
-    problems = _shared(config, world_size)
-    for check in (_data, _rollout, _reward, _train, _eval):
-        problems += check(config)
-    problems += [*_reference(config.model, world_size), *_batches(config, world_size)]
-    problems += best_metric(config.checkpoint.best_metric, config)
-    problems += algorithm_problems(config, facts)
-    problems += engine_problems(config, world_size)
-    problems += overlap_problems(config, world_size, facts.needs_critic if facts else ())
-    problems += _divides("engine_tp_size", config.rollout.engine_tp_size, world_size)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    found = [*shared_problems(config, world_size), *problems(config, world_size)]
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
 
 
-def validate_sft(config: SFTConfig, world_size: int) -> None:
-    """Check the whole tree of supervised fine-tuning for a run on ``world_size`` ranks.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    problems, d = _shared(config, world_size), config.data
-    problems += [
-        *_sources("train_data", d.train_data), *_sources("eval_data", d.eval_data), *_chat_template(d.chat_template)
-    ]
-    if config.train.train_batch_size < world_size:
-        problems.append(_per_rank("train_batch_size", config.train.train_batch_size, world_size))
-    problems += best_metric(config.checkpoint.best_metric, config)
-    if config.train.eval_steps > 0 and not d.eval_data:
-        problems.append(_no_eval_data(config.train.eval_steps))
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+@singledispatch
+def problems(config: Tree, world_size: int) -> Iterator[str]:
+    """Yield the problems of a tree beyond those of every trainer; each tree registers its rules here."""
+    yield from ()
 
 
-def _shared(config: Config | SFTConfig, world_size: int) -> list[str]:
-    """Collect the problems of the option groups that every trainer has."""
-    return [
-        *check_ranges(config), *unmet_needs(config), *_policy(config.model), *_strategy(config, world_size),
-        *_optimizer(config.train), *_checkpoint(config.checkpoint, config.data.eval_data), *_packages(config.log)
-    ]
+@problems.register
+def _(config: SFTConfig, world_size: int) -> Iterator[str]:
+    d, t = config.data, config.train
+    yield from sources("train_data", d.train_data)
+    yield from sources("eval_data", d.eval_data)
+    yield from chat_template(d.chat_template)
+    yield from per_rank("train_batch_size", t.train_batch_size, world_size)
+    yield from evaluations(t.eval_steps, d.eval_data)
 
 
-def _per_rank(name: str, value: int, world_size: int) -> str:
-    return f"--{name} {value}: each of the {world_size} ranks needs at least one; nearest valid value: {world_size}"
+@problems.register
+def _(config: Config, world_size: int) -> Iterator[str]:
+    for check in (_data, _rollout, _reward, _train, _eval, algorithm_problems):
+        yield from check(config)
+    yield from _reference(config.model, world_size)
+    yield from _batches(config, world_size)
+    yield from engine_problems(config, world_size)
+    yield from overlap_problems(config, world_size)
+    yield from divides("engine_tp_size", config.rollout.engine_tp_size, world_size)
 
 
-def _no_eval_data(eval_steps: int) -> str:
-    return f"--eval_steps {eval_steps}: has no effect without --eval_data; add --eval_data PATH or drop it"
+@singledispatch
+def warnings(config: Tree) -> Iterator[str]:
+    """Yield warnings about choices that are allowed but rarely intended; each tree registers its own."""
+    yield from ()
+
+
+warnings.register(Config, algorithm_warnings)
 
 
 def nearest_multiples(value: int, step: int) -> str:
     """Format the multiples of ``step`` around ``value`` that are above 0: ``96 or 128``."""
     below = value // step * step
     return " or ".join(str(n) for n in (below, below + step) if n > 0)
-
-
-def _nearest_divisors(total: int, value: int) -> str:
-    small = [n for n in range(1, isqrt(total) + 1) if total % n == 0]
-    divisors = [*small, *(total // n for n in small)]
-    picks = [max((n for n in divisors if n <= value), default=0), min((n for n in divisors if n >= value), default=0)]
-    return " or ".join(str(n) for n in dict.fromkeys(picks) if n)
 
 
 def _batches(c: Config, world_size: int) -> Iterator[str]:
@@ -97,71 +79,26 @@ def _batches(c: Config, world_size: int) -> Iterator[str]:
     if total % batch:
         yield (
             f"--train_batch_size {batch}: a rollout has {prompts} prompts x {samples} samples = {total}, which must be "
-            f"a multiple of it; nearest valid: --train_batch_size {_nearest_divisors(total, batch)}, "
+            f"a multiple of it; nearest valid: --train_batch_size {nearest_divisors(total, batch)}, "
             f"or --rollout_batch_size {nearest_multiples(prompts, batch // gcd(batch, samples))}")
     for name, value in (("rollout_batch_size", prompts), ("train_batch_size", batch)):
-        if value < world_size:
-            yield _per_rank(name, value, world_size)
-
-
-def _policy(m: PolicyModelConfig) -> Iterator[str]:
-    if not m.pretrain:
-        yield "--pretrain is missing: give an HF folder or hub id of the model to train"
-    yield from _folder("pretrain", m.pretrain)
-    if m.lora_rank > 0 and not m.target_modules:
-        yield f"--target_modules none: --lora_rank {m.lora_rank} needs modules; nearest valid value: all-linear"
-    if m.lora_rank > 0 and m.freeze_prefix:
-        yield f"--freeze_prefix {','.join(m.freeze_prefix)}: has no effect with --lora_rank; drop one"
-    if m.use_liger:
-        yield from _liger()
-
-
-def _folder(name: str, path: str | None) -> Iterator[str]:
-    if path and _looks_local(path) and not Path(path).expanduser().is_dir():
-        yield f"--{name} {path}: no such folder"
+        yield from per_rank(name, value, world_size)
 
 
 def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:
-    yield from _folder("ref_pretrain", m.ref_pretrain)
-    yield from _folder("critic_pretrain", m.critic_pretrain)
-    yield from _divides("initial_model_shard_size", m.initial_model_shard_size, world_size)
+    yield from folder("ref_pretrain", m.ref_pretrain)
+    yield from folder("critic_pretrain", m.critic_pretrain)
+    yield from divides("initial_model_shard_size", m.initial_model_shard_size, world_size)
     if m.lora_rank > 0 and m.ref_pretrain:
         yield (f"--ref_pretrain {m.ref_pretrain}: has no effect with --lora_rank (the reference is the policy without "
                "its adapters); drop it")
 
 
-def _liger() -> Iterator[str]:
-    import torch
-    if not torch.cuda.is_available():
-        yield "--use_liger True: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
-    yield from _package("use_liger", "liger_kernel", "liger-kernel")
-
-
-def _looks_local(path: str) -> bool:
-    """Return True if a path cannot be a hub id (``name`` or ``owner/name``)."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-
-
-def _sources(name: str, entries: list[str]) -> Iterator[str]:
-    """Check data entries ``path`` or ``path@data_dir``: yield a missing option and local paths that do not exist."""
-    if name != "eval_data" and not entries:
-        yield f"--{name} is missing: give a file, folder or hub id of the training data"
-    for entry in entries:
-        path = entry.rsplit("@", 1)[0]
-        if not Path(path).expanduser().exists() and (_looks_local(path) or path.endswith(DATA_SUFFIXES)):
-            yield f"--{name} {entry}: no such file or folder"
-
-
-def _chat_template(path: str | None) -> Iterator[str]:
-    if path and (_looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
-        yield f"--chat_template {path}: no such file"
-
-
 def _data(c: Config) -> Iterator[str]:
     d = c.data
-    yield from _sources("prompt_data", d.prompt_data)
-    yield from _sources("eval_data", d.eval_data)
-    yield from _chat_template(d.chat_template)
+    yield from sources("prompt_data", d.prompt_data)
+    yield from sources("eval_data", d.eval_data)
+    yield from chat_template(d.chat_template)
     yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
     yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
     if d.input_template is not None and d.input_template.count("{}") != 1:
@@ -223,11 +160,6 @@ def _reward_part(part: str) -> Iterator[str]:
         yield f"--reward {part}: no such file: {file[1]}"
 
 
-def _optimizer(t: OptimConfig) -> Iterator[str]:
-    if len(t.adam_betas) != 2:
-        yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
-
-
 def _train(c: Config) -> Iterator[str]:
     t = c.train
     if 0 < t.max_steps <= t.freezing_actor_steps:
@@ -237,8 +169,9 @@ def _train(c: Config) -> Iterator[str]:
 
 def _eval(c: Config) -> Iterator[str]:
     e = c.eval
-    if e.eval_steps > 0 and not c.data.eval_data:
-        yield _no_eval_data(e.eval_steps)
+    yield from evaluations(e.eval_steps, c.data.eval_data)
+    if c.data.eval_data and e.eval_steps:
+        yield from _measured(c.checkpoint.best_metric or "", e)
     if e.eval_n_samples > 1 and e.eval_temperature == 0:
         yield (f"--eval_n_samples {e.eval_n_samples}: greedy samples of one prompt are all the same; "
                "set --eval_temperature above 0, or --eval_n_samples 1")
@@ -248,53 +181,36 @@ def _eval(c: Config) -> Iterator[str]:
                    f"or --eval_n_samples {k}")
 
 
-def _checkpoint(p: CheckpointConfig, eval_data: list[str]) -> Iterator[str]:
-    if p.save_steps == 0:
-        yield "--save_steps 0: not a number of steps; nearest valid value: -1 (only at the end), or --disable_ckpt"
-    if p.disable_ckpt:
-        for name in ("load_checkpoint", "save_hf_ckpt", "best_metric", "ckpt_path"):
-            if vars(p)[name]:
-                yield f"--{name} {vars(p)[name]}: contradicts --disable_ckpt; drop one of them"
-    if p.best_metric and p.best_metric.startswith("eval/") and not eval_data:
-        yield f"--best_metric {p.best_metric}: is never measured without --eval_data; add --eval_data PATH"
-    for name in ("save_path", "ckpt_path"):
-        path = vars(p)[name]
-        if path:
-            yield from _writable(name, path)
+def _measured(name: str, e: EvalConfig) -> Iterator[str]:
+    """Yield the problem of a ``--best_metric`` with a number of samples that the evaluation does not report."""
+    found = re.fullmatch(r"eval/.+/(pass|avg)@(.*)", name)
+    if found:
+        option, measured = {"pass": ("eval_pass_k", e.eval_pass_k), "avg":
+                            ("eval_n_samples", [e.eval_n_samples])}[found[1]]
+        if found[2] not in map(str, measured):
+            stem = name.rpartition("@")[0]
+            yield (f"--best_metric {name}: is not measured with --{option} {' '.join(map(str, measured))}; nearest "
+                   f"valid value: {' or '.join(f'{stem}@{k}' for k in measured)}, or --{option} {found[2]}")
 
 
-def _writable(name: str, path: str) -> Iterator[str]:
-    """Check a future folder: the nearest of it and its parents that exists must be a writable folder."""
-    parents = (Path(path), *Path(path).absolute().parents)
-    there = next(parent for parent in parents if os.path.exists(parent))
-    which = "" if there == Path(path) else f"{there} "
-    if not there.is_dir():
-        yield f"--{name} {path}: {which}is a file; give a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
+def changes(saved: Mapping[str, Any], config: Tree) -> list[str]:
+    """List ``--name value (was other)`` for each option that affects what is learnt and differs on resume.
+
+    Args:
+        saved: the options of the checkpoint, flat; an option that it does not know is not compared.
+        config: of the resumed run.
+    """
+    now = flatten(config)
+    return [
+        f"--{name} {show(now[name])} (was {show(saved[name])})" for name, option in options(config).items()
+        if not option.free and saved.get(name, now[name]) != now[name]
+    ]
 
 
-def _package(option: str, module: str, name: str) -> Iterator[str]:
-    if find_spec(module) is None:
-        yield f"--{option} True: the package {module} is not installed; run: pip install {name}"
-
-
-def _packages(log: SinkConfig) -> Iterator[str]:
-    if log.use_wandb:
-        yield from _package("use_wandb", "wandb", "wandb")
-    if log.use_trackio:
-        yield from _package("use_trackio", "trackio", "trackio")
-    if log.use_tensorboard:
-        yield from _package("use_tensorboard", "tensorboard", "tensorboard")
-
-
-def _strategy(c: Config | SFTConfig, world_size: int) -> Iterator[str]:
-    yield from strategy_problems(c, world_size)
-    yield from _divides("fsdp_shard_size", c.strategy.fsdp_shard_size, world_size)
-    yield from _divides("zpg", c.strategy.zpg, world_size)
-
-
-def _divides(name: str, size: int, world_size: int) -> Iterator[str]:
-    if size > 0 and world_size % size:
-        yield (f"--{name} {size}: must divide the {world_size} ranks; "
-               f"nearest valid value: {_nearest_divisors(world_size, size)}")
+def lost_length(saved: Mapping[str, Any], config: Tree) -> str | None:
+    """Explain an undefined length of the run: it counts batches of the data, and their size has changed; else None."""
+    name, now = config.BATCH, flatten(config)
+    if now["max_steps"] or saved.get(name, now[name]) == now[name]:
+        return None
+    return (f"--{name} {now[name]}: the steps of the checkpoint were of {saved[name]}, so what is left of the data is "
+            f"no number of steps; go on with --{name} {saved[name]}, or say with --max_steps where the run ends")

@@ -16,9 +16,7 @@ import algorithm_pages  # noqa: E402
 import learning_matrix  # noqa: E402
 import matrix_report  # noqa: E402
 
-from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES  # noqa: E402
 from lightrft.algorithms.catalog import COLUMNS, fields_of, tuned_by  # noqa: E402
-from lightrft.preflight.algorithm_rules import AlgorithmFacts  # noqa: E402
 from lightrft.config.cli import parse_config  # noqa: E402
 from lightrft.config.options import options  # noqa: E402
 from lightrft.config.presets import RECIPES  # noqa: E402
@@ -118,7 +116,7 @@ def test_the_options_of_every_run_are_accepted(name, monkeypatch):
     told = "\n".join(algorithm_pages._measured(name)).split('ARGS="')[1].split('"')[0].split()
     for words, defaults in ((learning_matrix.Run(name, 1).flags(2), None), (told, DEFAULTS)):
         config = parse_config([*data, *words], defaults=defaults).config
-        validate(config, 2, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+        validate(config, 2)
 
 
 def test_what_a_run_leaves(tmp_path):

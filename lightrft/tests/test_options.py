@@ -14,7 +14,7 @@ from lightrft.config.schema import Config, LogConfig
 from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor, load_tokenizer
-from lightrft.preflight.validate import validate_sft
+from lightrft.preflight.validate import validate
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.option_flips import (FLIPS, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen, files, forwards, keys,
                                                  steps, weights)
@@ -78,7 +78,7 @@ def run_sft(home: Path, save: Path, values: dict[str, Any]) -> Seen:
     """A run of the SFT trainer, as ``lightrft.cli.train_sft`` builds it."""
     given = {"pretrain": str(home / "model"), "train_data": [str(home / "chats.jsonl")], "save_path": str(save)}
     config = parse_config([], defaults=SFT_BASE | given | values, tree=SFTConfig).config
-    validate_sft(config, 1)
+    validate(config, 1)
     seed_everything(config.train.seed)
     strategy, data = runs.strategy_of(config), config.data.as_data_config()
     tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)

@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.preflight.resume import changes, lost_length
 from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
+from lightrft.preflight.validate import changes, lost_length
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.optimizer import full_shape
-from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError

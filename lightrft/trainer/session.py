@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import lightrft.algorithms  # noqa: F401  (fills the registries)
-from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import ParsedConfig, exit_on_config_error
-from lightrft.preflight.cost import batch_summary, gpu_name, model_size
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
-from lightrft.preflight.memory import room_here
 from lightrft.config.options import ConfigError
-from lightrft.preflight.report import describe, resolved
-from lightrft.config.schema import Config
-from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_warnings
-from lightrft.preflight.validate import validate, validate_sft
-from lightrft.strategy.strategy import get_strategy
+from lightrft.preflight.report import report, summary
+from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.strategy import get_strategy
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
 from lightrft.utils.logging import get_logger
@@ -81,7 +75,8 @@ def check(parsed: ParsedConfig) -> None:
     with exit_on_config_error():
         _validate(parsed, world.world_size)
     if parsed.dry_run:
-        sys.stdout.write(_report(parsed, world.world_size) + "\n" if world.is_main else "")
+        told = report(parsed.config, parsed.provenance, world.world_size)
+        sys.stdout.write(told + "\n" if world.is_main else "")
         raise SystemExit(0)
     with exit_on_config_error():
         _make_folder(Path(parsed.config.checkpoint.save_path))
@@ -89,18 +84,10 @@ def check(parsed: ParsedConfig) -> None:
 
 def _validate(parsed: ParsedConfig, world_size: int) -> None:
     """Validate the options; a problem names the preset, script or file that set an option if no flag did."""
-    config = parsed.config
     try:
-        if isinstance(config, Config):
-            validate(config, world_size, _facts())
-        else:
-            validate_sft(config, world_size)
+        validate(parsed.config, world_size)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
-
-
-def _facts() -> AlgorithmFacts:
-    return AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS)
 
 
 def _make_folder(path: Path) -> None:
@@ -112,22 +99,12 @@ def _make_folder(path: Path) -> None:
                         "written to") from error
 
 
-def _report(parsed: ParsedConfig, world_size: int) -> str:
-    config = parsed.config
-    if not isinstance(config, Config):
-        return resolved(config, parsed.provenance)
-    critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
-    told = describe(config, parsed.provenance, world_size, model_size(config.model.pretrain), gpu_name(),
-                    room_here(world_size), critic)
-    return "\n".join([told, *(f"warning: {text}" for text in algorithm_warnings(config, _facts()))])
-
-
 def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
     """Save the configuration in the folder of the run, and log the contents of a step."""
     if strategy.is_main:
         folder = Path(parsed.config.checkpoint.save_path)
         save_config(parsed.config, folder / "config.yaml", parsed.plugins)
-    if isinstance(parsed.config, Config):
-        get_logger().info(batch_summary(parsed.config, strategy.world_size))
-        for text in algorithm_warnings(parsed.config, _facts()):
-            get_logger().warning(text)
+    for line in summary(parsed.config, strategy.world_size):
+        get_logger().info(line)
+    for text in warnings(parsed.config):
+        get_logger().warning(text)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.cli import group_from_args, parse_config
+from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, REFUSED
-from lightrft.config.flags import PRESETS
-from lightrft.config.options import ConfigError, Option, flatten, group_options, groups, options
+from lightrft.config.options import ConfigError, Option, flatten, group_from_args, group_options, groups, options
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.tests.support.option_values import every_option, other_value, words
@@ -18,7 +17,7 @@ from lightrft.utils.cli_args import add_arguments
 TREES = (Config, SFTConfig)
 CASES = [
     pytest.param(tree, option, id=f"{tree.__name__}-{option.name}") for tree in TREES for option in every_option(tree)
-    if option.name not in PRESETS
+    if not option.preset
 ]
 
 # section 2.1 and 2.2 of the original's command line

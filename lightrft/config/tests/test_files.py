@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.files import load_config, save_config, to_yaml
+from lightrft.config.files import load_config, plugins_of, save_config, to_yaml
 from lightrft.config.options import ConfigError, build, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
@@ -13,7 +13,7 @@ from lightrft.tests.support.option_values import every_option, other_value
 def load(folder: Path, text: str) -> dict[str, object]:
     path = folder / "c.yaml"
     path.write_text(text)
-    return load_config(path, Config)[0]
+    return load_config(path, Config)
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
@@ -30,19 +30,13 @@ def test_round_trip_of_every_option(tree: type, tmp_path: Path) -> None:
 
 def test_round_trip_of_awkward_values(tmp_path: Path) -> None:
     values = {
-        "l2": 1e-7,
-        "actor_learning_rate": 3e-4,
-        "stop": ["a,b", "\n", "é"],
-        "system_prompt": "yes: {x}\n# no",
-        "wandb_run_name": "007",
-        "adam_betas": [0.1 + 0.2, 0.999],
-        "kl_target": None,
-        "eval_data": []
+        "l2": 1e-7, "actor_learning_rate": 3e-4, "stop": ["a,b", "\n", "é"], "system_prompt": "yes: {x}\n# no",
+        "wandb_run_name": "007", "adam_betas": [0.1 + 0.2, 0.999], "kl_target": None, "eval_data": []
     }
     config = build(Config, values)
     save_config(config, tmp_path / "c.yaml", ["json"])
-    found, plugins = load_config(tmp_path / "c.yaml", Config)
-    assert build(Config, found) == config and plugins == ["json"], "exact"
+    found = load_config(tmp_path / "c.yaml", Config)
+    assert build(Config, found) == config and plugins_of(tmp_path / "c.yaml") == ["json"], "exact"
 
 
 def test_nested_flat_aliases_and_number_forms(tmp_path: Path) -> None:
@@ -50,14 +44,8 @@ def test_nested_flat_aliases_and_number_forms(tmp_path: Path) -> None:
         tmp_path, "strategy: {strategy: fsdp}\nl2: 3e-4\nmax_samples: 1.0e+3\nreward: math=0.9,format=0.1\n"
         "kl_target: null\nmax_norm: 1\ndisable_ds_ckpt: true\neval_pass_k: 4\n")
     assert found == {
-        "strategy": "fsdp",
-        "l2": 3e-4,
-        "max_samples": 1000,
-        "reward": ["math=0.9", "format=0.1"],
-        "kl_target": None,
-        "max_norm": 1.0,
-        "disable_ckpt": True,
-        "eval_pass_k": [4]
+        "strategy": "fsdp", "l2": 3e-4, "max_samples": 1000, "reward": ["math=0.9", "format=0.1"], "kl_target": None,
+        "max_norm": 1.0, "disable_ckpt": True, "eval_pass_k": [4]
     }, found
     assert load(tmp_path, "strategy: fsdp\nreward: [a]\n") == {"strategy": "fsdp", "reward": ["a"]}
     assert load(tmp_path, "") == {} and load(tmp_path, "train:\n  seed: 1\n") == {"seed": 1}

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.cli import ParsedConfig, group_from_args, parse_config
-from lightrft.config.layers import with_sources
-from lightrft.config.dependencies import changed
-from lightrft.config.options import ConfigError, flatten, options
+from lightrft.config.cli import ParsedConfig, parse_config
+from lightrft.config.layers import changed, with_sources
+from lightrft.config.options import ConfigError, flatten, group_from_args, options
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
-from lightrft.preflight.report import recipe_table, resolved, semantics_table
 from lightrft.config.schema import AlgorithmConfig, Config
+from lightrft.preflight.report import recipe_table, resolved, semantics_table
 from lightrft.utils.cli_args import add_arguments
 
 ISSUE = ("grpo dapo dr_grpo gspo gmpo cispo cpgd reinforce++ reinforce_baseline rloo remax opo magic ppo").split()

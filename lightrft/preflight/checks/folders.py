@@ -4,10 +4,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightrft.config.schema import Config
 from lightrft.preflight.checks.devices import GIB
 from lightrft.preflight.checks.finding import Finding
 from lightrft.preflight.cost import ModelSize
-from lightrft.config.schema import Config
 
 SHM = Path("/dev/shm")
 SHM_BYTES = GIB  # NCCL takes tens of MiB per rank, an engine with tensor parallelism more; Docker's default is 64 MiB

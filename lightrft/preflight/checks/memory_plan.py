@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.engines import HF_CACHE_PART
+from lightrft.config.options import show
+from lightrft.config.options import build, flatten
+from lightrft.config.schema import Config
 from lightrft.preflight.checks.devices import GIB, Device
 from lightrft.preflight.checks.finding import Finding
 from lightrft.preflight.cost import ModelSize, batch_summary, model_size
-from lightrft.config.flags import show
-from lightrft.config.engines import HF_CACHE_PART
 from lightrft.preflight.memory import PHASES, Room, engine_cache, engine_weights, memory, peak
-from lightrft.config.options import build, flatten
-from lightrft.config.schema import Config
 
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 ZERO_OFFLOADS: tuple[dict[str, Any],

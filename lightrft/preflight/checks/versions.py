@@ -3,8 +3,8 @@ import platform
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
-from lightrft.preflight.checks.finding import Finding
 from lightrft.config.engines import INSTALL
+from lightrft.preflight.checks.finding import Finding
 
 PACKAGE = "lightrft"
 TOOLS = ("docs", "dev")  # extras that no run needs

@@ -1,10 +1,10 @@
 """What lies on a device in each phase of a step, against numbers computed by hand."""
 import pytest
 
-from lightrft.preflight.cost import GIB, ModelSize
-from lightrft.preflight.memory import Room, memory, memory_lines, peak
 from lightrft.config.options import build
 from lightrft.config.schema import Config
+from lightrft.preflight.cost import GIB, ModelSize
+from lightrft.preflight.memory import Room, memory, memory_lines, peak
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 GPU, HOST = Room(10_000, True), Room(10_000, False)

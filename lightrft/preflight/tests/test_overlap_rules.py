@@ -1,8 +1,8 @@
 """``--overlap_passes`` is refused where it cannot hold, and where there is nothing to overlap."""
 import pytest
 
-from lightrft.preflight.engine_rules import overlap_problems
 from lightrft.config.schema import Config
+from lightrft.preflight.engine_rules import overlap_problems
 
 LORA = {"init_kl_coef": 0.1, "lora_rank": 4}
 
@@ -12,7 +12,7 @@ def problems(world_size=1, **values):
     for name, value in {"overlap_passes": True, "train_batch_size": 1024, **values}.items():
         group = next(group for group in vars(config).values() if name in vars(group))
         setattr(group, name, value)
-    return list(overlap_problems(config, world_size, {"gae"}))
+    return list(overlap_problems(config, world_size))
 
 
 @pytest.mark.parametrize("values,words", [

@@ -1,8 +1,8 @@
 """``--oversample`` beside engines, whose packages need not be installed here; the rest is in problems.py."""
 import pytest
 
-from lightrft.preflight.engine_rules import oversample_problems
 from lightrft.config.schema import Config, RolloutConfig
+from lightrft.preflight.engine_rules import oversample_problems
 
 
 @pytest.mark.parametrize("values", [{"engine_tp_size": 2, "use_fire": True}, {"stages": ["no stage"]}])

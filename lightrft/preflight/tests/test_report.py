@@ -6,11 +6,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from lightrft.config.cli import parse_config
-from lightrft.preflight.cost import GIB, ModelSize, batch_sizes, batch_summary, model_size, peak_flops, step_flops
 from lightrft.config.options import build, options
-from lightrft.preflight.report import describe, option_table, resolved
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.preflight.cost import (GIB, ModelSize, batch_sizes, batch_summary, model_size, peak_flops, step_flops,
+                                     time_line)
+from lightrft.preflight.memory import UNKNOWN, memory_lines
+from lightrft.preflight.report import estimates, option_table, report, resolved, summary
 from lightrft.utils.errors import UserError
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
@@ -74,7 +76,7 @@ def test_report_names_every_option_and_its_provenance(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("l2: 0.5\n")
     parsed = parse_config(["--config", str(path), "--seed", "77"], defaults={"gamma": 0.5})
-    text = describe(parsed.config, parsed.provenance, 2)
+    text = report(parsed.config, parsed.provenance, 2)
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
     assert all(name in lines for name in options(Config)), "options are missing"
     assert "77" in lines["seed"] and lines["seed"].endswith("[flag]") and lines["lambd"].endswith("[default]")
@@ -84,17 +86,27 @@ def test_report_names_every_option_and_its_provenance(tmp_path: Path) -> None:
 
 
 def test_report_with_a_known_model() -> None:
-    text = describe(Config(), {}, 2, ModelSize(GIB, GIB // 10, GIB // 5), "NVIDIA H200")
+    size = ModelSize(GIB, GIB // 10, GIB // 5)
+    text = "\n".join(memory_lines(Config(), 2, size, UNKNOWN))
     assert "weights, float32" in text and "GiB per rank" in text
+    text = time_line(Config(), 2, size, "NVIDIA H200")
     assert "about" in text and "H200 at 40% of 989" in text, text
-    assert "a CPU" in describe(Config(), {}, 1, SIZE), "a CPU has no estimate"
+    assert "a CPU" in time_line(Config(), 1, SIZE, ""), "a CPU has no estimate"
 
 
 def test_report_says_what_it_leaves_to_the_engine() -> None:
     for engine, name in {"vllm": "vLLM", "sglang": "SGLang"}.items():
-        text = describe(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), {}, 1)
-        assert text.endswith(f"\n--engine_args: {name} checks names and values when it starts, not here")
-        assert "when it starts" not in describe(build(Config, {"engine_type": engine}), {}, 1)
+        lines = estimates(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), 1)
+        assert lines[-1] == f"--engine_args: {name} checks names and values when it starts, not here"
+        assert "when it starts" not in "".join(estimates(build(Config, {"engine_type": engine}), 1))
+
+
+def test_every_tree_has_a_report() -> None:
+    sft = report(SFTConfig(), {"seed": "flag"}, 2)
+    assert sft == resolved(SFTConfig(), {"seed": "flag"}) and "[flag]" in sft, "no estimates yet"
+    loss = build(Config, {"policy_loss": "gpg", "max_epochs": 2})
+    assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, 1)
+    assert summary(loss, 2) == [batch_summary(loss, 2)] and summary(SFTConfig(), 2) == []
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

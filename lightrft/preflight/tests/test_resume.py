@@ -1,10 +1,10 @@
 """What is said about options that differ between a checkpoint and the run that goes on from it."""
 import pytest
 
-from lightrft.config.options import build, flatten, groups, options
+from lightrft.config.options import build, flatten, group_options, groups, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.preflight.resume import FREE, FREE_GROUPS, FREE_SFT, changes, lost_length
+from lightrft.preflight.validate import changes, lost_length
 from lightrft.tests.support.option_values import other_value
 
 SILENT = {"max_steps", "num_episodes", "save_steps", "eval_steps", "eval_data", "logging_steps", "use_wandb",
@@ -18,7 +18,7 @@ TOLD = {"seed", "prompt_data", "rollout_batch_size", "n_samples_per_prompt", "tr
 def test_every_option_is_told_or_free(tree):
     told = {name for name, option in options(tree).items()
             if changes(flatten(tree()), build(tree, {name: other_value(option)}))}  # yapf: disable
-    assert not told & SILENT and told >= TOLD & options(tree).keys() - (FREE_SFT if tree is SFTConfig else set())
+    assert not told & SILENT and told >= TOLD & options(tree).keys() - ({"max_epochs"} if tree is SFTConfig else set())
     assert changes(flatten(tree()), tree()) == []
 
 
@@ -34,9 +34,10 @@ def test_a_recipe_counts_by_what_it_sets():
     assert changes(saved, now) == ["--eps_clip_high 0.28 (was none)"]
 
 
-def test_the_free_ones_exist():
-    assert set(FREE_GROUPS) <= groups(Config).keys()
-    assert options(Config).keys() >= FREE and options(SFTConfig).keys() >= FREE_SFT
+def test_a_group_or_a_line_makes_an_option_free():
+    known = options(Config)
+    assert known["save_steps"].free and known["eval_data"].free and not known["prompt_data"].free
+    assert not group_options(groups(Config)["checkpoint"])["save_steps"].free, "the tree frees its group"
 
 
 @pytest.mark.parametrize("tree,name", [(Config, "rollout_batch_size"), (SFTConfig, "train_batch_size")])

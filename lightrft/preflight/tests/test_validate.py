@@ -5,39 +5,20 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.dependencies import CORRECTION_OPTIONS, ESTIMATOR_OPTIONS, LOSS_OPTIONS
+from lightrft.algorithms import ADVANTAGES
+from lightrft.algorithms.base import Advantage
 from lightrft.config.options import ConfigError, build, options
-from lightrft.config.ranges import RANGES
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.preflight import strategy_rules
-from lightrft.preflight.algorithm_rules import AlgorithmFacts, algorithm_warnings
-from lightrft.preflight.validate import validate, validate_sft
+from lightrft.preflight import shared_rules
+from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
 from lightrft.tests.support.option_values import every_option
-from lightrft.utils.registry import Registry
-
-FACTS = AlgorithmFacts(
-    estimators=frozenset({"gae", "group_norm", "reinforce", "reinforce++", "grpo_passk", "gdpo",
-                          "maxrl"}), policy_losses=frozenset({"ppo", "plain", "cispo"}),
-    corrections=frozenset({"none", "tis", "bypass",
-                           "icepop"}), needs_group=frozenset({"group_norm", "grpo_passk", "gdpo", "maxrl"}),
-    needs_critic=frozenset({"gae"}), whitens=frozenset({"reinforce++"}), ignores={
-        "lambd": frozenset({"group_norm", "reinforce",
-                            "reinforce++"}), "std_eps": frozenset({"gae", "reinforce", "reinforce++"}), "pass_k":
-        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo",
-                   "maxrl"}), **dict.fromkeys(LOSS_OPTIONS, frozenset({"plain", "cispo"})),
-        **dict.fromkeys(("eps_clip", "eps_clip_high", "cispo_absolute"), frozenset({"plain"})),
-        **dict.fromkeys(("whiten_flat_groups", "gdpo_whiten_tokens"), frozenset({"group_norm"})), "norm_group_std":
-        frozenset({"gae", "group_norm", "reinforce", "reinforce++", "gdpo", "maxrl"}),
-        **dict.fromkeys(CORRECTION_OPTIONS, frozenset({"none", "bypass"}))
-    }, needs_parts=frozenset({"gdpo"}), needs_positive=frozenset({"maxrl"}), no_ratio=frozenset({"plain"}),
-    masks=frozenset({"icepop"}))
 
 
 def problems(world_size: int = 2, **values: Any) -> list[str]:
     try:
-        validate(build(Config, GOOD | values), world_size, FACTS)
+        validate(build(Config, GOOD | values), world_size)
     except ConfigError as error:
         return error.problems
     return []
@@ -97,9 +78,9 @@ def test_offload_needs_fsdp() -> None:
 
 
 def test_deepspeed_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy_rules, "find_spec", lambda name: None)
-    assert problems(strategy="deepspeed") == [strategy_rules.NO_DEEPSPEED]
-    assert strategy_rules.NO_DEEPSPEED.endswith("pip install deepspeed==0.19.8")
+    monkeypatch.setattr(shared_rules, "find_spec", lambda name: None)
+    assert problems(strategy="deepspeed") == [shared_rules.NO_DEEPSPEED]
+    assert shared_rules.NO_DEEPSPEED.endswith("pip install deepspeed==0.19.8")
 
 
 def test_paths_that_exist(tmp_path: Path) -> None:
@@ -132,7 +113,7 @@ def test_all_problems_at_once() -> None:
                                            ("use_tensorboard", "tensorboard"), ("use_liger", "liger_kernel")])
 def test_missing_packages(option: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    monkeypatch.setattr("lightrft.preflight.validate.find_spec", without(module))
+    monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", without(module))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = problems(**{option: True})
     assert len(found) == 1 and f"--{option}" in found[0] and "pip install" in found[0], found
@@ -144,7 +125,7 @@ def without(module: str) -> Callable[[str], object | None]:
 
 def test_liger_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    monkeypatch.setattr("lightrft.preflight.validate.find_spec", without("nothing"))
+    monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", without("nothing"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "need CUDA" in problems(use_liger=True)[0]
 
@@ -152,62 +133,48 @@ def test_liger_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
 def test_every_number_has_a_range_that_holds_its_default(tree: type) -> None:
     for option in every_option(tree):
-        assert (option.kind in (int, float)) == (option.name
-                                                 in RANGES), f"{option.flag} needs a range in config/ranges.py"
-    assert set(RANGES) <= set(options(Config)) | set(options(SFTConfig)), "a range of no option"
-    assert not any("must be" in problem for problem in problems()), "a default is out of range"
+        assert (option.kind in (int, float)) == bool(option.within), f"{option.flag} needs within= on its line"
+        assert not list(option.range_problems(option.default)), "a default is out of range"
 
 
-@pytest.mark.parametrize("name", [name for name in RANGES if name in options(Config)])
+@pytest.mark.parametrize("name", [option.name for option in every_option(Config) if option.within])
 def test_both_sides_of_every_range(name: str) -> None:
     option = options(Config)[name]
     for value in (-2, 2**40):
         typed = [option.kind(value)] if option.many else option.kind(value)
-        limited = not (RANGES[name].startswith("(-inf") if value < 0 else RANGES[name].endswith("inf)"))
+        limited = not (option.within.startswith("(-inf") if value < 0 else option.within.endswith("inf)"))
         assert limited == any(f"--{name} " in text and ": must be " in text for text in problems(**{name: typed}))
 
 
-def test_facts_are_read_from_the_registries() -> None:
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_what_a_line_says_about_other_options_is_true(tree: type) -> None:
+    known = options(tree)
+    readers = {*(known["strategy"].choices or ()), *(options(Config)["engine_type"].choices or ()), "critic"}
+    for option in every_option(tree):
+        needed, _, example = option.needs.partition(" ")
+        assert not needed or known[needed].kind is bool or known[needed].convert(example), option.flag
+        assert readers.issuperset(option.read_by) and (option.within or not option.why), option.flag
 
-    class Entry:
-        needs_group, needs_critic, whitens, needs_parts, needs_positive = True, False, True, True, False
-        reads: tuple[str, ...] | None = ("lambd", )
 
-    class Silent(Entry):
-        reads = None
-
-    class Loss:
-        reads, needs_old = LOSS_OPTIONS[:1], False
-
-    class Weight:
-        reads, masks = CORRECTION_OPTIONS, True
-
-    advantages: Registry[Entry] = Registry("advantage estimator")
-    losses: Registry[Loss] = Registry("policy loss")
-    advantages.register("mine", "alias")(Entry())
-    losses.register("ppo")(Loss())
-    weights: Registry[Weight] = Registry("rollout correction")
-    weights.register("mask")(Weight())
-    facts = AlgorithmFacts.gather(advantages, losses, weights)
-    both = frozenset({"mine", "alias"})
-    unread: dict[str, frozenset[str]] = dict.fromkeys(LOSS_OPTIONS[1:], frozenset({"ppo"}))
-    ignores = dict.fromkeys(ESTIMATOR_OPTIONS, both) | {"lambd": frozenset(), LOSS_OPTIONS[0]: frozenset()} | unread
-    ignores |= dict.fromkeys(CORRECTION_OPTIONS, frozenset())
-    loss, mask = frozenset({"ppo"}), frozenset({"mask"})
-    assert facts == AlgorithmFacts(both, loss, mask, both, frozenset(), both, ignores, both, frozenset(), loss, mask)
-    advantages.register("silent")(Silent())
-    assert AlgorithmFacts.gather(advantages, losses, weights).ignores == ignores
+def test_an_algorithm_that_does_not_say_what_it_reads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reads in (("silent", None), ("says_so", ("lambd", ))):
+        monkeypatch.setitem(ADVANTAGES._entries, name, Advantage(lambda exp, cfg: exp.token_rewards, reads=reads))
+    assert problems(advantage_estimator="silent", lambd=0.5, std_eps=0.5) == []
+    assert problems(advantage_estimator="says_so", lambd=0.5) == []
+    told, = problems(advantage_estimator="says_so", std_eps=0.5)
+    assert "--std_eps 0.5: says_so does not use it" in told and "silent" not in told
+    assert "use --advantage_estimator gae or says_so" in problems(lambd=0.5)[0]
 
 
 @pytest.mark.parametrize("loss,values,steps", [
-    ("plain", {"max_epochs": 2}, 16),
-    ("plain", {"rollout_batch_size": 16}, 0),
-    ("plain", {"rollout_batch_size": 16, "max_epochs": 2}, 2),
-    ("plain", {}, 8),
+    ("gpg", {"max_epochs": 2}, 16),
+    ("gpg", {"rollout_batch_size": 16}, 0),
+    ("gpg", {"rollout_batch_size": 16, "max_epochs": 2}, 2),
+    ("gpg", {}, 8),
     ("ppo", {"max_epochs": 2}, 0),
 ])
 def test_a_loss_without_a_ratio_is_for_one_step(loss: str, values: dict[str, Any], steps: int) -> None:
-    told = list(algorithm_warnings(build(Config, GOOD | values | {"policy_loss": loss}), FACTS))
+    told = list(warnings(build(Config, GOOD | values | {"policy_loss": loss})))
     assert len(told) == (steps > 0) and all(f" {steps} optimizer steps" in text for text in told), told
 
 
@@ -216,7 +183,7 @@ def test_a_loss_without_a_ratio_is_for_one_step(loss: str, values: dict[str, Any
     (KL | {"kl_estimator": "k3", "use_kl_loss": True}, 0), (KL | {"use_kl_loss": True}, 0), ({}, 0),
 ])  # yapf: disable
 def test_an_estimator_with_another_gradient_in_the_reward_is_told(values: dict[str, Any], told: int) -> None:
-    found = list(algorithm_warnings(build(Config, GOOD | values), FACTS))
+    found = list(warnings(build(Config, GOOD | values)))
     assert len(found) == told and all(f"--kl_estimator {values['kl_estimator']} in" in text for text in found)
 
 
@@ -237,8 +204,8 @@ def test_an_estimator_with_another_gradient_in_the_reward_is_told(values: dict[s
 def test_sft(values: dict[str, Any], part: str) -> None:
     config = build(SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]} | values)
     if not part:
-        validate_sft(config, 2)
+        validate(config, 2)
         return
     with pytest.raises(ConfigError) as error:
-        validate_sft(config, 2)
+        validate(config, 2)
     assert len(error.value.problems) == 1 and part in error.value.problems[0], error.value.problems

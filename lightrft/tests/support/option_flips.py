@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from lightrft.config.dependencies import LOSS_OPTIONS
-from lightrft.preflight.engine_rules import READ_BY
+from lightrft.config.options import options
+from lightrft.config.schema import Config
 from lightrft.tests.support.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
@@ -247,6 +247,9 @@ FLIPS: dict[str, Flip] = {
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"
 _S, _M, _U = "lightrft/strategy/tests/", "lightrft/models/tests/", "lightrft/utils/tests/"
 _A, _HERE = "lightrft/algorithms/tests/", "lightrft/tests/test_options.py::"
+_ENGINE = [name for name, option in options(Config).items() if option.read_by == ("vllm", "sglang")]
+_LOSSES = ("cispo_absolute", "policy_drift_coef", "sapo_tau_pos", "sapo_tau_neg", "dppo_delta", "dppo_ratio_max",
+           "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio", "kl_cov_coef", "kl_cov_abs")
 SHOWN: dict[str, str] = {
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
     "use_liger": _M + "test_loader.py::test_liger_needs_cuda",
@@ -258,7 +261,7 @@ SHOWN: dict[str, str] = {
                     "lightrft/strategy/deepspeed/tests/test_deepspeed_strategy.py::test_what_the_options_do"),
     "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",
     "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
-    **dict.fromkeys(READ_BY, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
+    **dict.fromkeys(_ENGINE, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
     "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",
     "offload_during_rollout": _T + "test_offloader.py::test_models_are_away_while_the_engine_generates",
     "lora_sync": "lightrft/rollout/tests/test_vllm_adapters.py::test_adapters_alone_after_the_first_sync",
@@ -281,7 +284,7 @@ SHOWN: dict[str, str] = {
     "max_unscored_steps": _T + "test_tripwires.py::test_a_reward_that_always_fails_stops_the_run",
     "reward_probe": _HERE + "test_the_probe_stops_a_run",
     "dual_clip": _M + "test_loss.py::test_each_option_changes_the_loss",
-    **dict.fromkeys(LOSS_OPTIONS[3:], _A + "test_policy_losses.py::test_a_loss_reads_what_it_says"),
+    **dict.fromkeys(_LOSSES, _A + "test_policy_losses.py::test_a_loss_reads_what_it_says"),
     "max_bad_steps": _T + "test_optimizer_step.py::test_one_process",
     "save_path": _T + "test_session.py::test_the_command_line_trains",
     "async_save": _S + "test_conformance.py::test_one_rank",

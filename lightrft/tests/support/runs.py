@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import lightrft.algorithms  # noqa: F401  (fills the registries)
-from lightrft.algorithms.base import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
-from lightrft.preflight.algorithm_rules import AlgorithmFacts
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
@@ -89,7 +86,7 @@ def config_of(home: Path, save: Path, /, **options: Any) -> Config:
     if values.get("advantage_estimator") == "gae":
         values.setdefault("critic_learning_rate", 1e-3)
     config = parse_config([], defaults=values).config
-    validate(config, World.from_env().world_size, AlgorithmFacts.gather(ADVANTAGES, POLICY_LOSSES, CORRECTIONS))
+    validate(config, World.from_env().world_size)
     return config
 
 

@@ -1,0 +1,130 @@
+"""Option groups that every trainer has, and the base of the option trees."""
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, group_from_args, option
+
+
+@dataclass
+class PolicyModelConfig:
+    """The trained model, its precision and its adapters."""
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
+    bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
+    gradient_checkpointing: bool = option(False, "recompute activations of every decoder layer in the backward pass",
+                                          free=True)
+    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE)
+    lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT)
+    lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
+    target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
+    freeze_prefix: list[str] = option([], "parameters whose name starts with one of these are not trained",
+                                      hint="name the prefixes of the parameters to freeze, e.g. model.embed_tokens")
+    use_liger: bool = option(False, "replace RMSNorm, rotary and MLP kernels by Liger's (CUDA, needs the liger extra)",
+                             free=True)
+    logprob_chunk_mib: int = option(256, "MiB of float32 logits alive at once while log-probs are computed",
+                                    within=COUNT, free=True)
+
+
+@dataclass
+class StrategyConfig:
+    """Distribution of the models over the ranks."""
+    strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
+                           ("auto", "single", "fsdp", "deepspeed"))
+    fsdp_shard_size: int = option(
+        0, "ranks that share one copy of the weights (HSDP when smaller than the world); 0: all ranks",
+        within=NON_NEGATIVE, read_by=("fsdp", ))
+    fsdp_cpu_offload: bool = option(
+        False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)",
+        read_by=("fsdp", ))
+    zero_stage: int = option(
+        2, "deepspeed: what the ranks divide among them: 1 the optimizer state, 2 also the gradients, 3 also the "
+        "weights; 0 nothing", within="[0, 3]", read_by=("deepspeed", ))
+    zpg: int = option(
+        1, "deepspeed with --zero_stage 3: neighbouring ranks that together hold a second copy of the weights, for the "
+        "backward pass (hpZ); 1: none", within=COUNT, read_by=("deepspeed", ))
+    overlap_comm: bool = option(
+        False, "deepspeed: reduce gradients and fetch weights while others are computed, in buffers of their own",
+        read_by=("deepspeed", ))
+    adam_offload: bool = option(
+        False, "move the optimizer state to host memory between updates (deepspeed: it stays there, and so does the "
+        "update)")
+    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
+                                 within=COUNT)
+
+    def resolved(self, world_size: int) -> str:
+        """Return ``strategy`` for a run of ``world_size`` ranks, with "auto" resolved."""
+        return self.strategy if self.strategy != "auto" else ("fsdp" if world_size > 1 else "single")
+
+    def divides_weights(self, world_size: int) -> bool:
+        """Return True if a rank holds only its part of the weights."""
+        chosen = self.resolved(world_size)
+        return chosen == "fsdp" or chosen == "deepspeed" and self.zero_stage == 3
+
+    @classmethod
+    def from_args(cls, args: Any) -> "StrategyConfig":
+        """Build the group from an ``argparse.Namespace`` made with :func:`lightrft.utils.cli_args.add_arguments`."""
+        return group_from_args(cls, args)
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its batches."""
+    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT)
+    micro_train_batch_size: int = option(
+        0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only",
+        within=NON_NEGATIVE, free=True)
+    max_tokens_per_micro_batch: int = option(16384,
+                                             "most tokens in one forward pass (a longer single sample goes alone)",
+                                             within=COUNT, free=True)
+    max_steps: int = option(0, "stop after this many steps; 0: when the data has been used as often as asked for",
+                            within=NON_NEGATIVE, free=True)
+    lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
+                               ("constant", "linear", "cosine_with_min_lr"))
+    lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up", within=SHARE)
+    lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak", within=SHARE)
+    adam_betas: list[float] = option([0.9, 0.95], "Adam's betas", within="[0, 1)")
+    l2: float = option(0.0, "weight decay (norms and biases are excluded)", within=NON_NEGATIVE)
+    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off", within=NON_NEGATIVE)
+    max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient",
+                                within=COUNT, free=True)
+    seed: int = option(42, "seed of everything random", within="[0, 4294967295]")
+
+
+@dataclass
+class CheckpointConfig:
+    """Outputs of the run, checkpoints and resuming."""
+    save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model")
+    ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
+    save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done", within="[-1, inf)")
+    max_ckpt_num: int = option(3, "keep at most this many checkpoints (the best one is kept besides)", within=COUNT)
+    max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints", within=POSITIVE)
+    best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
+    async_save: bool = option(True, "write checkpoints in the background")
+    load_checkpoint: bool = option(False, "go on from the newest complete checkpoint in --ckpt_path")
+    save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
+    disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
+
+
+@dataclass
+class SinkConfig:
+    """Destinations of the metrics."""
+    logging_steps: int = option(1, "steps between lines of the step table", within=COUNT)
+    use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard",
+                                   hint="the flag takes no folder: events go to SAVE_PATH/tensorboard")
+    use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)",
+                             hint="the flag takes no key: set WANDB_API_KEY in the environment")
+    wandb_project: str = option("lightrft", "W&B project")
+    wandb_run_name: str | None = option(None, "W&B run name")
+    wandb_group: str | None = option(None, "W&B group")
+    wandb_org: str | None = option(None, "W&B entity")
+    use_trackio: bool = option(False, "log to trackio (needs the trackio extra)")
+
+
+class Tree:
+    """Base of the option trees: the groups that every trainer has, and facts that its checks depend on."""
+    model: PolicyModelConfig
+    strategy: StrategyConfig
+    train: OptimConfig
+    checkpoint: CheckpointConfig
+    log: SinkConfig
+    BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
+    METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has

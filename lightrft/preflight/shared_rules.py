@@ -1,0 +1,214 @@
+"""Rules that hold for every trainer: of single options, and of the option groups that all trees have."""
+import os
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.layers import changed
+from lightrft.config.options import Option, check_ranges, did_you_mean, flatten, options
+from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
+                                           Tree)
+from lightrft.strategy.deepspeed import NO_DEEPSPEED
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+
+
+def shared_problems(c: Tree, world_size: int) -> Iterator[str]:
+    """Yield one sentence per problem that does not depend on the trainer."""
+    eval_data = flatten(c)["eval_data"]
+    yield from check_ranges(c)
+    yield from unmet_needs(c)
+    yield from _policy(c.model)
+    yield from _strategy(c, world_size)
+    yield from _optimizer(c.train)
+    yield from _checkpoint(c.checkpoint, eval_data)
+    yield from _best_metric(c, eval_data)
+    yield from _packages(c.log)
+
+
+def unmet_needs(c: Tree) -> Iterator[str]:
+    """Yield one sentence per option that was set and has no effect without another one, which was not."""
+    values, known = flatten(c), options(c)
+    for name, value in changed(c, known):
+        needed = known[name].needs.partition(" ")[0]
+        if needed and not values[needed]:
+            yield (f"--{name} {value}: has no effect without --{needed}; add --{known[name].needs} or drop --{name}")
+
+
+def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option, Any]]:
+    """Select the options that were set and that others of ``rivals`` (such as the engines) read, but not ``chosen``."""
+    known, rivals = options(c), set(rivals)
+    names = [name for name, one in known.items() if rivals.issuperset(one.read_by) and one.read_by]
+    return ((known[name], value) for name, value in changed(c, names) if chosen not in known[name].read_by)
+
+
+def _policy(m: PolicyModelConfig) -> Iterator[str]:
+    if not m.pretrain:
+        yield "--pretrain is missing: give an HF folder or hub id of the model to train"
+    yield from folder("pretrain", m.pretrain)
+    if m.lora_rank > 0 and not m.target_modules:
+        yield f"--target_modules none: --lora_rank {m.lora_rank} needs modules; nearest valid value: all-linear"
+    if m.lora_rank > 0 and m.freeze_prefix:
+        yield f"--freeze_prefix {','.join(m.freeze_prefix)}: has no effect with --lora_rank; drop one"
+    if m.use_liger:
+        yield from _liger()
+
+
+def folder(name: str, path: str | None) -> Iterator[str]:
+    """Yield a problem of a model's path that can only be a local folder and is none."""
+    if path and _looks_local(path) and not Path(path).expanduser().is_dir():
+        yield f"--{name} {path}: no such folder"
+
+
+def _liger() -> Iterator[str]:
+    import torch
+    if not torch.cuda.is_available():
+        yield "--use_liger True: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
+    yield from _package("use_liger", "liger_kernel", "liger-kernel")
+
+
+def _looks_local(path: str) -> bool:
+    """Return True if a path cannot be a hub id (``name`` or ``owner/name``)."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+
+
+def sources(name: str, entries: list[str]) -> Iterator[str]:
+    """Check data entries ``path`` or ``path@data_dir``: yield a missing option and local paths that do not exist."""
+    if name != "eval_data" and not entries:
+        yield f"--{name} is missing: give a file, folder or hub id of the training data"
+    for entry in entries:
+        path = entry.rsplit("@", 1)[0]
+        if not Path(path).expanduser().exists() and (_looks_local(path) or path.endswith(DATA_SUFFIXES)):
+            yield f"--{name} {entry}: no such file or folder"
+
+
+def chat_template(path: str | None) -> Iterator[str]:
+    """Yield a problem of a template's path that can only be a file and is none."""
+    if path and (_looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
+        yield f"--chat_template {path}: no such file"
+
+
+def _optimizer(t: OptimConfig) -> Iterator[str]:
+    if len(t.adam_betas) != 2:
+        yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
+
+
+def _checkpoint(p: CheckpointConfig, eval_data: list[str]) -> Iterator[str]:
+    if p.save_steps == 0:
+        yield "--save_steps 0: not a number of steps; nearest valid value: -1 (only at the end), or --disable_ckpt"
+    if p.disable_ckpt:
+        for name in ("load_checkpoint", "save_hf_ckpt", "best_metric", "ckpt_path"):
+            if vars(p)[name]:
+                yield f"--{name} {vars(p)[name]}: contradicts --disable_ckpt; drop one of them"
+    if p.best_metric and p.best_metric.startswith("eval/") and not eval_data:
+        yield f"--best_metric {p.best_metric}: is never measured without --eval_data; add --eval_data PATH"
+    for name in ("save_path", "ckpt_path"):
+        path = vars(p)[name]
+        if path:
+            yield from _writable(name, path)
+
+
+def _writable(name: str, path: str) -> Iterator[str]:
+    """Check a future folder: the nearest of it and its parents that exists must be a writable folder."""
+    parents = (Path(path), *Path(path).absolute().parents)
+    there = next(parent for parent in parents if os.path.exists(parent))
+    which = "" if there == Path(path) else f"{there} "
+    if not there.is_dir():
+        yield f"--{name} {path}: {which}is a file; give a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
+
+
+def _best_metric(c: Tree, eval_data: list[str]) -> Iterator[str]:
+    """Yield problems of a metric that no checkpoint of this run has."""
+    name = c.checkpoint.best_metric
+    if not name or (name.startswith("eval/") and not eval_data):
+        return  # the missing data is reported above
+    first, slash, _ = name.partition("/")
+    if first not in c.METRICS or not slash:
+        yield (f"--best_metric {name}: no checkpoint has it{did_you_mean(first, c.METRICS)}; metrics begin with "
+               f"{', '.join(f'{one}/' for one in c.METRICS)}")
+    elif first == "eval" and flatten(c)["eval_steps"] == 0:
+        yield (f"--best_metric {name}: is never measured with --eval_steps 0; set --eval_steps -1 or a number of "
+               "steps")
+
+
+def _package(option: str, module: str, name: str) -> Iterator[str]:
+    if find_spec(module) is None:
+        yield f"--{option} True: the package {module} is not installed; run: pip install {name}"
+
+
+def _packages(log: SinkConfig) -> Iterator[str]:
+    if log.use_wandb:
+        yield from _package("use_wandb", "wandb", "wandb")
+    if log.use_trackio:
+        yield from _package("use_trackio", "trackio", "trackio")
+    if log.use_tensorboard:
+        yield from _package("use_tensorboard", "tensorboard", "tensorboard")
+
+
+def _strategy(c: Tree, world_size: int) -> Iterator[str]:
+    s, chosen = c.strategy, c.strategy.resolved(world_size)
+    if s.strategy == "single" and world_size > 1:
+        yield f"--strategy single: there are {world_size} ranks; nearest valid value: fsdp (or start one process)"
+    if chosen == "deepspeed" and find_spec("deepspeed") is None:
+        yield NO_DEEPSPEED
+    yield from _of_another(c, chosen)
+    yield from (_fsdp if chosen == "fsdp" else _zero)(s) if chosen != "single" else ()
+    if chosen == "deepspeed":
+        for name, value in changed(c, ["initial_model_shard_size"]):
+            yield (f"--{name} {value}: has no effect with --strategy deepspeed, which divides the reference model over "
+                   "all ranks with --zero_stage 3 and not at all else; drop it")
+    yield from divides("fsdp_shard_size", s.fsdp_shard_size, world_size)
+    yield from divides("zpg", s.zpg, world_size)
+
+
+def _of_another(c: Tree, chosen: str) -> Iterator[str]:
+    where = "on a single process" if chosen == "single" else f"with --strategy {chosen}"
+    for option, value in unread(c, chosen, options(c)["strategy"].choices or ()):
+        if (option.name, chosen) != ("fsdp_shard_size", "single"):  # valid on one rank
+            yield (f"{option.flag} {value}: has no effect {where}; add --strategy {option.read_by[0]} or drop it")
+
+
+def _fsdp(s: StrategyConfig) -> Iterator[str]:
+    if s.fsdp_cpu_offload and s.adam_offload:
+        yield "--adam_offload True: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
+
+
+def _zero(s: StrategyConfig) -> Iterator[str]:
+    if s.zpg > 1 and s.zero_stage < 3:
+        yield f"--zpg {s.zpg}: has no effect with --zero_stage {s.zero_stage}, where every rank holds all weights; " \
+              "nearest valid value: --zero_stage 3"
+    if s.overlap_comm and not s.zero_stage:
+        yield ("--overlap_comm True: has no effect with --zero_stage 0, which reduces after the backward pass; "
+               "nearest valid value: --zero_stage 1")
+
+
+def divides(name: str, size: int, world_size: int) -> Iterator[str]:
+    """Yield a problem of a number of ranks that share something and does not divide all ranks; 0 is all."""
+    if size > 0 and world_size % size:
+        yield (f"--{name} {size}: must divide the {world_size} ranks; "
+               f"nearest valid value: {nearest_divisors(world_size, size)}")
+
+
+def nearest_divisors(total: int, value: int) -> str:
+    """Format the divisors of ``total`` around ``value``: ``4 or 8``."""
+    small = [n for n in range(1, isqrt(total) + 1) if total % n == 0]
+    divisors = [*small, *(total // n for n in small)]
+    picks = [max((n for n in divisors if n <= value), default=0), min((n for n in divisors if n >= value), default=0)]
+    return " or ".join(str(n) for n in dict.fromkeys(picks) if n)
+
+
+def per_rank(name: str, value: int, world_size: int) -> Iterator[str]:
+    """Yield a problem of a count that is smaller than the number of ranks."""
+    if value < world_size:
+        yield (
+            f"--{name} {value}: each of the {world_size} ranks needs at least one; nearest valid value: {world_size}")
+
+
+def evaluations(eval_steps: int, data: list[str]) -> Iterator[str]:
+    """Yield a problem of evaluations that have no data."""
+    if eval_steps > 0 and not data:
+        yield f"--eval_steps {eval_steps}: has no effect without --eval_data; add --eval_data PATH or drop it"
