@@ -22,9 +22,9 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout import Completion, Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.trainer.overlapped_passes import OverlappedPasses
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.logprob_pass import Pass
+from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits
 from lightrft.trainer.samples import pack_samples
 from lightrft.types import Prompt, Sample

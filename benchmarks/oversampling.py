@@ -19,7 +19,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.experience_maker import Rollout
 from lightrft.trainer.partial_rollout import OversamplingSource, PartialExperienceMaker, PartialGroup
 from lightrft.trainer.samples import Rows

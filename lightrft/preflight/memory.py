@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from lightrft.config.engines import host_cache
 from lightrft.config.schema import Config, StrategyConfig
 from lightrft.preflight.cost import GIB, MIB, ModelSize, is_sharded
-from lightrft.strategy.deepspeed.sizes import REDUCED_AT_ONCE
+from lightrft.strategy.deepspeed import REDUCED_AT_ONCE
 
 PHASES = ("generation", "log-probs", "update", "weight sync")
 ByPhase = tuple[float, float, float, float]

@@ -1,28 +1,27 @@
-"""The contract between the trainer and the way models are spread over ranks.
+"""The contract between the trainer and the way models are spread over ranks, and what all strategies share of it.
 
 Everything above this layer sees full semantics: losses are *sums over ranks* (each rank back-propagates its share of
 one global loss), parameters have their Hugging Face names, and world size 1 needs no branch.
 """
+import functools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy import export
+from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, Part, clip, offload_optimizer, part, reload_optimizer,
+                                         set_schedule_step, squared_norm)
+
 Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
-
-
-@dataclass(frozen=True)
-class OptimSpec:
-    """AdamW and its schedule. ``schedule`` maps the optimizer step (0, 1, ...) to a factor on ``lr``."""
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    schedule: Callable[[int], float] = lambda step: 1.0
+ADAPTER_BUCKET_BYTES = 64 << 20
 
 
 @dataclass
@@ -33,27 +32,65 @@ class Prepared:
     scheduler: Any = None  # torch.optim.lr_scheduler.LambdaLR, where there is an optimizer
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive elements ``tensor`` of a flattened parameter, for which one rank is responsible.
+@runtime_checkable
+class ExportsParams(Protocol):
+    """A module that turns its own parameters into those of the HF model it wraps (names stripped, LoRA merged)."""
 
-    ``shape``: shape of the whole parameter; ``start``: number of its elements that come before them.
-    """
-    tensor: Tensor
-    shape: torch.Size
-    start: int
+    def export_params(self, stream: Iterator[tuple[str, Any]], merge: bool = True) -> Iterator[tuple[str, Any]]:
+        """Map own names and full tensors to HF names and tensors."""
 
-    def __mul__(self, factor: float) -> "Part":
-        return Part(self.tensor * factor, self.shape, self.start)
+
+def default_dtype(dtype: torch.dtype) -> ExitStack:
+    """Context in which new floating-point tensors have ``dtype`` and live on the CPU."""
+    stack, before = ExitStack(), torch.get_default_dtype()
+    stack.callback(torch.set_default_dtype, before)
+    stack.enter_context(torch.device("cpu"))
+    torch.set_default_dtype(dtype)
+    return stack
+
+
+def autocast(model: nn.Module, device_type: str) -> None:
+    """Let the forward pass of ``model`` compute in bfloat16 where that is safe; its weights stay as they are."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = wrapped
+
+
+def untied_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; a tied one comes once, under its first name."""
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def trained(prepared: Prepared) -> LocalAdamW:
+    """The optimizer of ``prepared``; an error when it was prepared without one."""
+    if not isinstance(prepared.optimizer, LocalAdamW):
+        raise ValueError("this model was prepared without an OptimSpec, so it cannot be trained")
+    return prepared.optimizer
 
 
 class StrategyBase(ABC):
-    """Process group, placement, gradients, collectives and state of models."""
+    """Process group, placement, gradients, collectives and state of models.
+
+    The optimizer of every strategy is :class:`LocalAdamW`. Subclasses place models, reduce gradients and gather
+    tensors. With ``bf16`` forward passes compute in bfloat16; weights, gradients' sums and moments stay float32.
+    """
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
-    distributed: bool = False  # whether there is a process group
+    distributed: bool = False  # True while there is a process group
+
+    def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
+        self.cfg, self.bf16 = cfg, bf16
 
     # -- life ---------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -64,45 +101,90 @@ class StrategyBase(ABC):
     def teardown(self) -> None:
         """Leave the process group."""
 
-    @abstractmethod
     def init_model_context(self) -> AbstractContextManager[Any]:
-        """Context in which models are built from a config or a checkpoint, in float32 master weights."""
+        """Context that builds models in float32 on the CPU; :meth:`prepare` moves what this rank keeps."""
+        return default_dtype(torch.float32)
 
     @abstractmethod
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
         """Place (shard) ``model``; with ``optim`` also build AdamW over its trainable parameters and the schedule."""
 
     # -- gradients ----------------------------------------------------------------------------------------------------
-    @abstractmethod
     def backward(self, loss: Tensor, prepared: Prepared, last: bool = True) -> None:
-        """Back-propagate this rank's share of the loss. Gradients are *summed* over ranks, and only when ``last``."""
+        """Back-propagate this rank's share of the loss. Gradients are *summed* over ranks, and only when ``last``.
 
-    @abstractmethod
+        All ranks call it equally often per step; a rank with fewer micro-batches adds empty ones (loss mask all False).
+        """
+        optimizer = trained(prepared)
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model; an empty micro-batch must pass through it all the same "
+                "(for example as the sum of its masked log-probs)")
+        self._backward(loss, prepared.model, last)
+        optimizer.backwards += 1
+
+    def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
+        """Run the pass itself; strategies that synchronize gradients extend it."""
+        loss.backward()
+
+    def _replicas(self, model: nn.Module) -> int:
+        """Number of ranks that hold the same part of ``model``."""
+        return 1
+
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """Clip to the global norm, step, advance the schedule, clear gradients; return the norm before clipping.
 
         A norm that is not finite (the same on all ranks) clears the gradients and changes nothing else.
         """
+        optimizer = trained(prepared)
+        reload_optimizer(optimizer)
+        optimizer.bind()
+        grads = list(optimizer.named_grads().values())
+        norm = self._grad_norm(prepared, grads)
+        if math.isfinite(norm):
+            clip(grads, norm, max_norm)
+            self._update(prepared)
+            prepared.scheduler.step()
+        self.discard_gradients(prepared)
+        return norm
 
-    @abstractmethod
+    def _update(self, prepared: Prepared) -> None:
+        """Run the step of the optimizer itself."""
+        trained(prepared).step()
+
+    def _grad_norm(self, prepared: Prepared, grads: list[Tensor]) -> float:
+        """Norm of the whole gradient: one all-reduce, which also checks that no rank ran more micro-batches."""
+        square = squared_norm(grads, self.device) / self._replicas(prepared.model)
+        backwards = trained(prepared).backwards
+        count = torch.full_like(square, backwards)
+        square, total, spread = self.all_reduce(torch.stack([square, count, count * count])).tolist()
+        if spread * self.world_size != total * total:
+            raise RuntimeError(f"this rank ran {backwards} micro-batches, other ranks a different number; pad with "
+                               "empty ones up to the largest number of any rank")
+        return math.sqrt(square) if math.isfinite(square) else square
+
     def discard_gradients(self, prepared: Prepared) -> None:
         """Drop every gradient accumulated since the last optimizer step, reduced or not."""
+        trained(prepared).zero_grad()
 
-    @abstractmethod
     def gradients(self, prepared: Prepared) -> dict[str, Tensor]:
         """This rank's part of every gradient accumulated since the last optimizer step, by parameter name.
 
         They share storage with the model. Call this after a backward pass that was the ``last``.
         """
+        optimizer = trained(prepared)
+        optimizer.bind()
+        return optimizer.named_grads()
 
-    @abstractmethod
     def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
         """Norm over all ranks of tensors that are sharded as :meth:`gradients` are; a collective."""
+        square = squared_norm(parts, self.device) / self._replicas(prepared.model)
+        return math.sqrt(self.all_reduce(square).item())
 
     # -- collectives --------------------------------------------------------------------------------------------------
     @abstractmethod
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """Sum, max or min over ranks, out of place; any device, any dtype."""
+        """Sum, max or min over ranks, out of place; any device, any dtype (sums of bool are int64)."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -120,19 +202,17 @@ class StrategyBase(ABC):
         """True on all ranks if ``flag`` is true on any."""
         return bool(self.all_reduce(torch.tensor(int(flag)), "max").item())
 
-    def sync_count(self, count: int) -> int:
-        """The largest ``count`` of any rank. All ranks must run the same number of forward and backward passes per
-        optimizer step, so a rank with fewer micro-batches pads with empty ones (loss mask all False) up to this
-        number."""
-        return int(self.all_reduce(torch.tensor(count), "max").item())
-
     @property
     def is_main(self) -> bool:
         """Rank 0."""
         return self.rank == 0
 
-    # -- weights and state --------------------------------------------------------------------------------------------
+    # -- weights ------------------------------------------------------------------------------------------------------
     @abstractmethod
+    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under the names they have in ``model``; only those with ``of`` in their name. A
+        collective."""
+
     def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20,
                     lora: Lora = "merged") -> Iterator[tuple[str, Tensor]]:
         """Full (unsharded) parameters of the wrapped HF model under their HF names, gathered in buckets; LoRA merged,
@@ -140,33 +220,68 @@ class StrategyBase(ABC):
 
         A collective: every rank iterates to the end. Tied parameters come once.
         """
+        stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
+        return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
 
-    @abstractmethod
+    def part(self, param: nn.Parameter) -> Part:
+        """The elements of ``param`` for which this rank is responsible."""
+        return part(param)
+
     def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
         """This rank's part of every parameter, under the names and in the order of :meth:`full_params` (LoRA apart). No
         collective: nothing moves. One rank is responsible for each element, whoever else holds it."""
+        found = ((name, self.part(param)) for name, param in model.named_parameters())
+        return model.export_params(found, False) if isinstance(model, ExportsParams) else found
 
     def free_full(self, model: nn.Module) -> None:
         """Free the full weights that a forward pass without a backward pass leaves behind; nothing by default."""
 
-    @abstractmethod
     def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
         """Move parameters, gradients and optimizer state (or only the latter) to host memory."""
+        if prepared.optimizer is not None:
+            offload_optimizer(trained(prepared))
+        if not optimizer_only:
+            self._move(prepared, torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for engines that allocate outside of torch
 
-    @abstractmethod
     def reload(self, prepared: Prepared) -> None:
         """Undo :meth:`offload`."""
+        self._move(prepared, self.device)
+        if prepared.optimizer is not None:
+            reload_optimizer(trained(prepared))
 
-    @abstractmethod
+    def _move(self, prepared: Prepared, device: torch.device) -> None:
+        if next(prepared.model.parameters()).device != device:
+            prepared.model.to(device)
+        if prepared.optimizer is not None:
+            trained(prepared).bind()
+
+    # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """Model, optimizer and scheduler state, sharded as stored, in the form that ``torch.distributed.checkpoint``
-        saves."""
+        """Return a flat state for ``torch.distributed.checkpoint``: ``model/<name>``, ``optim/<name>/<moment>`` and
+        ``schedule/step``. Writing into the tensors of the first two writes into the model and the optimizer."""
+        state: dict[str, Any] = {f"model/{name}": value.detach() for name, value in untied_state(prepared.model)}
+        if prepared.optimizer is not None:
+            state.update({f"optim/{key}": value for key, value in trained(prepared).named_state().items()})
+            state["schedule/step"] = torch.tensor(prepared.scheduler.last_epoch)
+        return state
 
-    @abstractmethod
     def load_state_dict(self, prepared: Prepared, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned and the checkpoint filled in."""
+        """Restore the state that :meth:`state_dict` returned and the checkpoint filled in; tensors that share storage
+        with a target need no copy."""
+        own = self.state_dict(prepared)
+        with torch.no_grad():
+            for key, target in own.items():
+                if key != "schedule/step":
+                    target.copy_(state[key])
+        if prepared.optimizer is not None:
+            set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
 
-    @abstractmethod
     def save_model(self, prepared: Prepared, path: Path, dtype: torch.dtype | None = None) -> None:
-        """Write HF safetensors and config (LoRA: adapter in ``path/adapter`` and merged weights in ``path``).
-        Collective."""
+        """Write HF safetensors and config on rank 0 (LoRA: adapter in ``path/adapter`` and merged weights in ``path``).
+        A collective."""
+        folder, model = Path(path) if self.is_main else None, prepared.model
+        export.write_model(model, self.full_params(model), folder, dtype)
+        export.write_adapter(model, self.gathered(model, ADAPTER_BUCKET_BYTES, "lora_"), folder)
+        self.barrier()

@@ -1,18 +1,93 @@
-"""Base of the strategies on a process group: joining it, leaving it and its collectives."""
+"""Strategies on a process group: joining and leaving the one that torchrun describes, its mesh, its collectives."""
 import os
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.local import CommonStrategy
-from lightrft.strategy import collectives, process_group
+from lightrft.strategy import collectives
+from lightrft.strategy.base import StrategyBase
 from lightrft.utils.env import set_threads
+from lightrft.utils.errors import UserError
+
+# Gloo's threads free the tensors of the last collectives after the caller has continued, and need the interpreter for
+# it. One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
+# torchrun calls the finished run a failure. Nothing reports when they are done; they take microseconds once scheduled.
+DRAIN_S = 0.2
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class DistributedStrategy(CommonStrategy):
+def local_world_size() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def join(timeout_s: int) -> bool:
+    """Create the default group: gloo for CPU tensors, NCCL for CUDA ones. Without torchrun it has one rank and no port.
+
+    Returns:
+        True if this call created the group, False if it existed already.
+    """
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if not missing:
+        dist.init_process_group(backend, timeout=timeout)
+    elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"the environment lacks {', '.join(missing)}; start the script with torchrun")
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return True
+
+
+def leave() -> None:
+    """Destroy every group, and give its threads the time to release their tensors."""
+    dist.destroy_process_group()
+    time.sleep(DRAIN_S)
+
+
+def count_ranks(device_type: str) -> int:
+    """Count the ranks of the default group by a sum on "cpu" (gloo) or on this rank's GPU, "cuda" (NCCL).
+
+    Raises:
+        RuntimeError: the backend does not work here; the message is the backend's.
+    """
+    index = int(os.environ.get("LOCAL_RANK", "0")) if device_type == "cuda" else 0
+    one = torch.ones(1, device=torch.device(device_type, index))
+    dist.all_reduce(one)
+    return int(one)
+
+
+def shard_mesh(device_type: str, world_size: int, shard_size: int = 0) -> DeviceMesh:
+    """Make a mesh ``("shard",)`` over all ranks, or ``("replicate", "shard")`` when fewer than all share one copy.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        world_size: number of ranks.
+        shard_size: ranks that share one copy; 0 for all. Neighbours share, so a copy stays within a node.
+
+    Raises:
+        ValueError: ``shard_size`` does not divide ``world_size``.
+    """
+    size = shard_size or world_size
+    if size < 0 or world_size % size:
+        valid = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        nearest = min(valid, key=lambda n: abs(n - size))
+        raise UserError(f"shard size {size} does not divide the {world_size} ranks; the nearest that does is {nearest} "
+                        "(--fsdp_shard_size, --initial_model_shard_size)")
+    if size == world_size:
+        return init_device_mesh(device_type, (world_size, ), mesh_dim_names=("shard", ))
+    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+class DistributedStrategy(StrategyBase):
     """A strategy on the process group of torchrun, or on a group of a single rank."""
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
@@ -27,31 +102,31 @@ class DistributedStrategy(CommonStrategy):
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
         else:
-            set_threads(process_group.local_world_size())
-        self._owns_group = process_group.join(self.cfg.dist_timeout_s)
+            set_threads(local_world_size())
+        self._owns_group = join(self.cfg.dist_timeout_s)
         self.rank, self.world_size, self.distributed = dist.get_rank(), dist.get_world_size(), True
 
     def teardown(self) -> None:
         """Leave the group, if :meth:`setup` joined it."""
         if self._owns_group and dist.is_initialized():
-            process_group.leave()
+            leave()
         self._owns_group = self.distributed = False
 
     # -- collectives --------------------------------------------------------------------------------------------------
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """Implement :meth:`StrategyBase.all_reduce`; sums of bool are int64."""
+        """Reduce in a type that gloo and NCCL both know."""
         return collectives.all_reduce(value, op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Implement :meth:`StrategyBase.all_gather_object`."""
+        """Gather in one exchange, as a rule."""
         return self._gather_object(value)
 
     def exchange(self, outgoing: list[Any]) -> list[Any]:
-        """Implement :meth:`StrategyBase.exchange`."""
+        """Exchange pickles by all-to-all."""
         return collectives.exchange(outgoing)
 
     def barrier(self) -> None:
-        """Implement :meth:`StrategyBase.barrier`."""
+        """Wait for all ranks and for the work queued on this device."""
         dist.all_reduce(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -3,15 +3,12 @@ import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from lightrft.strategy.local import CommonStrategy
 
 FILE_BYTES = 5 << 30
 
@@ -88,26 +85,25 @@ def wrapped_hf(model: nn.Module) -> Pretrained:
     raise ValueError(f"{type(model).__name__} wraps no Hugging Face model (an attribute `model` with save_pretrained)")
 
 
-def save_model(strategy: "CommonStrategy", model: nn.Module, path: Path, dtype: torch.dtype | None) -> None:
-    """Write the HF folder ``path`` on rank 0; a collective. With LoRA, ``path`` holds merged weights and
-    ``path/adapter`` the adapters."""
+def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None,
+                dtype: torch.dtype | None) -> None:
+    """Write the full parameters of ``stream``, the config and the generation config to the HF folder ``path``. A rank
+    without a ``path`` takes part in gathering only."""
     hf = wrapped_hf(model)
-    writer = SafetensorsWriter(path) if strategy.is_main else None
-    if writer:
-        path.mkdir(parents=True, exist_ok=True)
-    for name, tensor in strategy.full_params(model):
-        if writer:
-            kept = tensor.to("cpu", dtype or tensor.dtype)
-            writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
-    if writer:
-        writer.close()
-        _save_config(hf.get_base_model() if isinstance(hf, WithAdapters) else hf, path, dtype)
-    if isinstance(hf, WithAdapters):
-        _save_adapter(strategy, model, hf, path / "adapter")
-    strategy.barrier()
+    if path is None:
+        for _ in stream:
+            pass
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    writer = SafetensorsWriter(path)
+    for name, tensor in stream:
+        kept = tensor.to("cpu", dtype or tensor.dtype)
+        writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
+    writer.close()
+    _write_config(hf.get_base_model() if isinstance(hf, WithAdapters) else hf, path, dtype)
 
 
-def _save_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
+def _write_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
     before = hf.config.dtype
     hf.config.dtype = dtype or before or torch.float32
     hf.config.architectures = [type(hf).__name__.removeprefix("FSDP")]
@@ -117,12 +113,12 @@ def _save_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
         hf.generation_config.save_pretrained(path)
 
 
-def _save_adapter(strategy: "CommonStrategy", model: nn.Module, hf: WithAdapters, path: Path) -> None:
+def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None) -> None:
+    """Write the LoRA matrices of ``stream`` to ``path/adapter``; nothing is gathered of a model without adapters."""
+    hf = wrapped_hf(model)
+    if not isinstance(hf, WithAdapters):
+        return
     prefix = next((f"{name}." for name, child in model.named_children() if child is hf), "")
-    adapter = {name.removeprefix(prefix): tensor.cpu().clone() for name, tensor in _lora(strategy, model)}
-    if strategy.is_main:
-        hf.save_pretrained(path, state_dict=adapter, save_embedding_layers=False)
-
-
-def _lora(strategy: "CommonStrategy", model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return strategy.gathered(model, 64 << 20, "lora_")
+    adapter = {name.removeprefix(prefix): tensor.cpu().clone() for name, tensor in stream}
+    if path is not None:
+        hf.save_pretrained(path / "adapter", state_dict=adapter, save_embedding_layers=False)

@@ -1,15 +1,38 @@
 """AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrft.strategy.base import OptimSpec, Part
 from lightrft.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """AdamW and its schedule. ``schedule`` maps the optimizer step (0, 1, ...) to a factor on ``lr``."""
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    schedule: Callable[[int], float] = lambda step: 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive elements ``tensor`` of a flattened parameter, for which one rank is responsible.
+
+    ``shape``: shape of the whole parameter; ``start``: number of its elements that come before them.
+    """
+    tensor: Tensor
+    shape: torch.Size
+    start: int
+
+    def __mul__(self, factor: float) -> "Part":
+        return Part(self.tensor * factor, self.shape, self.start)
 
 
 def local(tensor: Tensor) -> Tensor:

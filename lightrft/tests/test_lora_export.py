@@ -9,8 +9,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
-from lightrft.strategy.base import OptimSpec
 
 
 def test_merged_and_adapter_agree(tmp_path: Path) -> None:

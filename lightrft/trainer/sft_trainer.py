@@ -11,7 +11,8 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
-from lightrft.strategy.base import OptimSpec, StrategyBase
+from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take

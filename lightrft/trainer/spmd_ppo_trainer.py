@@ -13,16 +13,17 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
 from lightrft.rewards.manager import check_spread, RewardManager
 from lightrft.rollout.engines import get_engine
-from lightrft.strategy.base import OptimSpec, StrategyBase
+from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.evaluator import Evaluator
-from lightrft.trainer.prompt_source import get_maker
-from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.controllers import get_kl_controller
+from lightrft.trainer.evaluator import Evaluator
+from lightrft.trainer.experience_maker import GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.prompt_source import get_maker
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt

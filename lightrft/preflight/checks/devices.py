@@ -101,7 +101,7 @@ def check_groups() -> Iterator[Finding]:
     """Sum a tensor over the ranks (one without torchrun): gloo for the CPU, NCCL where there is a GPU."""
     import torch
 
-    from lightrft.strategy.process_group import count_ranks, join, leave
+    from lightrft.strategy.distributed import count_ranks, join, leave
     backends = {"gloo": "cpu"} | ({"nccl": "cuda"} if torch.cuda.is_available() else {})
     backend, joined = "gloo", False
     try:

@@ -15,8 +15,8 @@ from lightrft.rollout.hf.kv_cache import Prefill
 from lightrft.rollout.weight_sync import verify as sync_proof
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.strategy.base import OptimSpec
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.tests.support.launch import launch

@@ -10,8 +10,8 @@ from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
-from lightrft.strategy.base import OptimSpec
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.launch import launch
 from lightrft.types import Prompt

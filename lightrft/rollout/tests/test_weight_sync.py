@@ -12,8 +12,8 @@ from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.base import OptimSpec
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import tiny, weight_sync_ranks as ranks
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
-from lightrft.strategy.base import Part, Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.optimizer import Part
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger

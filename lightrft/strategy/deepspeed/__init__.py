@@ -1,3 +1,14 @@
-"""DeepSpeed ZeRO; the package deepspeed is imported by :mod:`lightrft.strategy.deepspeed.backend` alone."""
+"""DeepSpeed ZeRO: what others read of it without importing torch or the package deepspeed."""
+from dataclasses import dataclass
 
 NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; run: pip install deepspeed==0.19.8"
+REDUCED_AT_ONCE = 50_000_000  # elements of gradients
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements. Gradients are reduced, and weights fetched ahead, ``reduce`` at a time; with stage 3 each
+    rank keeps parameters of at most ``persist`` whole, because gathering them would cost more time than it saves
+    memory."""
+    reduce: int = REDUCED_AT_ONCE
+    persist: int = 100_000

@@ -1,6 +1,8 @@
 """DeepSpeed ZeRO: ranks divide optimizer state (stage 1), gradients (2) and weights (3) among them."""
 import functools
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,18 +12,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.local import autocast, untied_state
-from lightrft.strategy.deepspeed import backend, state as checkpoint
-from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
-from lightrft.strategy.deepspeed.sizes import Sizes
-from lightrft.strategy.distributed import DistributedStrategy
 from lightrft.strategy import collectives
-from lightrft.strategy.mesh import shard_mesh
-from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, set_schedule_step, to_host
-from lightrft.strategy.base import OptimSpec, Part, Prepared
+from lightrft.strategy.base import Prepared, autocast, untied_state
+from lightrft.strategy.deepspeed import Sizes, partitions
+from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
+from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, Part, create_scheduler, set_schedule_step, to_host
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
+
+
+def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
+    """Create a DeepSpeed engine around ``model``, on the existing process group; with the stage of ``config``.
+
+    Without CUDA it is set to use the CPU. Its warnings report the choices made here, so only its errors are shown.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)  # its calls
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at the first use, and it spins
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model of ``numel`` parameters.
+
+    Everything is float32, bfloat16 is left to autocast: DeepSpeed's own bf16 mode rounds the weights before it copies
+    them, and its autocast mode sums gradients in bfloat16. Batches, clipping and the schedule are the strategy's.
+    """
+    zero: dict[str, Any] = {
+        "stage": cfg.zero_stage,
+        "overlap_comm": cfg.overlap_comm,
+        "reduce_bucket_size": max(1, min(sizes.reduce, numel)),
+        "allgather_bucket_size": sizes.reduce,
+    }
+    if cfg.zero_stage == 3:
+        zero |= {"zero_hpz_partition_size": cfg.zpg, "stage3_param_persistence_threshold": sizes.persist,
+                 "stage3_prefetch_bucket_size": sizes.reduce, "memory_efficient_linear": False}  # yapf: disable
+    elif cfg.zero_stage and not cfg.adam_offload:
+        zero["compute_grad_norm"] = False
+    if cfg.adam_offload and cfg.zero_stage and trained:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+        "gradient_allreduce_op": "mean" if cfg.zero_stage == 3 else "sum",  # with stage 3 it only averages
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
 
 
 class DeepspeedStrategy(DistributedStrategy):
@@ -74,8 +118,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def _engine(self, model: nn.Module, optimizer: LocalAdamW | None) -> Any:
         numel = sum(param.numel() for param in model.parameters())
-        config = backend.settings(self.cfg, self.sizes, numel, optimizer is not None)
-        self.engines[model] = backend.make_engine(model, optimizer, config)
+        config = settings(self.cfg, self.sizes, numel, optimizer is not None)
+        self.engines[model] = make_engine(model, optimizer, config)
         return self.engines[model]
 
     def _partitions(self, zero: Any, optimizer: ZeroAdamW) -> Partitions:
@@ -114,7 +158,7 @@ class DeepspeedStrategy(DistributedStrategy):
             self.engines[model].empty_partition_cache()
 
     def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Implement :meth:`CommonStrategy.gathered`; with stage 3 the pieces of a bucket come in one all-gather."""
+        """Implement :meth:`StrategyBase.gathered`; with stage 3 the pieces of a bucket come in one all-gather."""
         params: dict[str, Any] = {name: param for name, param in model.named_parameters() if of in name}
         if not self._divides_weights():
             yield from ((name, param.detach()) for name, param in params.items())
@@ -127,7 +171,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 yield name, flat[:params[name].ds_numel].view(params[name].ds_shape)
 
     def part(self, param: Any) -> Part:
-        """Override :meth:`CommonStrategy.part`; each rank is responsible for an equal share of undivided weights."""
+        """Override :meth:`StrategyBase.part`; each rank is responsible for an equal share of undivided weights."""
         if self._divides_weights():
             start, count = span(param, self.rank)
             return Part(param.ds_tensor.detach()[:count], param.ds_shape, start)
@@ -137,14 +181,14 @@ class DeepspeedStrategy(DistributedStrategy):
 
     # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
-        """Override :meth:`CommonStrategy.state_dict`; divided tensors come as copies of rows in host memory. A
+        """Override :meth:`StrategyBase.state_dict`; divided tensors come as copies of rows in host memory. A
         collective."""
         optimizer = prepared.optimizer
         if not self.cfg.zero_stage:
             return super().state_dict(prepared)
         state = {f"model/{name}": value for name, value in self._weights(prepared.model)}
         if isinstance(optimizer, ZeroAdamW):
-            moments = checkpoint.save_moments(optimizer, self._mesh("cpu"), self.device)
+            moments = partitions.save_moments(optimizer, self._mesh("cpu"), self.device)
             state |= {f"optim/{key}": value for key, value in moments.items()}
             state["schedule/step"] = torch.tensor(prepared.scheduler.last_epoch)
         return state
@@ -152,19 +196,19 @@ class DeepspeedStrategy(DistributedStrategy):
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         rows: dict[str, Tensor] = {}
         if self._divides_weights():
-            stream = self.gathered(model, checkpoint.BUCKET_BYTES)
-            rows = {name: checkpoint.own_rows(whole, self._mesh("cpu")) for name, whole in stream}
+            stream = self.gathered(model, partitions.BUCKET_BYTES)
+            rows = {name: partitions.own_rows(whole, self._mesh("cpu")) for name, whole in stream}
         return ((name, rows.get(name, value.detach())) for name, value in untied_state(model))
 
     @torch.no_grad()
     def load_state_dict(self, prepared: Prepared, state: dict[str, Any]) -> None:
-        """Override :meth:`CommonStrategy.load_state_dict`; a collective."""
+        """Override :meth:`StrategyBase.load_state_dict`; a collective."""
         if not self.cfg.zero_stage:
             return super().load_state_dict(prepared, state)
         self._load_weights(prepared, {key[6:]: value for key, value in state.items() if key.startswith("model/")})
         if isinstance(prepared.optimizer, ZeroAdamW):
             moments = {key[6:]: value for key, value in state.items() if key.startswith("optim/")}
-            checkpoint.load_moments(prepared.optimizer, moments, self.device)
+            partitions.load_moments(prepared.optimizer, moments, self.device)
             set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
 
     def _load_weights(self, prepared: Prepared, state: dict[str, Tensor]) -> None:
@@ -174,7 +218,7 @@ class DeepspeedStrategy(DistributedStrategy):
             if not isinstance(value, DTensor):
                 own[name].copy_(value)
         divided = ((name, value) for name, value in state.items() if isinstance(value, DTensor))
-        for name, whole in checkpoint.from_rows(divided, self.device):
+        for name, whole in partitions.from_rows(divided, self.device):
             start, count = span(own[name], self.rank)
             own[name].ds_tensor[:count].copy_(whole[start:start + count])
         if isinstance(prepared.optimizer, ZeroAdamW):

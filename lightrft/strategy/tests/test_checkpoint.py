@@ -14,7 +14,7 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.checkpoint import CheckpointManager, folders, MARKER, newest
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 
 

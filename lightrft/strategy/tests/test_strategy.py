@@ -10,17 +10,15 @@ from safetensors import safe_open
 from transformers import Qwen2ForCausalLM
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy import config as strategy_config, strategy
-from lightrft.strategy.base import OptimSpec
+from lightrft import strategy as package
+from lightrft.strategy import strategy
+from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
+from lightrft.strategy.distributed import local_world_size, shard_mesh
 from lightrft.strategy.export import SafetensorsWriter
-from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
-from lightrft.strategy.fsdp.wrap import decoder_layers
-from lightrft.strategy.mesh import shard_mesh
-from lightrft.strategy.optimizer import create_optimizer
-from lightrft.strategy.process_group import local_world_size
-from lightrft.strategy.strategy import get_strategy
+from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, decoder_layers
+from lightrft.strategy.optimizer import OptimSpec, create_optimizer
+from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 from lightrft.utils.env import set_threads
 
@@ -37,8 +35,17 @@ def test_choice(name, world_size, expected, monkeypatch) -> None:
     assert type(strategy) is expected and strategy.bf16
 
 
+def test_public_names() -> None:
+    homes = {
+        "get_strategy": get_strategy, "StrategyBase": StrategyBase, "StrategyConfig": StrategyConfig, "FakeStrategy":
+        FakeStrategy, "FSDPV2Strategy": FSDPV2Strategy, "DeepspeedStrategy": DeepspeedStrategy
+    }
+    assert {name: getattr(package, name) for name in homes} == homes and set(homes) < set(package.__all__)
+    missing = "MegatronStrategy"
+    assert not hasattr(package, missing)
+
+
 def test_choice_errors(monkeypatch) -> None:
-    assert strategy_config.StrategyConfig is StrategyConfig
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="single with 4 ranks.*use --strategy fsdp"):
         get_strategy(StrategyConfig(strategy="single"))
@@ -63,7 +70,7 @@ def test_mesh_shapes() -> None:
     """Eight ranks on a fake group: neighbours share one copy."""
     code = ("import torch.distributed as d; from torch.testing._internal.distributed.fake_pg import FakeStore\n"
             "d.init_process_group('fake', store=FakeStore(), rank=5, world_size=8)\n"
-            "from lightrft.strategy.mesh import shard_mesh\n"
+            "from lightrft.strategy.distributed import shard_mesh\n"
             "m = shard_mesh('cpu', 8, 4); assert m.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]], m\n"
             "assert m.mesh_dim_names == ('replicate', 'shard')\n"
             "assert shard_mesh('cpu', 8).mesh.tolist() == list(range(8))\n")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
-from lightrft.strategy.deepspeed.sizes import Sizes
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.tests.support.strategy_case import Case, assert_same
 from lightrft.tests.support.tiny_lm import TinyLM
 

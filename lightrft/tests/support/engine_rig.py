@@ -11,8 +11,8 @@ from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError
-from lightrft.strategy.base import OptimSpec
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}

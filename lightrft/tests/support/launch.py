@@ -23,7 +23,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
     "transformers.models.auto.modeling_auto", "lightrft.cli.train", "lightrft.models.lora",
-    "lightrft.strategy.fake_strategy", "lightrft.strategy.fsdp.fsdpv2_strategy"
+    "lightrft.strategy.strategy", "lightrft.strategy.fsdp.fsdpv2_strategy"
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.config.schema import OptimConfig, StrategyConfig
-from lightrft.strategy.base import OptimSpec, Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, StepResult, step_metrics
 from lightrft.types import Experience

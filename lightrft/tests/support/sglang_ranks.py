@@ -12,7 +12,7 @@ from lightrft.rollout import get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import tells_responses_as_they_end
 from lightrft.tests.support.faulty_sync import TARGET, break_sync

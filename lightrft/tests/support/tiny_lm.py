@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft.strategy.base import OptimSpec, Part
+from lightrft.strategy.optimizer import OptimSpec, Part
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
 MICRO_BATCHES = 4

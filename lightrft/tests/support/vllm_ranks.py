@@ -12,7 +12,7 @@ from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.engine import Completion
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import tells_responses_as_they_end
 from lightrft.tests.support.weight_sync_ranks import changed

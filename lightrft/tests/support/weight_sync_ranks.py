@@ -9,7 +9,7 @@ from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.strategy.base import OptimSpec
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.metric_sums import MetricSums
 
 
