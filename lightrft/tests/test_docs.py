@@ -58,7 +58,8 @@ def test_the_layer_picture_is_the_enforced_one():
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 def test_flags_modules_and_files_that_are_named_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    sources = sources_of("config", "preflight", "cli")
+    plugins = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("my_*.py"))
+    sources = sources_of("config", "preflight", "cli") + "".join(plugins)
     others = ("--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout", "--logdir")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
         assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"

@@ -1,0 +1,175 @@
+"""A plugin with an option of its own: the file that ``docs/extending.md`` shows, from the flag to the gradient."""
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrft.algorithms import POLICY_LOSSES, table
+from lightrft.cli import train
+from lightrft.config import options as config_options
+from lightrft.config.cli import parse_config
+from lightrft.config.options import ConfigError, build, extend, flatten, group_from_args, group_options, option, options
+from lightrft.config.schema import AlgorithmConfig, Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.preflight.report import option_table, report
+from lightrft.preflight.validate import changes, validate
+from lightrft.tests.support import runs
+from lightrft.tests.support.config_problems import GOOD
+from lightrft.utils.cli_args import add_arguments
+
+DOCS = Path(__file__).parents[2] / "docs"
+PLUGIN = ["--plugin", "my_loss"]
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="installed without its repository")
+no_picture = runs.no_picture
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    """The folder of the plugin is found; what a test has registered is gone after it."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.setattr(config_options, "_EXTENSIONS", {})
+    monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES._entries))
+    yield
+    sys.modules.pop("my_loss", None)
+
+
+def error_of(capsys, argv):
+    with pytest.raises(SystemExit) as error:
+        parse_config(argv, "prog")
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def problems(*argv):
+    with pytest.raises(ConfigError) as error:
+        validate(parse_config([*PLUGIN, *argv], defaults=GOOD).config, 1)
+    return error.value.problems
+
+
+def test_the_page_shows_this_file():
+    assert "{literalinclude} my_loss.py" in (DOCS / "extending.md").read_text(encoding="utf-8")
+
+
+def test_help_lists_it_with_the_plugin_alone(capsys):
+    for argv, shown in (([], False), (PLUGIN, True)):
+        with pytest.raises(SystemExit):
+            parse_config([*argv, "--help"], "prog")
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("--tilt FLOAT tilted: weight of the tokens whose advantage is negative (default: 0.5)" in text) is shown
+
+
+@pytest.mark.parametrize("text", ["tilt: 0.25", "algorithm: {tilt: 0.25}", "algorithm:\n  tilt: 2.5e-1"])
+def test_files_and_flags_set_it(text, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"plugin: [my_loss]\n{text}\n")
+    parsed = parse_config(["--config", str(path)])
+    assert parsed.config.algorithm.tilt == 0.25 and parsed.provenance["tilt"] == f"yaml:{path}"
+    parsed = parse_config(["--config", str(path), "--tilt", "0.75"], defaults={"tilt": 0.125})
+    assert parsed.config.algorithm.tilt == 0.75 and parsed.provenance["tilt"] == "flag"
+    assert "tilt" + " " * 29 + "0.75" in report(parsed.config, parsed.provenance, 1)
+
+
+@pytest.mark.parametrize("argv,told", [
+    ([*PLUGIN, "--tild", "0.3"], "unknown flag --tild (did you mean --tilt?)"),
+    ([*PLUGIN, "--tilt", "much"], "--tilt: expected a number, got 'much'"),
+    (["--tilt", "0.3"], "unknown flag --tilt"),
+])
+def test_mistakes_are_named(argv, told, capsys):
+    assert told in error_of(capsys, argv)
+
+
+def test_mistakes_in_a_file_are_named(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("plugin: my_loss\nalgorithm: {tild: 1}\n")
+    assert "unknown key algorithm.tild (did you mean tilt?)" in error_of(capsys, ["--config", f"{tmp_path}/c.yaml"])
+
+
+def test_its_rules_hold():
+    assert problems("--policy_loss", "tilted", "--tilt", "3") == ["--tilt 3: must be in [0, 1]; nearest valid value: 1"]
+    assert problems("--tilt", "0.3") == ["--tilt 0.3: ppo does not use it; drop it, or use --policy_loss tilted"]
+    assert "--eps_clip 0.3: tilted does not use it" in problems("--policy_loss", "tilted", "--eps_clip", "0.3")[0]
+
+
+def test_it_is_in_the_tables_and_compared_on_resume():
+    first = parse_config([*PLUGIN, "--policy_loss", "tilted"]).config
+    again = parse_config([*PLUGIN, "--policy_loss", "tilted", "--tilt", "0.75"]).config
+    assert changes(flatten(first), again) == ["--tilt 0.75 (was 0.5)"] and changes(flatten(first), first) == []
+    row = next(line for line in table().splitlines() if line.startswith("| `tilted`"))
+    assert "`--tilt`" in row and "w_t = tilt where A_t < 0" in row
+    assert "| `--tilt` | float | `0.5` |" in option_table(Config) and "--tilt" not in option_table(SFTConfig)
+
+
+def test_other_ways_to_a_tree():
+    parse_config(PLUGIN)
+    assert build(Config, {"tilt": 0.25}).algorithm.tilt == 0.25 and Config().algorithm.tilt == 0.5
+    assert Config() == Config() and isinstance(Config().algorithm, AlgorithmConfig)
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--tilt", "0.75"])
+    assert group_from_args(AlgorithmConfig, args).tilt == 0.75
+    plain = build(Config, GOOD)
+    plain.algorithm = AlgorithmConfig()
+    validate(plain, 1)
+    assert "tilt" not in options(plain) and flatten(plain).keys() == options(plain).keys()
+
+
+def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
+    line = option(0.5, "my number", within="[0, 1]") if line is None else line
+    return dataclass(type("Mine", (base, ), {"__annotations__": {name: annotation}, name: line}))
+
+
+@pytest.mark.parametrize("made,told", [
+    (lambda: declared("eps_clip"), "there is an option --eps_clip already"),
+    (lambda: declared("plugin"), "there is an option --plugin already"),
+    (lambda: declared("fsdp"), "there is an option --fsdp already"),
+    (lambda: declared(line=0.5), r"mine: declare it with option\(default, help\)"),
+    (lambda: declared(line=option(0.5, "my number")), "a number needs its interval"),
+    (lambda: declared(annotation=dict), "nearest valid: bool, int, float, str"),
+    (lambda: declared(annotation=list[str], line=option("a", "names")), "the default of a list is a list"),
+    (lambda: declared(base=object), "derived from AlgorithmConfig"),
+    (lambda: type("Mine", (AlgorithmConfig, ), {}), "a @dataclass"),
+])
+def test_declarations_that_are_refused(made, told):
+    with pytest.raises(ConfigError, match=told):
+        extend(AlgorithmConfig, made())
+    assert "mine" not in options(Config)
+
+
+def test_names_that_are_taken_elsewhere():
+    extend(AlgorithmConfig, declared())
+    assert extend(AlgorithmConfig, declared()) == ("mine", ), "the same module, loaded again"
+    with pytest.raises(ConfigError, match="there is an option --mine already"):
+        other = declared()
+        other.__qualname__ = "Other"
+        extend(AlgorithmConfig, other)
+    extend(AlgorithmConfig, declared("seed"))
+    with pytest.raises(ConfigError, match="--seed is declared twice, in the groups algorithm and train"):
+        options(Config)
+
+
+def test_a_mistake_of_a_plugin_names_it(tmp_path, monkeypatch, capsys):
+    source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace(', within="[0, 1]"', "")
+    (tmp_path / "my_other_loss.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = error_of(capsys, ["--plugin", "my_other_loss"])
+    assert "--plugin my_other_loss: my_other_loss.TiltedOptions.tilt: a number needs its interval" in told
+
+
+def test_a_group_keeps_its_words():
+    extend(AlgorithmConfig, declared())
+    group = config_options.extended(AlgorithmConfig)
+    assert group.__doc__ == AlgorithmConfig.__doc__ and group is config_options.extended(AlgorithmConfig)
+    assert [*group_options(group)] == [*group_options(AlgorithmConfig), "mine"]
+
+
+def test_it_trains_and_resumes(tmp_path, capsys):
+    home = runs.write_home(tmp_path)
+    values = {**runs.BASE, "pretrain": home / "model", "prompt_data": home / "train.jsonl", "stop": "x",
+              "save_path": tmp_path / "run", "disable_ckpt": False, "reward": "format",
+              "advantage_estimator": "reinforce", "policy_loss": "tilted"}  # yapf: disable
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    train.main([*PLUGIN, *words, "--tilt", "0.25"])
+    saved = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert "  tilt: 0.25\n" in saved and "plugin:\n- my_loss\n" in saved
+    train.main(["--config", f"{tmp_path}/run/config.yaml", "--load_checkpoint", "--max_steps", "2", "--tilt", "0.5"])
+    assert "--tilt 0.5 (was 0.25)" in "".join(capsys.readouterr())
+    assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
