@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightrft.algorithms import CORRECTIONS, POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.aggregate import Denominators, aggregate
+from lightrft.ops.divergence import kl_estimate
 from lightrft.ops.surrogate import any_below, safe_ratio
-from lightrft.ops.kl import kl_estimate
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

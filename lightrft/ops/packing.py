@@ -1,20 +1,6 @@
 """Many sequences in one row: ``flat [T]`` and ``cu_seqlens [B + 1]`` (int32, from 0 to T)."""
-from itertools import accumulate
-
 import torch
 from torch import Tensor
-
-
-def pack(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """``cat(tensors)`` and the borders of its parts (may be empty): ``(flat [T, ...], cu_seqlens int32 [B + 1])``."""
-    device = tensors[0].device if tensors else None
-    cu_seqlens = torch.tensor([0, *accumulate(len(t) for t in tensors)], dtype=torch.int32, device=device)
-    return torch.cat(tensors) if tensors else torch.empty(0), cu_seqlens
-
-
-def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """``[flat[a:b] for a, b in pairs(cu_seqlens)]``: views, the inverse of :func:`pack`."""
-    return list(flat.split(cu_seqlens.diff().tolist()))
 
 
 def seq_ids(cu_seqlens: Tensor, total: int | None = None) -> Tensor:

@@ -4,9 +4,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrft.ops.divergence import MAX_LOG_RATIO
 from lightrft.ops.segment import expand, segment_mean, segment_sum
-
-MAX_LOG_RATIO = 20.0
 
 
 def safe_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:

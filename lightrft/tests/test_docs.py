@@ -16,7 +16,7 @@ from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.rendering import Renderer
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import Denominators
-from lightrft.ops.mismatch import SUMS, mismatch_metrics
+from lightrft.ops.divergence import SUMS, mismatch_metrics
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of

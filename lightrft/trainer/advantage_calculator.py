@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.base import Advantage, ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
-from lightrft.ops.kl import kl_estimate
+from lightrft.ops.divergence import kl_estimate
 from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, segment_sum
 from lightrft.ops.selection import largest, share
 from lightrft.types import Experience

@@ -15,7 +15,7 @@ from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators
-from lightrft.ops.mismatch import mismatch_metrics, mismatch_sums
+from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.experience_maker import Rollout

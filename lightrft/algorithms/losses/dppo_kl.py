@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrft.algorithms.base import policy_loss, ratio_metrics
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.kl import binary_kl
+from lightrft.ops.divergence import binary_kl
 from lightrft.ops.surrogate import divergence_bounded, safe_ratio, truncated
 from lightrft.types import Experience
 

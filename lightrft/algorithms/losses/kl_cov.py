@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrft.algorithms.base import policy_loss, ratio_metrics
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.ops.kl import kl_estimate
+from lightrft.ops.divergence import kl_estimate
 from lightrft.ops.selection import covariance, largest, share
 from lightrft.ops.surrogate import safe_log_ratio
 from lightrft.types import Experience

@@ -9,7 +9,7 @@ from lightrft.algorithms.base import POLICY_LOSSES, policy_loss
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import GPTLMLoss, PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
-from lightrft.ops.kl import kl_estimate
+from lightrft.ops.divergence import kl_estimate
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

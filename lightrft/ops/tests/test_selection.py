@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from lightrft.ops.kl import binary_kl
+from lightrft.ops.divergence import binary_kl
 from lightrft.ops.selection import covariance, draw, largest, share
 from lightrft.tests.support.threads import World
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
-from lightrft.ops.kl import kl_estimate
+from lightrft.ops.divergence import kl_estimate
 from lightrft.ops.surrogate import clipped_surrogate, safe_ratio
 from lightrft.tests.support.ragged import SEEDS, batch, spans
 
