@@ -22,6 +22,7 @@ from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.loader import load_tokenizer
 from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.engine import stop_ids
 from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.trainer.experience_maker import NaiveExperienceMaker
 from lightrft.trainer.session import training_session
@@ -47,9 +48,10 @@ class Ways:
     def __init__(self, maker: NaiveExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.groups, self.llm = maker, list(enumerate(prompts)), llm
         self.requests = maker._requests(self.groups, 0)
-        stop = maker.engine._stop_ids(maker.sampling)
-        collector = CompletionCollector(self.requests, slice(0, len(self.requests)), None, None)
-        self.run = VLLMRun(maker.engine.native, collector, maker.sampling, stop, lambda flag: flag)
+        engine, sampling = maker.engine, maker.sampling
+        vocabulary = engine.native.model_config.get_vocab_size()
+        collector = CompletionCollector(self.requests, sampling, vocabulary)
+        self.run = VLLMRun(engine.native, collector, sampling, stop_ids(engine.eos_token_ids, sampling, vocabulary))
 
     def trainer(self) -> int:
         """Generate through the maker. Rewards are collected outside the time: they overlap with training passes."""

@@ -1,18 +1,39 @@
-"""Collection of completions as they end, and the callbacks that report them on each rank."""
-from lightrft.rollout.engine import Arrived, Completion, Finished, Request
+"""Collection of responses as they end: the callbacks that report them on each rank, and the turns that follow."""
+from dataclasses import replace
 
-Ended = list[tuple[int, int, Completion]]  # request, index among its seeds, completion
+import numpy as np
+import torch.distributed as dist
+
+from lightrft.rollout.engine import (Arrived, Completion, Ended, Finished, NextTurn, Request, SamplingParams)
+from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
+from lightrft.utils.errors import UserError
+
+Key = tuple[int, int]  # request, index among its seeds
 
 
 class CompletionCollector:
-    """Collector of the completions of all ``requests``, from all ranks that share an engine. Callbacks report only this
-    rank's requests, ``mine``, counted from 0."""
+    """Collector of the responses of all ranks that share an engine (``group``; None: this rank alone).
 
-    def __init__(self, requests: list[Request], mine: slice, on_finished: Finished | None,
-                 on_arrived: Arrived | None) -> None:
-        self.requests, self.mine = requests, range(mine.start, mine.stop)
-        self.on_finished, self.on_arrived = on_finished, on_arrived
-        self.done: list[dict[int, Completion]] = [{} for _ in requests]
+    An engine generates a response in parts: a part ends with a turn, or with the first token where that has its own
+    temperature. :meth:`store` appends each part to its response and decides whether the response continues. The
+    callbacks see only this rank's requests, counted from 0.
+
+    Args:
+        requests: of this rank; ``self.requests`` are those of the group. A collective of ``group``.
+        vocabulary: tokens of the model, to which appended tokens are limited.
+
+    Attributes:
+        left: unfinished responses of every request.
+    """
+
+    def __init__(self, requests: list[Request], params: SamplingParams, vocabulary: int,
+                 group: dist.ProcessGroup | None = None, on_finished: Finished | None = None,
+                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> None:
+        self.requests, self.mine = share_requests(requests, group)
+        self.max_new_tokens, self.vocabulary, self.group = params.max_new_tokens, vocabulary, group
+        self.on_finished, self.on_arrived, self.next_turn = on_finished, on_arrived, next_turn
+        self.responses = [[Completion([], [], "abort") for _ in request.seeds] for request in self.requests]
+        self.left = np.array([len(request.seeds) for request in self.requests], dtype=np.int64)
         self.open, self.has_enough = len(self.mine), False
 
     @property
@@ -20,31 +41,72 @@ class CompletionCollector:
         """Requests without seeds, which ask for nothing."""
         return [i for i, request in enumerate(self.requests) if not request.seeds]
 
-    def take(self, ended: Ended) -> list[int]:
-        """Store completions that have ended and report them; return the requests that they complete."""
-        self.keep(ended)
-        own = [(i - self.mine.start, j, one) for i, j, one in ended if i in self.mine]
+    @property
+    def own(self) -> list[list[Completion]]:
+        """Responses of this rank, in the order of its requests and their seeds."""
+        return [self.responses[i] for i in self.mine]
+
+    def begun(self, i: int, j: int) -> list[int]:
+        """Tokens that a response has so far: its prefix, and what was drawn and appended since."""
+        prefixes = self.requests[i].prefixes
+        return (prefixes[j] if prefixes else []) + self.responses[i][j].token_ids
+
+    def take(self, parts: Ended) -> tuple[list[int], list[Key]]:
+        """Store parts that have ended and report the responses that are finished.
+
+        Returns:
+            The requests that are complete now, and the responses that continue.
+        """
+        finished, resumed = self.store(parts)
+        own = [(i - self.mine.start, j, self.responses[i][j]) for i, j in finished if i in self.mine]
         if own and self.on_arrived is not None:
             self.on_arrived(own)
-        touched = dict.fromkeys(i for i, _, _ in ended)
-        return [i for i in touched if len(self.done[i]) == len(self.requests[i].seeds)]
+        return [i for i in dict.fromkeys(i for i, _ in finished) if not self.left[i]], resumed
 
-    def keep(self, ended: Ended) -> None:
-        """Store completions without reporting them."""
-        for i, j, one in ended:
-            self.done[i][j] = one
+    def store(self, parts: Ended) -> tuple[list[Key], list[Key]]:
+        """Append parts to their responses. Return the responses that are finished, and those that continue."""
+        for i, j, part in parts:
+            self.responses[i][j].extend(part)
+        turns, finished, resumed = self._turns(parts), list[Key](), list[Key]()
+        for i, j, part in parts:
+            if part.finish_reason != "abort":
+                (resumed if self._resumes(i, j, turns.get((i, j))) else finished).append((i, j))
+        for i, _ in finished:
+            self.left[i] -= 1
+        return finished, resumed
+
+    def _resumes(self, i: int, j: int, appended: list[int] | None) -> bool:
+        """Append the next turn's first tokens to a response; False if there is no next turn, or no room for it."""
+        response, room = self.responses[i][j], self.max_new_tokens - len(self.begun(i, j))
+        if response.finish_reason == "length" and room:  # only the first token was asked for
+            appended = []
+        if appended is None:
+            return False
+        if len(appended) >= room:
+            response.finish_reason = "length"
+            return False
+        response.extend(Completion(appended, [0.0] * len(appended), "abort", [(0, len(appended))] if appended else []))
+        return True
+
+    def _turns(self, parts: Ended) -> dict[Key, list[int]]:
+        """Ask each rank for the next turns of its responses, if any has drawn a stop token; share the answers."""
+        if self.next_turn is None or all(part.finish_reason != "stop" for *_, part in parts):
+            return {}
+        own = [(i, j) for i, j, part in parts if i in self.mine and part.finish_reason == "stop"]
+        answers = self.next_turn([(i - self.mine.start, j, replace(self.responses[i][j]))
+                                  for i, j in own]) if own else []
+        own_turns = {key: one.token_ids for key, one in zip(own, answers, strict=True) if one is not None}
+        turns = share_turns(own_turns, self.group)
+        for (i, _), ids in turns.items():
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                raise UserError(f"the next turn of request {i} has tokens outside of the model's vocabulary of "
+                                f"{self.vocabulary}: the tokenizer is not the model's")
+        return turns
 
     def enough(self, complete: list[int]) -> bool:
-        """Report complete requests; return whether this rank needs no further token."""
+        """Report requests; True if no rank needs a further token. A collective unless ``complete`` is empty."""
         own = [i for i in complete if i in self.mine]
         self.open -= len(own)
         if self.on_finished is not None:
-            self.has_enough |= any([self.on_finished(i - self.mine.start, self._responses(i)) for i in own])
-        return self.has_enough or not self.open
-
-    def own(self) -> list[list[Completion]]:
-        """Completions of this rank, once all are stored."""
-        return [self._responses(i) for i in self.mine]
-
-    def _responses(self, i: int) -> list[Completion]:
-        return [self.done[i][j] for j in range(len(self.requests[i].seeds))]
+            self.has_enough |= any([self.on_finished(i - self.mine.start, self.responses[i]) for i in own])
+        return bool(complete) and all_of_group(self.has_enough or not self.open, self.group)

@@ -48,8 +48,7 @@ class Completion:
     """One response: its tokens (a matched stop token included, a prefix not) and their log-probs, in nats, under the
     distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax).
 
-    ``appended``: the runs [start, stop) of tokens that no policy drew, such as the answer of a tool; their log-probs
-    are 0.
+    ``appended``: the runs [start, stop) of tokens that a :class:`Continuation` appended; their log-probs are 0.
     """
     token_ids: list[int]
     logprobs: list[float]
@@ -72,8 +71,16 @@ class Completion:
         self.finish_reason = more.finish_reason
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """The start of a response's next turn: tokens that are appended without being drawn, before generation resumes."""
+    token_ids: list[int]
+
+
+Ended = list[tuple[int, int, Completion]]  # request, index among its seeds, response
 Finished = Callable[[int, list[Completion]], bool | None]
-Arrived = Callable[[list[tuple[int, int, Completion]]], None]  # request, index among its seeds, response
+Arrived = Callable[[Ended], None]
+NextTurn = Callable[[Ended], list[Continuation | None]]
 
 
 def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int,
@@ -121,7 +128,7 @@ class RolloutEngine(Protocol):
     weight_version: int
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
         """Return responses in the order of ``requests`` and their seeds.
 
         ``on_finished(i, completions)`` is called as soon as all responses of request ``i`` are done. Once it returns
@@ -129,6 +136,16 @@ class RolloutEngine(Protocol):
         that share the engine stop once each has had True or all its responses; until then it is called for further
         requests. ``on_arrived`` gets every response as soon as it is done, those that end together in one call, before
         ``on_finished`` reports its request.
+
+        ``next_turn`` is the door for tools and environments. It gets the responses that have just drawn a stop token,
+        and answers for each: None, the response is done, or a :class:`Continuation`, whose tokens are appended before
+        the response resumes as if they were a prefix. ``max_new_tokens`` counts appended tokens too: a continuation
+        after which no token could be drawn is dropped, and the response ends with "length". A response that has reached
+        ``max_new_tokens`` without a stop token is not asked for. Ranks that share the engine all pass ``next_turn`` or
+        none does; each is asked for its own requests.
+
+        Raises:
+            UserError: ``next_turn`` appends a token that the model does not have.
         """
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

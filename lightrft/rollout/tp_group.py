@@ -1,5 +1,5 @@
 """Ranks that run one engine together: each brings its own prompts, all generate all of them, each keeps its own."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -7,46 +7,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import Completion, Request
-from lightrft.rollout.collector import Ended
+from lightrft.rollout.engine import Completion, Ended, Request
 from lightrft.utils.env import World
 
 T = TypeVar("T")
+Record = list[list[int]]
 _REASONS = ("stop", "length", "abort")
 
 
-def _encode(requests: list[Request]) -> Tensor:
-    """Encode requests as int64: for each, the number of its lists (tokens, seeds, prefixes), their lengths, items."""
+def _encode(records: Iterable[Record]) -> Tensor:
+    """Encode records as int64: for each, the number of its lists, their lengths, their items."""
     numbers: list[int] = []
-    for request in requests:
-        parts = [request.token_ids, request.seeds, *request.prefixes]
-        numbers += [len(parts), *map(len, parts), *chain.from_iterable(parts)]
+    for lists in records:
+        numbers += [len(lists), *map(len, lists), *chain.from_iterable(lists)]
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _decode(numbers: list[int]) -> list[Request]:
-    requests, rest = [], iter(numbers)
+def _decode(numbers: list[int]) -> list[Record]:
+    records, rest = [], iter(numbers)
     for count in rest:
         lengths = list(islice(rest, count))
-        token_ids, seeds, *prefixes = (list(islice(rest, length)) for length in lengths)
-        requests.append(Request(token_ids, seeds, prefixes=prefixes))
-    return requests
+        records.append([list(islice(rest, length)) for length in lengths])
+    return records
 
 
-def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], slice]:
-    """Gather the text requests of all ranks of ``group`` (a CPU group), rank by rank; return them and the slice of this
-    rank's. A collective of two all-gathers of tensors; without a group there is nothing to share."""
-    if group is None:
-        return requests, slice(0, len(requests))
-    mine, size = _encode(requests), dist.get_world_size(group)
+def _gather(records: Iterable[Record], group: dist.ProcessGroup) -> list[list[Record]]:
+    """Gather the records of each rank of ``group`` (a CPU group). A collective of two all-gathers of tensors."""
+    mine, size = _encode(records), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
     longest = max(int(length) for length in lengths)
     rows = [torch.zeros(longest, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=group)
-    parts = [_decode(row[:int(length)].tolist()) for row, length in zip(rows, lengths)]
+    return [_decode(row[:int(length)].tolist()) for row, length in zip(rows, lengths)]
+
+
+def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], range]:
+    """Gather the text requests of all ranks of ``group``, rank by rank; return them and the range of this rank's. A
+    collective; without a group there is nothing to share."""
+    if group is None:
+        return requests, range(len(requests))
+    parts = _gather(([one.token_ids, one.seeds, *one.prefixes] for one in requests), group)
     start = sum(len(part) for part in parts[:dist.get_rank(group)])
-    return [request for part in parts for request in part], slice(start, start + len(requests))
+    everyone = [Request(token_ids, seeds, prefixes=prefixes) for part in parts for token_ids, seeds, *prefixes in part]
+    return everyone, range(start, start + len(requests))
+
+
+def share_turns(turns: dict[tuple[int, int], list[int]],
+                group: dist.ProcessGroup | None) -> dict[tuple[int, int], list[int]]:
+    """Gather the tokens that each rank of ``group`` appends to responses (request, index). A collective."""
+    if group is None:
+        return turns
+    parts = _gather(([list(key), token_ids] for key, token_ids in turns.items()), group)
+    return {(i, j): token_ids for (i, j), token_ids in chain.from_iterable(parts)}
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
@@ -85,7 +98,7 @@ def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
 
 
 def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended:
-    """Broadcast the responses of the first rank of ``group`` to all of them. A collective."""
+    """Broadcast the parts of responses that the first rank of ``group`` has drawn to all of them. A collective."""
     if group is None:
         return ended
     numbers: list[float] = []

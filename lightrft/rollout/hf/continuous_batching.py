@@ -1,10 +1,11 @@
 """Continuous batching: one ``generate`` call of the HF engine, from waiting prompts to finished responses.
 
-Rows of the key-value cache are *slots*; a prompt has a *prompt slot* (``place``), which all its samples read. A
-finished response frees its slot at once. As soon as a share of the slots is free, waiting responses take them. When
-none waits any more, live rows and prompts move to the front, so that matrix products cover only them. The host keeps
-one small array per slot; nothing in the decode loop runs once per row. For a response that resumes from a prefix, the
-slot is first filled with the prefix; from then on its state is the same as if all of it had been generated here.
+Rows of the key-value cache are *slots*; a prompt has a *prompt slot*, which all its samples read. A response that has
+ended frees its slot at once. As soon as a share of the slots is free, waiting responses take them. When none waits any
+more, live rows and prompts move to the front, so that matrix products cover only them. The host keeps one small array
+per slot; nothing in the decode loop runs once per row. For a response that resumes, from a prefix or with its next
+turn, the slot is first filled with its tokens; from then on its state is the same as if all of them had been generated
+in this slot.
 """
 from collections import deque
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams
+from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.sampling import sample, uniforms
 
@@ -38,34 +40,31 @@ class Generation:
     and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, requests: list[Request], params: SamplingParams, stop: Tensor,
-                 on_finished: Finished | None, on_arrived: Arrived | None = None) -> None:
-        self.model, self.cache, self.params = model, cache, params
-        self.on_finished, self.on_arrived = on_finished, on_arrived
+    def __init__(self, model: nn.Module, cache: KVCache, collector: CompletionCollector, params: SamplingParams,
+                 stop: Tensor) -> None:
+        self.model, self.cache, self.collector, self.params = model, cache, collector, params
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
         self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
-        self.requests, self.decode = requests, Decode(cache)
-        sizes = np.array([len(r.seeds) for r in requests])
+        self.requests, self.decode = collector.requests, Decode(cache)
+        sizes = collector.left.copy()
         self.bounds = np.concatenate([[0], sizes.cumsum()])
         self.num_samples = int(self.bounds[-1])
-        self.request_of = np.repeat(np.arange(len(requests)), sizes)
-        self.prompt_len = np.array([len(r.token_ids) for r in requests])[self.request_of]
-        self.prefixes = [prefix for r in requests for prefix in r.prefixes or [[]] * len(r.seeds)]
-        self.begun = np.array([len(prefix) for prefix in self.prefixes], dtype=np.int64)
-        self.remaining, self.length, self.ended = sizes.copy(), self.begun.copy(), False
-        self.done = np.zeros(self.num_samples, dtype=bool)
+        self.request_of = np.repeat(np.arange(len(sizes)), sizes)
+        self.prompt_len = np.array([len(r.token_ids) for r in self.requests])[self.request_of]
+        begun = [len(prefix) for r in self.requests for prefix in r.prefixes or [[]] * len(r.seeds)]
+        self.begun = np.array(begun, dtype=np.int64)  # tokens that each sample had when it last took a slot
         self.owner = np.full(cache.plan.slots, -1)  # sample of each slot, -1: free
         self.count = np.zeros(cache.plan.slots, dtype=np.int64)  # its tokens so far, 0 where free
         self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each prompt slot, -1: free
-        self.place = np.full(len(requests), -1)  # the inverse: prompt slot of each request, or -1
+        self.prompt_slot = np.full(len(sizes), -1)  # the inverse: prompt slot of each request
         self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
-        self.responses: list[list[Completion]] = [[] for _ in requests]
-        self.read: dict[int, Completion] = {}  # by sample
-        waiting = [i for i in range(len(requests)) if sizes[i]]
-        self.waiting = deque(sorted(waiting, key=lambda i:
-                                    (not any(requests[i].prefixes), -len(requests[i].token_ids))))
+        self.waiting = deque(
+            sorted(
+                np.flatnonzero(sizes).tolist(), key=lambda i:
+                (not any(self.requests[i].prefixes), -len(self.requests[i].token_ids))))
         self.shared: _Shared | None = None
+        self.resuming = deque[int]()  # samples between two turns; their prompts stay in the prompt slots
         self._allocate()
 
     def _allocate(self) -> None:
@@ -79,88 +78,106 @@ class Generation:
         self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
 
     def run(self) -> list[list[Completion]]:
-        """Generate all, or until ``on_finished`` returns True; return responses in the order of requests and seeds."""
-        for i in np.flatnonzero(self.remaining == 0):
-            self._deliver(int(i))
-        while self.remaining.any() and not self.ended:
-            self._rearrange()
-            self._step()
-        self._abort()
-        return self.responses
+        """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
+        complete = self.collector.empty
+        while not self.collector.enough(complete):
+            complete, resumed = self.collector.take(self._advance())
+            for i, j in resumed:
+                sample = int(self.bounds[i]) + j
+                self.begun[sample] = len(self.collector.begun(i, j))
+                self.resuming.append(sample)
+        self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
+        return self.collector.own
 
-    def _rearrange(self) -> None:
-        """Give free slots to waiting samples or, when none waits, close the gaps, once enough slots are free."""
-        while (self.waiting or self.shared) and not self.ended:
+    def _advance(self) -> Ended:
+        """Draw a token for waiting samples if enough slots are free, else for every row; return what has ended."""
+        self.tenant[self.collector.left[self.tenant] == 0] = -1
+        if waiting := self._waiting_samples():
             free = np.flatnonzero(self.owner < 0)
-            if len(free) < min(max(1, len(self.owner) // _SLACK), self._waiting_samples()):
-                return
-            if not (self.shared or (self.tenant < 0).any()):
-                return
-            self._admit(free)
-        dead = int((self.owner[:self.live] < 0).sum())
-        if dead and dead >= self.live // _SLACK:
+            if len(free) >= min(max(1, len(self.owner) // _SLACK), waiting):
+                if self.resuming:
+                    return self._resume(free)
+                if self.shared is not None:
+                    return self._admit_shared(self.shared, free)
+                if (self.tenant < 0).any():
+                    return self._admit(free)
+        elif (dead := int((self.owner[:self.live] < 0).sum())) and dead >= self.live // _SLACK:
             self._compact()
+        return self._step()
 
     def _waiting_samples(self) -> int:
         shared = self.bounds[self.shared.request + 1] - self.shared.first_sample if self.shared else 0
-        return int(shared) + sum(len(self.requests[i].seeds) for i in self.waiting)
+        return int(shared) + len(self.resuming) + sum(len(self.requests[i].seeds) for i in self.waiting)
 
     # -- admission ----------------------------------------------------------------------------------------------------
-    def _admit(self, free: np.ndarray) -> None:
-        """Fill the slots ``free`` with the shared prompt's other samples, or with new prompts of one prefill pass."""
-        if self.shared is not None:
-            self._admit_shared(self.shared, free)
-            return
+    def _admit(self, free: np.ndarray) -> Ended:
+        """Fill the slots ``free`` with the samples of new prompts of one prefill pass."""
         groups: list[int] = []
-        places = np.flatnonzero(self.tenant < 0)
+        prompt_slots = np.flatnonzero(self.tenant < 0)
         taken = tokens = 0
-        while self.waiting and taken < len(free) and tokens < _PREFILL_TOKENS and len(groups) < len(places):
+        while self.waiting and taken < len(free) and tokens < _PREFILL_TOKENS and len(groups) < len(prompt_slots):
             groups.append(self.waiting.popleft())
             taken += len(self.requests[groups[-1]].seeds)
             tokens += len(self.requests[groups[-1]].token_ids)
         samples = np.concatenate([np.arange(self.bounds[i], self.bounds[i + 1]) for i in groups])[:len(free)]
         source = np.repeat(np.arange(len(groups)), [len(self.requests[i].seeds) for i in groups])[:len(free)]
-        logits = self._prefill(groups, places[:len(groups)])
+        logits = self._prefill(groups, prompt_slots[:len(groups)])
         if taken > len(samples):
             self.shared = _Shared(groups[-1], int(samples[-1]) + 1, logits[-1:].clone())
-        self._start(samples, free[:len(samples)], logits[torch.from_numpy(source).to(logits.device)])
+        return self._start(samples, free[:len(samples)], logits[torch.from_numpy(source).to(logits.device)])
 
-    def _admit_shared(self, shared: _Shared, free: np.ndarray) -> None:
+    def _admit_shared(self, shared: _Shared, free: np.ndarray) -> Ended:
+        """Fill the slots ``free`` with the other samples of the shared prompt."""
         self.shared = None
         end = int(self.bounds[shared.request + 1])
         samples = np.arange(shared.first_sample, end)[:len(free)]
         if samples[-1] + 1 < end:
             self.shared = replace(shared, first_sample=int(samples[-1]) + 1)
-        self._start(samples, free[:len(samples)], shared.logits.expand(len(samples), -1))
+        return self._start(samples, free[:len(samples)], shared.logits.expand(len(samples), -1))
 
-    def _prefill(self, groups: list[int], places: np.ndarray) -> Tensor:
+    def _resume(self, free: np.ndarray) -> Ended:
+        """Fill the slots ``free`` with samples that begin their next turn."""
+        samples = np.array([self.resuming.popleft() for _ in range(min(len(free), len(self.resuming)))])
+        slots = free[:len(samples)]
+        return self._draw(samples, slots, self._restore(samples, slots), self.params)
+
+    def _prefill(self, groups: list[int], prompt_slots: np.ndarray) -> Tensor:
         """Run each prompt of ``groups`` once, into its prompt slot; return last-token logits [prompts, V]."""
-        self.place[groups], self.tenant[places] = places, groups
+        self.prompt_slot[groups], self.tenant[prompt_slots] = prompt_slots, groups
         prompts = [self.requests[i].token_ids for i in groups]
-        view = Prefill(self.cache, [len(prompt) for prompt in prompts], places)
+        view = Prefill(self.cache, [len(prompt) for prompt in prompts], prompt_slots)
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.cache.device)
         return self._forward(tokens, view.positions, view, view.last)
 
-    def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> None:
+    def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> Ended:
         """Assign slots to samples and draw a token for each; ``logits`` [k, V] are those after their prompts."""
-        fresh = self.begun[samples] == 0
+        fresh, ended = self.begun[samples] == 0, []
         if fresh.any():
-            self._draw(samples[fresh], slots[fresh], logits[torch.from_numpy(fresh).to(logits.device)], self.first)
+            ended += self._draw(samples[fresh], slots[fresh], logits[torch.from_numpy(fresh).to(logits.device)],
+                                self.first)
         if not fresh.all():
-            self._draw(samples[~fresh], slots[~fresh], self._restore(samples[~fresh], slots[~fresh]), self.params)
+            begun = self._restore(samples[~fresh], slots[~fresh])
+            ended += self._draw(samples[~fresh], slots[~fresh], begun, self.params)
+        return ended
 
     def _restore(self, samples: np.ndarray, slots: np.ndarray) -> Tensor:
-        """Run the prompts and prefixes of ``samples``, the prefixes into ``slots``; return last-token logits [k, V]."""
+        """Run the tokens of begun ``samples``, what follows their prompts into ``slots``; return last-token logits
+        [k, V]."""
         lengths = self.prompt_len[samples] + self.begun[samples]
         passes, logits = (lengths.cumsum() - lengths) // _PREFILL_TOKENS, []
         for part in (passes == number for number in np.unique(passes)):
-            tokens = [t for s in samples[part] for t in self.requests[self.request_of[s]].token_ids + self.prefixes[s]]
+            tokens = [token for s in samples[part] for token in self._tokens(s)]
             view = Prefill(self.cache, lengths[part].tolist(), slots[part], self.prompt_len[samples[part]])
             logits.append(self._forward(torch.tensor(tokens, device=self.cache.device), view.positions, view,
                                         view.last))
         return torch.cat(logits)
 
-    def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> None:
+    def _tokens(self, sample: int) -> list[int]:
+        """Tokens of a sample that is not in a slot: its prompt and what follows."""
+        i = int(self.request_of[sample])
+        return self.requests[i].token_ids + self.collector.begun(i, sample - int(self.bounds[i]))
+
+    def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> Ended:
         """Draw the next token of samples from ``logits`` [k, V]; from now on their slots are live."""
         device, begun = self.cache.device, self.begun[samples]
         index, ids, column, lengths = (torch.from_numpy(x).to(device)
@@ -174,18 +191,16 @@ class Generation:
         self.live = max(self.live, int(slots.max()) + 1)
         done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params)
         self.state[:, index] = state
-        self._retire(slots[done.cpu().numpy()])
+        return self._retire(slots[done.cpu().numpy()])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
     def _forward(self, tokens: Tensor, positions: Tensor, view: Prefill | Decode, keep: Tensor | int) -> Tensor:
         return self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=None, use_cache=False,
                           logits_to_keep=keep, kv_cache=view).logits[0]
 
-    def _step(self) -> None:
-        """Generate one token for every row."""
+    def _step(self) -> Ended:
+        """Draw the next token of every row."""
         live = self.live
-        if not live or self.ended:
-            return
         if self.moved:
             self._arrange()
         state = self.state[:, :live]
@@ -195,14 +210,13 @@ class Generation:
         done = self._record(state, logits, noise, self.params)
         self.count[:live] += self.owner[:live] >= 0
         finished = done.nonzero()[:, 0]
-        if len(finished):
-            self._retire(finished.cpu().numpy())
+        return self._retire(finished.cpu().numpy()) if len(finished) else []
 
     def _arrange(self) -> None:
         """Pass to the attention the prompt slot and the prompt length that each row reads."""
         owner = self.owner[:self.live]
         alive = owner >= 0
-        self.decode.arrange(np.where(alive, self.place[self.request_of[owner]], -1),
+        self.decode.arrange(np.where(alive, self.prompt_slot[self.request_of[owner]], -1),
                             np.where(alive, self.prompt_len[owner], 0))
         self.moved = False
 
@@ -216,57 +230,27 @@ class Generation:
         return (self.stop[tokens] | (state[_COLUMN] == self.params.max_new_tokens - 1)) & (state[_ALIVE] == 1)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
-    def _retire(self, slots: np.ndarray) -> None:
-        """Free ``slots``; report their responses, and every request whose last response has just ended."""
-        if not len(slots):
-            return
-        samples = self.owner[slots]
-        self.length[samples], self.done[samples] = self.count[slots], True
+    def _retire(self, slots: np.ndarray) -> Ended:
+        """Free ``slots``; return what they have drawn."""
+        ended = self._read(slots)
         self.owner[slots], self.count[slots] = -1, 0
         index = torch.from_numpy(slots).to(self.cache.device)
         self.state[:, index] = self.state.new_tensor([[0], [0], [0], [self.num_samples], [0]])
-        if self.on_arrived is not None:
-            self._tell(self.on_arrived, sorted(samples.tolist()))
-        requests, counts = np.unique(self.request_of[samples], return_counts=True)
-        self.remaining[requests] -= counts
-        for request in requests[self.remaining[requests] == 0]:
-            self._deliver(int(request))
+        return ended
 
-    def _tell(self, on_arrived: Arrived, samples: list[int]) -> None:
-        self._read(samples)
-        requests = self.request_of[samples].tolist()
-        on_arrived([(i, s - int(self.bounds[i]), self.read[s]) for i, s in zip(requests, samples)])
-
-    def _deliver(self, request: int) -> None:
-        if self.place[request] >= 0:
-            self.tenant[self.place[request]] = -1
-        self.responses[request] = self._completions(request)
-        if self.on_finished is not None and self.on_finished(request, self.responses[request]):
-            self.ended = True
-
-    def _completions(self, request: int) -> list[Completion]:
-        samples = range(int(self.bounds[request]), int(self.bounds[request + 1]))
-        self._read([s for s in samples if s not in self.read])
-        return [self.read[s] for s in samples]
-
-    def _read(self, samples: list[int]) -> None:
-        """Fetch responses from the device, once each."""
-        index = torch.tensor(samples, dtype=torch.long, device=self.cache.device)
-        width = int(self.length[samples].max(initial=0))
-        for s, tokens, logprobs in zip(samples, *(x[index, :width].tolist() for x in (self.tokens, self.logprobs))):
-            begun, end = int(self.begun[s]), int(self.length[s])
-            reason = self._reason(tokens[end - 1]) if self.done[s] else "abort"
-            self.read[s] = Completion(tokens[begun:end], logprobs[begun:end], reason)
-
-    def _reason(self, last: int) -> str:
-        return "stop" if last in self.stop_ids else "length"
-
-    def _abort(self) -> None:
-        """Collect unfinished responses as they are, if there are any."""
-        slots = np.flatnonzero(self.owner >= 0)
-        self.length[self.owner[slots]] = self.count[slots]
-        for request in np.flatnonzero(self.remaining):
-            self.responses[request] = self._completions(int(request))
+    def _read(self, slots: np.ndarray, reason: str = "") -> Ended:
+        """Fetch what ``slots`` have drawn since their samples took them, in the order of the samples. ``reason``: why
+        they end; empty: by their last token."""
+        slots = slots[self.owner[slots].argsort()]
+        samples, ends = self.owner[slots], self.count[slots]
+        index, width = torch.from_numpy(samples).to(self.cache.device), int(ends.max(initial=0))
+        rows = (x[index, :width].tolist() for x in (self.tokens, self.logprobs))
+        parts: Ended = []
+        for s, end, tokens, logprobs in zip(samples.tolist(), ends.tolist(), *rows):
+            i, begun = int(self.request_of[s]), int(self.begun[s])
+            why = reason or ("stop" if tokens[end - 1] in self.stop_ids else "length")
+            parts.append((i, s - int(self.bounds[i]), Completion(tokens[begun:end], logprobs[begun:end], why)))
+        return parts
 
     def _compact(self) -> None:
         """Move the live rows and prompts at the end into the gaps at the front."""
@@ -284,7 +268,7 @@ class Generation:
         source, target = _gaps(self.tenant)
         prompts = self.cache.prompts.data
         prompts[:, :, torch.from_numpy(target).to(device)] = prompts[:, :, torch.from_numpy(source).to(device)]
-        self.place[self.tenant[source]] = target
+        self.prompt_slot[self.tenant[source]] = target
         self.tenant[target], self.tenant[source] = self.tenant[source], -1
 
 

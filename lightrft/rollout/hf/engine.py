@@ -13,7 +13,9 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout.hf.continuous_batching import Generation
-from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
+from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
+                                     stop_ids)
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.optimizer import is_whole
@@ -67,7 +69,7 @@ class HFEngine:
         self._cache: KVCache | None = None
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`.
 
         Raises:
@@ -77,17 +79,21 @@ class HFEngine:
         self._check(requests, params)
         if not requests:
             return []
+        collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
         with _inference(self.model, self.autocast):
             cache = self._cache_for(requests, params)
-            return Generation(self.model, cache, requests, params, self._stop_mask(params), on_finished,
-                              on_arrived).run()
+            return Generation(self.model, cache, collector, params, self._stop_mask(params)).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "HF", len(self.model.get_input_embeddings().weight))
+        check_requests(requests, params, "HF", self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        return len(self.model.get_input_embeddings().weight)
 
     def _stop_mask(self, params: SamplingParams) -> Tensor:
         mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)

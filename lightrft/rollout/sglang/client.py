@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrft.rollout.engine import Completion, Request, SamplingParams
+from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.sglang.launch import start_engine, isolated_environment
-from lightrft.rollout.collector import Ended
 from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
@@ -117,69 +117,58 @@ def _block_signals() -> None:
 
 
 class SGLangRun:
-    """One ``generate`` call, in which every sample is one SGLang request with its own seed; samples of one prompt share
-    its cached prefix.
+    """One ``generate`` call, in which every part of a response is one SGLang request; those of one prompt share its
+    cached prefix.
 
-    The noise of a token depends on the seed and the token's position in the sequence, so a response resumes from a
-    prefix as it would have in one go. With ``params.first_temperature`` a response takes two requests, one for its
-    first token.
+    The noise of a token depends on the seed and the token's position in the sequence, so a response resumes as it would
+    have continued. With ``params.first_temperature`` the first token of a response is a part.
+
+    Args:
+        collector: has the requests, and what their responses have so far.
     """
 
-    def __init__(self, native: SGLangNative, requests: list[Request], params: SamplingParams,
+    def __init__(self, native: SGLangNative, collector: CompletionCollector, params: SamplingParams,
                  stop_ids: list[int]) -> None:
-        self.native, self.requests, self.params, self.stop_ids = native, requests, params, stop_ids
+        self.native, self.collector, self.params, self.stop_ids = native, collector, params, stop_ids
+        self.next = [(i, j) for i, request in enumerate(collector.requests) for j in range(len(request.seeds))]
         self.drawing: dict[asyncio.Task[Completion], tuple[int, int]] = {}
-        self.begun = self.enough = False
 
     def ended(self) -> Ended:
-        """Wait for responses; return those that have ended since the last call."""
+        """Start a part of each response in ``self.next``, and wait; return the parts that have ended since the last
+        call."""
         return self.native.run(self._some)
 
     def abort(self) -> Ended:
-        """Stop unfinished responses; return them as they are."""
+        """Stop what is unfinished; return it as it is."""
         return self.native.run(self._rest) if self.drawing else []
 
     async def _some(self) -> Ended:
-        if not self.begun:
-            pairs = [(i, j) for i, request in enumerate(self.requests) for j in range(len(request.seeds))]
-            self.drawing = {asyncio.ensure_future(self._draw(i, j)): (i, j) for i, j in pairs}
-            self.begun = True
+        self.drawing |= {asyncio.ensure_future(self._draw(i, j)): (i, j) for i, j in self.next}
+        self.next = []
         return self._take((await asyncio.wait(self.drawing, return_when=asyncio.FIRST_COMPLETED))[0])
 
     async def _rest(self) -> Ended:
-        self.enough = True
         self.native.manager.abort_request(abort_all=True)
         return self._take((await asyncio.wait(self.drawing))[0])
 
     def _take(self, done: set["asyncio.Task[Completion]"]) -> Ended:
-        return sorted((*self.drawing.pop(task), task.result()) for task in done)
+        return sorted(((*self.drawing.pop(task), task.result()) for task in done), key=lambda part: part[:2])
 
     async def _draw(self, i: int, j: int) -> Completion:
-        request, p = self.requests[i], self.params
-        begun = request.prefixes[j] if request.prefixes else []
-        left = p.max_new_tokens - len(begun)
-        if p.first_temperature is None or begun:
-            return await self._ask(request.token_ids + begun, request.seeds[j], p.temperature, left)
-        first = await self._ask(request.token_ids, request.seeds[j], p.first_temperature, 1)
-        if first.finish_reason != "length" or left == 1:
-            return first
-        if self.enough:
-            return Completion(first.token_ids, first.logprobs, "abort")
-        rest = await self._ask(request.token_ids + first.token_ids, request.seeds[j], p.temperature, left - 1)
-        return Completion(first.token_ids + rest.token_ids, first.logprobs + rest.logprobs, rest.finish_reason)
-
-    async def _ask(self, token_ids: list[int], seed: int, temperature: float, new_tokens: int) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
-        p = self.params
+        request, begun, p = self.collector.requests[i], self.collector.begun(i, j), self.params
+        temperature, left = p.temperature, p.max_new_tokens - len(begun)
+        if p.first_temperature is not None and not begun:
+            temperature, left = p.first_temperature, 1
         sampling: dict[str, Any] = {
-            "max_new_tokens": new_tokens, "temperature": temperature, "top_p": p.top_p, "top_k": p.top_k or -1,
-            "min_p": p.min_p, "stop_token_ids": self.stop_ids, "sampling_seed": seed if temperature else -1
+            "max_new_tokens": left, "temperature": temperature, "top_p": p.top_p, "top_k": p.top_k or -1, "min_p":
+            p.min_p, "stop_token_ids": self.stop_ids, "sampling_seed": request.seeds[j] if temperature else -1
         }  # yapf: disable
-        asked = GenerateReqInput(input_ids=token_ids, sampling_params=sampling, return_logprob=True)
+        asked = GenerateReqInput(input_ids=request.token_ids + begun, sampling_params=sampling, return_logprob=True)
         answer = await anext(self.native.manager.generate_request(asked, None))
         found, drawn = answer["meta_info"], list(answer["output_ids"])
         reason = found["finish_reason"]["type"]
         if reason == "abort":  # an abort may come after the end
             ended = drawn and drawn[-1] in self.stop_ids
-            reason = "stop" if ended else "length" if len(drawn) == new_tokens else "abort"
+            reason = "stop" if ended else "length" if len(drawn) == left else "abort"
         return Completion(drawn, [entry[0] for entry in found.get("output_token_logprobs") or []], reason)

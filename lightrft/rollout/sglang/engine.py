@@ -9,9 +9,9 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.sglang import weights as sglang_weights
-from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
-from lightrft.rollout.tp_group import (all_of_group, completions_of_first, group_of, object_of_first, share_requests,
-                                       tensor_of_first)
+from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
+                                     stop_ids)
+from lightrft.rollout.tp_group import completions_of_first, group_of, object_of_first, tensor_of_first
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.client import SGLangNative, SGLangRun
@@ -84,7 +84,7 @@ class SGLangEngine:
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
 
         Raises:
@@ -92,25 +92,27 @@ class SGLangEngine:
             ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is too long.
         """
         self._check(requests, params)
-        everyone, mine = share_requests(requests, self.group)
-        if not everyone:
+        collector = CompletionCollector(requests, params, self.vocabulary, self.group, on_finished, on_arrived,
+                                        next_turn)
+        if not collector.requests:
             return []
         self._wake_cache()
-        run = SGLangRun(self.native, everyone, params, stop_ids(self.eos_token_ids, params,
-                                                                self.vocabulary)) if self.native else None
-        collector = CompletionCollector(everyone, mine, on_finished, on_arrived)
+        stop = stop_ids(self.eos_token_ids, params, self.vocabulary)
+        run = SGLangRun(self.native, collector, params, stop) if self.native else None
         try:
             self._collect(run, collector)
         finally:  # after an error too, or the next call would resume what is left
             rest = run.abort() if run else []
-        collector.keep(completions_of_first(rest, self.group))
-        return collector.own()
+        collector.store(completions_of_first(rest, self.group))
+        return collector.own
 
     def _collect(self, run: SGLangRun | None, collector: CompletionCollector) -> None:
         """Collect responses, round by round on all ranks of the group, until all ended or every rank has enough."""
         complete = collector.empty
-        while not (complete and all_of_group(collector.enough(complete), self.group)):
-            complete = collector.take(completions_of_first(run.ended() if run else [], self.group))
+        while not collector.enough(complete):
+            complete, resumed = collector.take(completions_of_first(run.ended() if run else [], self.group))
+            if run:
+                run.next += resumed
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

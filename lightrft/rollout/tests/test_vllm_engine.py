@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
-from lightrft.tests.support import runs, tiny, vllm_ranks
+from lightrft.tests.support import runs, tiny, turns, vllm_ranks
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
 from lightrft.tests.support.launch import finish
@@ -184,6 +185,28 @@ def test_fire(rig):
     assert reasons == {"stop", "length"}
     one = SamplingParams(1, 0.7, first_temperature=8.0)
     assert all(len(done.token_ids) == 1 for group in rig.vllm.generate(asked, one) for done in group)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_turns(rig, temperature):
+    """A part that resumes draws with the seed that the same tokens would give as a prefix."""
+    rig.ready()
+    params = replace(turns.PARAMS, temperature=temperature)
+    groups = turns.turns_are_those_by_hand(rig.vllm, requests(), params)
+    turns.turns_have_the_scores(requests(), groups, lambda one, ids: rig.logprobs(one, ids, params))
+    turns.a_turn_without_room_is_dropped(rig.vllm, requests())
+    assert not rig.vllm.native.has_unfinished_requests()
+
+
+def test_a_cut_turn(rig):
+    """What follows the cut draws with other seeds, as every prefix does."""
+    rig.ready()
+    found = list(turns.cut_turns(rig.vllm, requests()))
+    assert any(begun.appended for _, _, begun, *_ in found), "no cut in a later turn"
+    for i, j, begun, done, whole in found:
+        end = len(begun.token_ids)
+        assert begun.token_ids == whole.token_ids[:end] and begun.drawn == whole.drawn[:end], (i, j)
+        turns.turns_have_the_scores([requests()[i]], [[done]], lambda one, ids: rig.logprobs(one, ids, turns.PARAMS))
 
 
 def test_asleep_it_neither_generates_nor_learns(rig):

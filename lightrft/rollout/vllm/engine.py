@@ -1,7 +1,6 @@
 """vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
 import gc
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.vllm import weights as vllm_weights
-from lightrft.rollout.engine import Arrived, Completion, Finished, Request, SamplingParams, check_requests, stop_ids
-from lightrft.rollout.tp_group import all_of_group, share_requests
+from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
+                                     stop_ids)
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import Shapes, checked, exported_shapes
 from lightrft.rollout.collector import CompletionCollector
@@ -107,7 +106,7 @@ class VLLMEngine:
         return self.places.fingerprints(names)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None) -> list[list[Completion]]:
+                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
 
         Raises:
@@ -116,19 +115,16 @@ class VLLMEngine:
                 engine was started for.
         """
         self._check(requests, params)
-        everyone, mine = share_requests(requests, self.group)
-        if not everyone:
+        vocabulary = self.native.model_config.get_vocab_size()
+        collector = CompletionCollector(requests, params, vocabulary, self.group, on_finished, on_arrived, next_turn)
+        if not collector.requests:
             return []
         if self._cache_asleep:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
-
-        collector = CompletionCollector(everyone, mine, on_finished, on_arrived)
-        agree = partial(all_of_group, group=self.group)
-        stop = stop_ids(self.eos_token_ids, params, self.native.model_config.get_vocab_size())
+        stop, adapter = stop_ids(self.eos_token_ids, params, vocabulary), self.adapters and self.adapters.request
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, collector, params, stop, agree,
-                           self.adapters.request if self.adapters else None).run()
+            return VLLMRun(self.native, collector, params, stop, adapter).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

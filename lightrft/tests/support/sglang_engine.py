@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.sglang import weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.tests.support import tiny
+from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
                                                refuses_requests, requests, tells_responses_as_they_end, tokens)
 from lightrft.tests.support.faulty_sync import TARGET
@@ -206,6 +207,19 @@ def test_fire(rig, temperature):
     assert reasons == {"stop", "length"}
     one = SamplingParams(1, temperature, first_temperature=8.0)
     assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_turns(rig, temperature):
+    """Also where they are cut: noise depends on the position alone, so it resumes as in one go."""
+    rig.ready()
+    params = replace(turns.PARAMS, temperature=temperature)
+    groups = turns.turns_are_those_by_hand(rig.engine, requests(), params)
+    turns.turns_have_the_scores(requests(), groups, lambda one, ids: rig.logprobs(one, ids, params))
+    turns.a_turn_without_room_is_dropped(rig.engine, requests())
+    for i, j, _, done, whole in turns.cut_turns(rig.engine, requests()):
+        assert turns.equal(done, whole), (i, j)
+    assert not rig.engine.native.manager.rid_to_state
 
 
 def test_asleep_it_neither_generates_nor_learns(rig):

@@ -16,6 +16,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import tells_responses_as_they_end
 from lightrft.tests.support.faulty_sync import TARGET, break_sync
+from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
 from lightrft.tests.support.weight_sync_ranks import changed
 from lightrft.types import Experience, Prompt
@@ -91,6 +92,7 @@ def facts(ranks, tp_size):
         assert ranks.gap(REQUESTS[mine], drawn) < EXACT
         asked = REQUESTS if ranks.strategy.rank == 0 else []
         check(engine.generate(asked, sampled)[mine], drawn[:5 * (ranks.strategy.rank == 0)])
+        turns_of_a_group(engine, ranks.reference, REQUESTS, mine, ranks.strategy.rank == 0)
         short = engine.generate(REQUESTS[mine], sampled, lambda i, _: True)  # until both ranks have enough
         assert all(one.token_ids == full.token_ids[:len(one.token_ids)] for cut, whole in zip(short, drawn)
                    for one, full in zip(cut, whole))  # yapf: disable

@@ -15,6 +15,7 @@ from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.weight_sync_ranks import changed
 
 REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
@@ -127,6 +128,7 @@ def main(folder: str, tp: int, early: bool) -> None:
         sampled = engine.generate(REQUESTS[mine], SAMPLED)
         check(
             engine.generate(REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
+        turns_of_a_group(engine, reference, REQUESTS, mine, strategy.rank == 0)
         for wanted in ((1, 1), (2, 1), (0, 1)) if early else ():
             stop_early(engine, REQUESTS[mine] if wanted[strategy.rank] else [], alone.hf_model, wanted[strategy.rank])
         changed(prepared.model)
