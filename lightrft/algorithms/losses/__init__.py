@@ -1,7 +1,4 @@
-"""One policy loss per file; importing this package registers them."""
-from lightrft.algorithms.losses import (cispo, clip_cov, cpgd, dppo_kl, dppo_tv, gmpo, gpg, gspo, gspo_token, kl_cov,
-                                        ppo, sapo)
+"""Policy losses, one family per file; importing this package registers them."""
+from lightrft.algorithms.losses import token_ratio, sequence_ratio, covariance
 
-__all__ = [
-    "cispo", "clip_cov", "cpgd", "dppo_kl", "dppo_tv", "gmpo", "gpg", "gspo", "gspo_token", "kl_cov", "ppo", "sapo"
-]
+__all__ = ["covariance", "sequence_ratio", "token_ratio"]
