@@ -1,16 +1,84 @@
-"""Loader of global batches, the same on every rank; one number is its whole position."""
+"""Loader of global batches, the same on every rank; one number is its whole position.
+
+The order of the rows is a pure function of (sizes, probabilities, seed), so that a position alone restores it.
+"""
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 from zlib import crc32
 
-from lightrft.datasets.blend import Blend
-from lightrft.datasets.loading import DataError
+import numpy as np
+
+from lightrft.datasets.rows import DataError
 from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 Item = TypeVar("Item")
+Order = np.ndarray  # int64 [N], row indices of one episode
 SAMPLED = 64  # rows that identify a data set
+
+
+def check_probs(probs: Sequence[float], specs: Sequence[str]) -> None:
+    """Require one non-negative probability per data set, with sum 1; raise ``ValueError`` otherwise."""
+    if probs and (len(probs) != len(specs) or min(probs) < 0 or abs(sum(probs) - 1) > 1e-6):
+        raise UserError(f"--prompt_data_probs {list(probs)}: need {len(specs)} numbers >= 0, one per --prompt_data, "
+                        f"that sum to 1, for example {[round(1 / max(len(specs), 1), 4)] * len(specs)}")
+
+
+def apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """Split ``total`` into whole numbers in proportion to ``shares`` (largest remainders)."""
+    exact = [total * share / sum(shares) for share in shares]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[:total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+class Blend:
+    """Endless order of rows: episode after episode of ``rows`` draws each.
+
+    Without probabilities an episode is every row once. With them, each data set gives its share of every episode: one
+    with a share below its size continues in the next episode, one with a larger share starts over. So within a data
+    set no row is drawn again before all others were drawn.
+
+    Args:
+        sizes: rows of each data set; the index covers the data sets one after another.
+        probs: share of each data set, or empty.
+        shuffle: use a new seeded order each episode (and pass); otherwise the order of the files, evenly interleaved.
+    """
+
+    def __init__(self, sizes: Sequence[int], probs: Sequence[float] = (), shuffle: bool = True, seed: int = 0) -> None:
+        self.sizes, self.probs, self.shuffle, self.seed = list(sizes), list(probs), shuffle, seed
+        self.rows = sum(sizes)
+        if any(prob > 0 and size == 0 for prob, size in zip(self.probs, self.sizes)):
+            raise UserError(f"a data set to mix in has no rows: sizes {self.sizes}, probabilities {self.probs}")
+
+    def episode(self, number: int) -> Order:
+        """Return the [rows] indices of one episode."""
+        if not self.probs:
+            return self._permutation(0, number, self.rows)
+        counts = apportion(self.rows, self.probs)
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        draws = [start + self._slice(i, number * count, count) for i, (start, count) in enumerate(zip(starts, counts))]
+        order = np.concatenate(draws)
+        if self.shuffle:
+            return order[self._permutation(len(self.sizes) + 1, number, len(order))]
+        positions = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+        return order[np.argsort(positions, kind="stable")]
+
+    def _slice(self, source: int, start: int, count: int) -> Order:
+        """Return draws ``start .. start + count`` of the endless passes over one data set."""
+        size = max(self.sizes[source], 1)
+        first, last = start // size, (start + max(count, 1) - 1) // size
+        passes = np.concatenate([self._permutation(source + 1, number, size) for number in range(first, last + 1)])
+        return passes[start - first * size:][:count]
+
+    def _permutation(self, stream: int, number: int, size: int) -> Order:
+        if not self.shuffle:
+            return np.arange(size)
+        return np.random.default_rng([self.seed, stream, number]).permutation(size)
 
 
 class MixedDataset(Sequence[Item]):
@@ -79,10 +147,11 @@ class PromptLoader(Generic[Item]):
     def draw(self, count: int) -> list[tuple[int, Item]]:
         """Return the next ``count`` rows, each with its number in the endless stream."""
         start, self.position = self.position, self.position + count
-        return [(place, self.dataset[self._row(place)]) for place in range(start, self.position)]
+        return [(number, self.dataset[self._row(number)]) for number in range(start, self.position)]
 
-    def _row(self, place: int) -> int:
-        episode, offset = divmod(place, self.blend.rows)
+    def _row(self, number: int) -> int:
+        """Row of the data with this number in the endless stream."""
+        episode, offset = divmod(number, self.blend.rows)
         if self._cached[0] != episode:
             self._cached = (episode, self.blend.episode(episode).tolist())
         return self._cached[1][offset]
@@ -107,14 +176,15 @@ class PromptLoader(Generic[Item]):
         """
         if state["sizes"] != self.blend.sizes:
             raise DataError(f"the checkpoint was made with data sets of {state['sizes']} rows, now they have "
-                            f"{self.blend.sizes}. Use the same data, --max_samples and --prompt_max_len, or start anew")
+                            f"{self.blend.sizes}. Use the same data, --max_samples and --prompt_max_len, or start a "
+                            "new run")
         wanted = Blend(state["sizes"], state["probs"], state["shuffle"], state["seed"])
         if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
-            _warn(f"the data order goes on as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
+            _warn(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
                   f"probabilities {wanted.probs}")
         if state["rows"] != self._rows:
-            _warn("the data has as many rows as that of the checkpoint, but other ones: the run goes on after the "
-                  f"first {state['position']} rows of the order, and rows that were used may come again")
+            _warn("the data has as many rows as that of the checkpoint, but other ones: the run continues after "
+                  f"the first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])
 
 

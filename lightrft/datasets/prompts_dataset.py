@@ -7,11 +7,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.blend import apportion, check_probs
-from lightrft.datasets.loader import MixedDataset
-from lightrft.datasets.loading import DataError, load_rows, Row, Rows
+from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.records import first_value, missing, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
+from lightrft.datasets.rows import DataError, Row, Rows, load_rows
 from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
 
@@ -144,8 +143,8 @@ def difficulty(row: Row, key: str, where: str) -> float:
     found = first_value((row, key), (row.get("extra_info"), key))
     number = finite(found)
     if number is None:
-        told = "the row has none" if found is None else f"{found!r} is not a number"
-        raise DataError(f"{where}: --difficulty_key {key}: {told}. Complete or remove the row, or drop the option")
+        problem = "the row has none" if found is None else f"{found!r} is not a number"
+        raise DataError(f"{where}: --difficulty_key {key}: {problem}. Complete or remove the row, or drop the option")
     return number
 
 

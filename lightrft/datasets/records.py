@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.loading import DataError, Row, Rows
+from lightrft.datasets.rows import DataError, Row, Rows
 
 Message = dict[str, Any]
 

@@ -7,8 +7,8 @@ from jinja2 import TemplateError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.loading import DataError
 from lightrft.datasets.records import Message
+from lightrft.datasets.rows import DataError
 
 CHUNK = 2048  # rows a worker process tokenizes at a time
 

@@ -7,10 +7,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset
-from lightrft.datasets.loading import DataError, Row, Rows
 from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import Message, missing, prompt_column, to_messages
 from lightrft.datasets.rendering import CHUNK, Renderer
+from lightrft.datasets.rows import DataError, Row, Rows
 
 ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
 Span = tuple[int, int]
@@ -103,7 +103,7 @@ class ChatMasker:
         if not until.startswith(before) or not text.startswith(until):
             raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} writes turn {turn + 1} of a chat "
                             f"of {len(messages)} differently when more turns follow or when it is being answered, "
-                            "so the assistant's part cannot be told apart. Mark it with {% generation %} in the "
+                            "so the assistant's part cannot be found. Mark it with {% generation %} in the "
                             "template, or give another with --chat_template")
         return len(before), len(before) + len(self._without_tail(until[len(before):]))
 

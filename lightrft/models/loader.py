@@ -19,8 +19,8 @@ from lightrft.config.schema import ModelConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
-from lightrft.models.critic import Critic
 from lightrft.models.lora import add_lora, hf_name
+from lightrft.models.packed_model import Critic
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 

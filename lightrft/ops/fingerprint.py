@@ -92,9 +92,9 @@ def _large(piece: Piece) -> Tensor:
 
 def _small(pieces: list[Piece], dtype: torch.dtype) -> Tensor:
     """int64 [pieces]: fingerprints of pieces of one type, in a few operations."""
-    places = tuple((tuple(p.shape or p.tensor.shape), tuple(p.start or (0, ) * p.tensor.ndim), tuple(p.tensor.shape))
-                   for p in pieces)  # yapf: disable
-    key, bounds = _joint_key(places, pieces[0].tensor.device)
+    layouts = tuple((tuple(p.shape or p.tensor.shape), tuple(p.start or (0, ) * p.tensor.ndim), tuple(p.tensor.shape))
+                    for p in pieces)  # yapf: disable
+    key, bounds = _joint_key(layouts, pieces[0].tensor.device)
     zero = pieces[0].tensor.new_zeros(1)
     flat = torch.cat([zero, *(piece.tensor.reshape(-1) for piece in pieces)]).to(dtype)
     sums = _bits(flat).long().mul_(key)
@@ -120,14 +120,14 @@ def _keys(shape: Sequence[int], start: Sequence[int], part: Sequence[int], devic
 
 
 @lru_cache(maxsize=8)
-def _joint_key(places: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _joint_key(layouts: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the factors of all elements of (shape, start, shape of the part) and the bounds of the parts.
 
     The factors follow a 0, part after part. The bounds are the indices of the last element before each part and of the
     very last element.
     """
     flat = [torch.zeros(1, dtype=torch.int64, device=device)]
-    for shape, start, part in places:
+    for shape, start, part in layouts:
         *outer, key = _keys(shape, start, part, device)
         for other in reversed(outer):
             key = (other[:, None] * key.flatten()).flatten()

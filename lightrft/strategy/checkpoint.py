@@ -145,20 +145,20 @@ class CheckpointManager:
     def _finish(self, step: int, temporary: Path, metrics: dict[str, float]) -> None:
         files.complete(temporary, self.folder / files.step_name(step),
                        {"step": step, "world_size": self.strategy.world_size, "metrics": metrics})
-        told = files.rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
-        if not told and not self._warned:
+        best_is_known = files.rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
+        if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
                 "--best_metric %s: no checkpoint has this number, so the best cannot be kept; the newest has %s",
                 self.best_metric, ", ".join(sorted(metrics)) or "none")
 
-    def set_aside(self) -> None:
+    def back_up(self) -> None:
         """Move the folder of an earlier run to ``FOLDER.1``, ``FOLDER.2``, ... before a new run; a collective.
 
         Otherwise old checkpoints of higher steps would rotate the new ones away, and be loaded instead of them.
         """
         if self.strategy.is_main:
-            files.set_aside(self.folder)
+            files.back_up(self.folder)
         self.strategy.barrier()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -315,13 +315,13 @@ def folders(parent: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def set_aside(parent: Path) -> Path | None:
+def back_up(parent: Path) -> Path | None:
     """Rename a folder that holds step folders to the first free ``NAME.1``, ``NAME.2``, ...; returns its new path."""
-    aside = backup_path(parent) if folders(parent) else None
-    if aside is None:
+    backup = backup_path(parent) if folders(parent) else None
+    if backup is None:
         return None
-    logger.warning("this is a new run (no --load_checkpoint): the checkpoints in %s were moved to %s", parent, aside)
-    return aside
+    logger.warning("this is a new run (no --load_checkpoint): the checkpoints in %s were moved to %s", parent, backup)
+    return backup
 
 
 def room(folder: Path) -> str:

@@ -149,7 +149,7 @@ class BaseTrainer(ABC):
         elif self.cfg.load_checkpoint:
             get_logger().warning("--load_checkpoint: no complete checkpoint found; starting from step 0")
         elif self.checkpoints:
-            self.checkpoints.set_aside()
+            self.checkpoints.back_up()
         self.log.start(self.step)
         return path is not None
 

@@ -31,7 +31,7 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        raise ExpectedError(f"cannot write to {folder}: {error}. Make room; --load_checkpoint goes on from the "
+        raise ExpectedError(f"cannot write to {folder}: {error}. Make room; --load_checkpoint resumes from the "
                             "newest checkpoint") from error
 
 

@@ -193,7 +193,7 @@ class MetricSinks:
         """Cut ``metrics.jsonl`` back to the checkpoint of ``step``. Call this before the first :meth:`log`.
 
         Later lines and an incomplete last one are dropped, so a resumed run writes the file of an uninterrupted one.
-        With ``step`` 0 (a new run) an existing file is moved aside, to ``metrics.1.jsonl``, ...; so are the
+        With ``step`` 0 (a new run) an existing file is renamed to ``metrics.1.jsonl``, ...; so are the
         TensorBoard folder and the id of the W&B run.
         """
         if self._sinks:

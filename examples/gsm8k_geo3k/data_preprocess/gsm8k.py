@@ -8,7 +8,7 @@ column ``split`` such as ``examples/gsm8k_geo3k/data/raw_200.jsonl``. Without it
 import argparse
 from pathlib import Path
 
-from lightrft.datasets.sources.convert import convert
+from lightrft.datasets.sources import convert
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.loading import DataError
 from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.datasets.rows import DataError
 from lightrft.tests.support import tiny
 
 RATES = [0.0, 0.5, 1.0, 0.25, 0.75, 0.5]

@@ -2,9 +2,8 @@ from collections import Counter
 
 import pytest
 
-from lightrft.datasets.blend import Blend, apportion
-from lightrft.datasets.loader import MixedDataset, PromptLoader
-from lightrft.datasets.loading import DataError
+from lightrft.datasets.loader import Blend, MixedDataset, PromptLoader, apportion
+from lightrft.datasets.rows import DataError
 
 
 class Mixed(MixedDataset[int]):
@@ -68,7 +67,7 @@ def test_resume_keeps_the_order_of_the_checkpoint_and_says_so(capsys):
     other = PromptLoader(range(20), 4, seed=4)
     other.load_state_dict(loader.state_dict())
     assert next(other) == next(loader)
-    assert "goes on as in the checkpoint: seed 3, shuffle True" in capsys.readouterr().err
+    assert "continues as in the checkpoint: seed 3, shuffle True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [5, 64, 65, 200])

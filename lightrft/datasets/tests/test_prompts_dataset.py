@@ -5,9 +5,9 @@ from transformers import logging as hf_logging
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
-from lightrft.datasets.loading import DataError
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import CHUNK
+from lightrft.datasets.rows import DataError
 from lightrft.tests.support import tiny
 
 CHAT = [{"role": "user", "content": "1+1?"}]

@@ -2,7 +2,7 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
-from lightrft.datasets.loading import DataError
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.tests.support import tiny
 

@@ -4,11 +4,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.loading import DataError
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.datasets.sources import SOURCES
-from lightrft.datasets.sources.convert import convert
-from lightrft.datasets.sources.gsm8k import final_answer
+from lightrft.datasets.rows import DataError
+from lightrft.datasets.sources import SOURCES, convert, final_answer
 
 RAW = {"question": "How many?", "answer": "6*7 = <<6*7=42>>42\n#### 1,042"}
 

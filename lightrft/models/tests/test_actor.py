@@ -5,7 +5,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PackedLayout
-from lightrft.models.critic import Critic
+from lightrft.models.packed_model import Critic
 from lightrft.tests.support import naive_model, tiny
 from lightrft.types import Experience
 

@@ -233,12 +233,12 @@ class DeepspeedStrategy(DistributedStrategy):
         if not self.cfg.zero_stage:
             super()._move(prepared, device)
             return
-        place = to_host if device.type == "cpu" else functools.partial(Tensor.to, device=device)
+        to = to_host if device.type == "cpu" else functools.partial(Tensor.to, device=device)
         self.free_full(prepared.model)
         if isinstance(prepared.optimizer, ZeroAdamW):
-            prepared.optimizer.partitions.move(place)
+            prepared.optimizer.partitions.move(to)
             engine = self.engines[prepared.model]
             engine.offload_states(include=BUFFERS) if device.type == "cpu" else engine.reload_states()
         for tensor in held:
             if tensor.device != device:  # what is not trained
-                tensor.data = place(tensor.data)
+                tensor.data = to(tensor.data)

@@ -71,8 +71,8 @@ class Partitions(ABC):
         """Copy the weights that the model computes with to the masters, where these are separate."""
 
     @abstractmethod
-    def move(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Give the trained weights, and masters that share their storage, the storage that ``place`` returns."""
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
+        """Give the trained weights, and masters that share their storage, the storage that ``to`` returns."""
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -97,10 +97,10 @@ class Stage1Or2(Partitions):
             for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
                 master.data = pieces[self.rank]
 
-    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Implement :meth:`Partitions.move`."""
         for index, flat in enumerate(self.zero.bit16_groups_flat):
-            flat.data = place(flat.data)
+            flat.data = to(flat.data)
             self.zero.parallel_partitioned_bit16_groups[index] = self.zero.get_data_parallel_partitions(flat, index)
             self.zero._update_model_bit16_weights(index)
         self._share()
@@ -156,10 +156,10 @@ class Stage3(Partitions):
         self.zero.averaged_gradients = {}
         self.zero.grad_partitions_flat_buffer.zero_()
 
-    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Implement :meth:`Partitions.move`."""
         buffer = self.zero.lp_param_buffer
-        buffer.data = place(buffer.data)
+        buffer.data = to(buffer.data)
         pieces = [param.ds_tensor for params in self.zero.fp16_groups for param in params]
         for piece, data in zip(pieces, buffer.split([piece.numel() for piece in pieces])):
             piece.data = data

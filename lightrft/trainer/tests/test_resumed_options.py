@@ -33,7 +33,7 @@ def test_each_change_is_named_once(home, tmp_path, capsys):
     assert [line["step"] for line in done.lines] == [1, 2, 3] and text.count(TOLD) == 1
     changed = f"--prompt_data {tmp_path}/more.jsonl (was {home}/train.jsonl), --eps_clip 0.3 (was 0.2)"
     assert f"{TOLD}{changed}, --seed 7 (was 42)" in text
-    assert "the data order goes on as in the checkpoint: seed 42" in text
+    assert "the data order continues as in the checkpoint: seed 42" in text
 
 
 @pytest.mark.dist
@@ -52,7 +52,7 @@ def test_two_ranks_tell_it_once(home, tmp_path):
                                             "train_batch_size": 4}, ranks=2)  # yapf: disable
     assert good.wait() == [0, 0], good.output
     assert good.output.count(TOLD) == 1 and "--seed 7 (was 42)" in good.output, good.output
-    assert good.output.count("but other ones: the run goes on after the first 8 rows") == 1, good.output
+    assert good.output.count("but other ones: the run continues after the first 8 rows") == 1, good.output
     assert bad.wait() == [2, 2] and len(errors(bad.output)) == 1 and "Traceback" not in bad.output, bad.output
 
 

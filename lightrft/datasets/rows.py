@@ -246,7 +246,7 @@ _KINDS = {bool: "bool", str: "text", dict: "object", list: "list", int: "number"
 
 
 def _check_types(rows: Rows) -> None:
-    """Require one kind of value per column in all rows (nulls and absent columns aside)."""
+    """Require one kind of value per column in all rows (nulls and absent columns do not count)."""
     first: dict[str, tuple[str, int]] = {}
     for index, row in enumerate(rows.rows):
         for column, value in row.items():

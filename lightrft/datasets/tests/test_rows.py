@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.datasets.loading import DataError, load_rows
+from lightrft.datasets.rows import DataError, load_rows
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
@@ -74,7 +74,7 @@ def test_saved_to_disk(tmp_path):
 
 
 def test_hub_id_without_a_network_is_a_clear_error():
-    code = "from lightrft.datasets.loading import load_rows; load_rows('nobody/no-such-data')"
+    code = "from lightrft.datasets.rows import load_rows; load_rows('nobody/no-such-data')"
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert out.returncode != 0

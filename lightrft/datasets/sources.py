@@ -1,0 +1,84 @@
+"""Public data sets by name: conversion of raw rows, as their authors publish them, to rows in our schema."""
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lightrft.datasets.rows import DataError, Row, load_rows
+from lightrft.utils.registry import Registry
+
+Source = Callable[[Row, str, int], Row]
+SOURCES: Registry[Source] = Registry("data source")
+"""Name -> ``(raw row, split, index) -> row``. Plugins may add entries."""
+
+
+def raw_rows(spec: str, split: str) -> list[Row]:
+    """Return the rows of one split: of a folder or hub id by file name, of a single file by its ``split`` column.
+
+    Raises:
+        DataError: the data is unreadable, or a single file has no such split.
+    """
+    rows = load_rows(spec, split)
+    if not Path(spec).expanduser().is_file():
+        return rows.rows
+    chosen = [row for row in rows.rows if row.get("split") == split]
+    if not chosen:
+        raise DataError(f"{spec}: no row has split {split!r} in its column 'split'. Add the column, or give a folder "
+                        "that holds one file per split")
+    return chosen
+
+
+def convert(source: str, spec: str, folder: Path, splits: tuple[str, ...] = ("train", "test")) -> dict[str, int]:
+    """Write ``folder/<split>.parquet`` in our schema; return the number of rows of each split.
+
+    Args:
+        source: a name in ``SOURCES``.
+        spec: the raw data: a file, a folder or a hub id, as for :func:`load_rows`.
+    """
+    to_row = SOURCES.get(source)
+    tables = {split: [to_row(row, split, i) for i, row in enumerate(raw_rows(spec, split))] for split in splits}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in tables.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return {split: len(rows) for split, rows in tables.items()}
+
+
+# -- GSM8K ------------------------------------------------------------------------------------------------------------
+INSTRUCTION = ("Reason step by step inside <think> and </think> tags, then give the final answer inside \\boxed{}, "
+               "for example <think>6 * 7 = 42.</think>\\boxed{42}")
+_FINAL = re.compile(r"####\s*(-?[\d.,]+)")
+
+
+def final_answer(answer: str) -> str:
+    """Return the number after ``####``, without thousands separators.
+
+    Raises:
+        DataError: there is no such number.
+    """
+    found = _FINAL.search(answer)
+    if found is None:
+        raise DataError(f"the answer does not end with '#### number': {answer[-80:]!r}")
+    return found.group(1).replace(",", "").rstrip(".")
+
+
+@SOURCES.register("gsm8k", "openai/gsm8k")
+def gsm8k(row: Row, split: str, index: int) -> Row:
+    """Convert one word problem (Cobbe et al. 2021, arXiv:2110.14168) whose ``answer`` ends with ``#### 42``.
+
+    System instruction and question become the prompt, the final number the reference.
+    """
+    if not row.get("question") or not row.get("answer"):
+        raise DataError(f"row {index + 1} of split {split!r} has no question or no answer (it has {', '.join(row)})")
+    solution = final_answer(row["answer"])
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["question"]}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": solution},
+        "extra_info": {
+            "split": split, "index": index, "label": "gsm8k_rule", "reference": solution, "answer": solution,
+            "question": row["question"], "full_solution": row["answer"]
+        }
+    }  # yapf: disable
