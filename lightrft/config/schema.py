@@ -6,6 +6,7 @@ only its own group. The groups that other trainers have too are in :mod:`lightrf
 """
 from dataclasses import dataclass
 
+from lightrft.config.engines import ENGINES
 from lightrft.config.options import (ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, group, option)
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
@@ -30,7 +31,7 @@ class ModelConfig(PolicyModelConfig):
 @dataclass
 class RolloutConfig:
     """Generation of responses: batches, sampling and engine."""
-    engine_type: str = option("hf", "rollout engine; hf needs no other package", ("hf", "vllm", "sglang"))
+    engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES))
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT)
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT)
     dynamic_sampling: bool = option(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import yaml
 
 from lightrft.algorithms import ADVANTAGES
-from lightrft.config.engines import INSTALL, NAMES, native_arguments
+from lightrft.config.engines import ENGINES, INSTALL, native_arguments
 from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, options
@@ -110,7 +110,7 @@ def _native_engine(c: Config, engine: str) -> Iterator[str]:
     for name, value in (("temperature", r.temperature), ("eval_temperature", c.eval.eval_temperature),
                         ("first_token_temperature", r.first_token_temperature)):
         if 0 < value < coldest:
-            yield (f"--{name} {value:g}: {NAMES[engine]} does not sample below {coldest:g}; nearest valid value: "
+            yield (f"--{name} {value:g}: {ENGINES[engine]} does not sample below {coldest:g}; nearest valid value: "
                    f"{coldest:g}")
     if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
         yield (f"--min_p {r.min_p:g}: vLLM restricts to it before --top_p {r.top_p:g}, the hf and sglang engines after "
@@ -149,8 +149,9 @@ def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
     if torch.cuda.is_available():
         return
     if c.rollout.engine_quantization != "none":
-        yield (f"--engine_quantization {c.rollout.engine_quantization}: {NAMES[engine]} has its kernels for CUDA only, "
-               "and this machine has none; drop it")
+        yield (
+            f"--engine_quantization {c.rollout.engine_quantization}: {ENGINES[engine]} has its kernels for CUDA only, "
+            "and this machine has none; drop it")
     if not c.rollout.engine_sleep:
         yield "--no_engine_sleep: has no effect without CUDA, where the engine never sleeps; drop it"
 

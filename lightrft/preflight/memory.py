@@ -135,7 +135,7 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -
     if r.engine_kv_mib or r.engine_type == "hf":
         return r.engine_kv_mib * MIB
     if not room.cuda:
-        return host_cache(r, room.total)
+        return host_cache(r.engine_mem_util, room.total)
     return max(0.0, r.engine_mem_util * room.total - engine_weights(config, world_size, size))
 
 

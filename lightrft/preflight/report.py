@@ -2,7 +2,7 @@
 from functools import singledispatch
 from typing import Any
 
-from lightrft.config.engines import NAMES
+from lightrft.config.engines import ENGINES
 from lightrft.config.layers import preset_values
 from lightrft.config.options import group_options, groups, options, show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
@@ -60,7 +60,7 @@ def _unchecked(config: Config) -> list[str]:
     """List what only the start of the engine can check."""
     if not config.rollout.engine_args:
         return []
-    return [f"--engine_args: {NAMES[config.rollout.engine_type]} checks names and values when it starts, not here"]
+    return [f"--engine_args: {ENGINES[config.rollout.engine_type]} checks names and values when it starts, not here"]
 
 
 def recipe_table() -> str:

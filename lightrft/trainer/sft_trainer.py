@@ -50,7 +50,8 @@ class SFTTrainer(BaseTrainer):
         with self.timer("update_other"):
             exp = pack_rows(next(self.loader))
             tokens = exp.loss_mask.sum().item()
-            result = self.optimizer_step.run(self.actor, exp, self._plan(exp), tokens, lambda e: self._loss(e, tokens))
+            result = self.optimizer_step.run(self.actor, exp, self._plan(exp), tokens,
+                                             lambda e: self.micro_batch_loss(e, tokens))
         return step_metrics("sft", [result]) | {"sft/tokens": exp.num_tokens, "sft/loss_tokens": tokens}
 
     def _plan(self, exp: Experience) -> list[list[int]]:
@@ -59,7 +60,8 @@ class SFTTrainer(BaseTrainer):
         world = self.strategy.world_size
         return plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), world, limits)[self.strategy.rank]
 
-    def _loss(self, exp: Experience, tokens: float) -> Tensor:
+    def micro_batch_loss(self, exp: Experience, tokens: float) -> Tensor:
+        """Return this micro-batch's share of the loss; ``tokens`` counts the tokens in the loss of the whole batch."""
         logprobs, _ = self.actor.model(exp)
         return self.loss(logprobs, exp, Denominators(tokens, exp.num_seqs))[0]
 
@@ -72,7 +74,8 @@ class SFTTrainer(BaseTrainer):
         exp = pack_rows(self.eval_rows)
         tokens = exp.loss_mask.sum().item()
         losses = [
-            self._loss(take(exp, part).to(self.strategy.device), tokens).double().cpu() for part in self._plan(exp)
+            self.micro_batch_loss(take(exp, part).to(self.strategy.device), tokens).double().cpu()
+            for part in self._plan(exp)
         ]
         return {"eval/loss": self.strategy.all_reduce(torch.stack(losses).sum()).item()}
 

@@ -1,4 +1,10 @@
-"""Policy losses, one family per file; importing this package registers them."""
-from lightrft.algorithms.losses import token_ratio, sequence_ratio, covariance
+"""Policy losses; importing this package imports every file that it has, and so registers them."""
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["covariance", "sequence_ratio", "token_ratio"]
+FIRST = ("token_ratio", "sequence_ratio", "covariance")  # one family per file, in the order of the table of algorithms
+
+__all__ = [*FIRST, *sorted({info.name for info in iter_modules(__path__)} - {*FIRST})]
+
+for _name in __all__:
+    import_module(f"{__name__}.{_name}")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import requires
 
+from lightrft.config.engines import INSTALL
 from lightrft.preflight.checks.finding import Finding
 from lightrft.preflight.checks.versions import distribution, installed
 
@@ -13,7 +14,6 @@ PROBES = {
     "vllm": "from vllm.v1.engine.llm_engine import LLMEngine",
     "sglang": "from sglang.srt.entrypoints.engine import Engine",
 }
-ENGINES = ("vllm", "sglang")
 
 
 def check_import(name: str, timeout_s: float = 120) -> Iterator[Finding]:
@@ -46,13 +46,13 @@ def check_engine(chosen: str) -> Iterator[Finding]:
     Args:
         chosen: ``--engine_type``; "hf" comes with lightrft and needs nothing more.
     """
-    for name in filter(installed, ENGINES):
+    for name in filter(installed, INSTALL):
         if conflicts := list(_conflicts(name)):
             yield Finding("warn", name, "; ".join(conflicts),
                           f"pip install {distribution(name)} in an environment of its own")
         else:
             yield Finding("ok", name, "fits the packages beside it")
-    if chosen in ENGINES and installed(chosen):
+    if chosen in INSTALL and installed(chosen):
         yield from check_import(chosen)
 
 

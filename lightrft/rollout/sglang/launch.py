@@ -73,7 +73,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     if not cuda:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "disable_cuda_graph": True}
         if not cfg.engine_kv_mib:
-            cache = host_cache(cfg, total_memory(device) / world.local_world_size)
+            cache = host_cache(cfg.engine_mem_util, total_memory(device) / world.local_world_size)
             arguments["max_total_tokens"] = int(cache) // room
     if "hidden_activation" in (given := vars(config)) and "hidden_act" not in given:  # SGLang reads both of Gemma 2's
         arguments["json_model_override_args"] = json.dumps({"hidden_act": config.hidden_activation})

@@ -53,7 +53,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "kv_cache_memory_bytes": cfg.engine_kv_mib * _MIB or None,
     }
     if not cuda and not cfg.engine_kv_mib:
-        arguments["kv_cache_memory_bytes"] = int(host_cache(cfg, total_memory(device) / world.local_world_size))
+        room = total_memory(device) / world.local_world_size
+        arguments["kv_cache_memory_bytes"] = int(host_cache(cfg.engine_mem_util, room))
     return arguments | native_arguments(cfg.engine_args)
 
 
