@@ -10,13 +10,12 @@ from dataclasses import asdict
 from functools import partial
 
 from lightrft.config.schema import Config
-from lightrft.preflight.checks.devices import check_devices, check_groups, devices
-from lightrft.preflight.checks.engines import check_engine, check_import
-from lightrft.preflight.checks.finding import VERDICTS, Finding, examine, worst
-from lightrft.preflight.checks.folders import check_disk, check_save_path, check_shm
-from lightrft.preflight.checks.memory_plan import check_memory, check_model
-from lightrft.preflight.checks.versions import check_versions
+from lightrft.preflight.checks import VERDICTS, Finding, examine, worst
+from lightrft.preflight.checks.machine import check_devices, check_groups, check_save_path, check_shm
+from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
+from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
 from lightrft.preflight.cost import count_parameters
+from lightrft.preflight.memory import devices
 
 PROG = "python -m lightrft.cli.doctor"
 

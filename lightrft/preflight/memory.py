@@ -1,5 +1,7 @@
 """Estimated memory on the device of one rank, by purpose and by phase of a step. Plain arithmetic."""
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightrft.config.engines import host_cache
 from lightrft.config.schema import Config, StrategyConfig
@@ -11,31 +13,50 @@ ByPhase = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory of the device of a rank, in bytes; of a host, the share of one rank."""
-    total: float
-    cuda: bool
+class Device:
+    """A device that ranks compute on; ``free`` and ``total`` are the bytes of memory of one rank."""
+    name: str
+    free: int
+    total: int
+
+    @property
+    def cuda(self) -> bool:
+        """Return True for a GPU."""
+        return self.name != "cpu"
 
 
-UNKNOWN = Room(0, False)
+UNKNOWN = Device("cpu", 0, 0)
 
 
-def room_here(ranks: int) -> Room:
-    """Memory of the first GPU here; without a GPU, the share of the host memory of one of ``ranks`` processes."""
+def devices(ranks: int) -> list[Device]:
+    """List the GPUs of this machine; without a GPU, its CPU, whose memory ``ranks`` processes share."""
     import torch
 
     from lightrft.utils.env import total_memory
-    cuda = torch.cuda.is_available()
-    return Room(total_memory(torch.device("cuda" if cuda else "cpu")) / (1 if cuda else ranks), cuda)
+    if torch.cuda.is_available():
+        found = [(f"cuda:{i}", *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
+        return [Device(name, free, total) for name, free, total in found]
+    total = total_memory(torch.device("cpu"))
+    return [Device("cpu", min(_available(), total) // ranks, total // ranks)]
 
 
-def memory(config: Config, world_size: int, size: ModelSize, room: Room, critic: bool = False) -> dict[str, ByPhase]:
+def _available() -> int:
+    """Bytes of host memory that a new process can use."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory(config: Config, world_size: int, size: ModelSize, device: Device,
+           critic: bool = False) -> dict[str, ByPhase]:
     """Estimate the bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
 
     Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
     and are left out. Offloaded state counts as 0. Gradients exist only during an update.
     """
-    held = _trainer(config, world_size, size, critic) | _engine(config, world_size, size, room)
+    held = _trainer(config, world_size, size, critic) | _engine(config, world_size, size, device)
     return {name: values for name, values in held.items() if any(values)}
 
 
@@ -101,7 +122,7 @@ def _computing(config: Config, size: ModelSize, sharded: bool, fsdp: bool) -> tu
     return width * gathered, width * (gathered if config.model.gradient_checkpointing else size.total)
 
 
-def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dict[str, ByPhase]:
+def _engine(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
     """Bytes of the engine. Asleep, hf keeps its copy in host memory and no cache. Other engines keep nothing; on a CPU,
     they keep both.
 
@@ -109,11 +130,11 @@ def _engine(config: Config, world_size: int, size: ModelSize, room: Room) -> dic
     little with hf, whose cache is only as large as needed.
     """
     passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
-    weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, room)
+    weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, device)
     if config.rollout.engine_type == "hf":
-        awake, cached, canary = not room.cuda, 0, False
+        awake, cached, canary = not device.cuda, 0, False
     else:
-        awake = cached = not (room.cuda and config.rollout.engine_sleep)
+        awake = cached = not (device.cuda and config.rollout.engine_sleep)
     return {
         "copy in the rollout engine": (weights, weights * (awake or passing), weights * awake, weights),
         "key-value cache": (cache, cache * (cached or passing), cache * cached, cache * (cached or canary)),
@@ -129,22 +150,22 @@ def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
     return (width * size.outside + inside * (width if r.engine_quantization == "none" else 1)) / r.engine_tp_size
 
 
-def engine_cache(config: Config, world_size: int, size: ModelSize, room: Room) -> float:
+def engine_cache(config: Config, world_size: int, size: ModelSize, device: Device) -> float:
     """Bytes of the key-value cache that are allocated in advance; 0 for hf without ``--engine_kv_mib``."""
     r = config.rollout
     if r.engine_kv_mib or r.engine_type == "hf":
         return r.engine_kv_mib * MIB
-    if not room.cuda:
-        return host_cache(r.engine_mem_util, room.total)
-    return max(0.0, r.engine_mem_util * room.total - engine_weights(config, world_size, size))
+    if not device.cuda:
+        return host_cache(r.engine_mem_util, device.total)
+    return max(0.0, r.engine_mem_util * device.total - engine_weights(config, world_size, size))
 
 
-def memory_lines(config: Config, world_size: int, size: ModelSize | None, room: Room,
+def memory_lines(config: Config, world_size: int, size: ModelSize | None, device: Device,
                  critic: bool = False) -> list[str]:
     """Format the estimate as lines of text."""
     if size is None:
         return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
-    held = memory(config, world_size, size, room, critic)
+    held = memory(config, world_size, size, device, critic)
     together = tuple(map(sum, zip(*held.values())))
     lines = [f"GiB per rank, activations not counted ({size.total:,} parameters):",
              f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES)]  # yapf: disable

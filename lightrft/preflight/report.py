@@ -10,7 +10,7 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.cost import batch_summary, gpu_name, model_size, time_line
-from lightrft.preflight.memory import memory_lines, room_here
+from lightrft.preflight.memory import devices, memory_lines
 from lightrft.preflight.validate import warnings
 
 
@@ -51,7 +51,8 @@ def _(config: Config, world_size: int) -> list[str]:
 def _(config: Config, world_size: int) -> list[str]:
     size, critic = model_size(config.model.pretrain), trains_critic(config)
     return [
-        *summary(config, world_size), *memory_lines(config, world_size, size, room_here(world_size), critic),
+        *summary(config, world_size), *memory_lines(config, world_size, size,
+                                                    devices(world_size)[0], critic),
         time_line(config, world_size, size, gpu_name(), critic), *_unchecked(config)
     ]
 

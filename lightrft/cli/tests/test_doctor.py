@@ -16,14 +16,12 @@ from lightrft.config.engines import INSTALL
 from lightrft.config.options import build
 from lightrft.config.schema import Config
 from lightrft.models.loader import parameter_shapes
-from lightrft.preflight.checks.devices import GIB, Device, check_groups
-from lightrft.preflight.checks.engines import check_engine, check_import
-from lightrft.preflight.checks.finding import Finding, examine, worst
-from lightrft.preflight.checks.folders import check_disk, check_save_path, check_shm, run_bytes
-from lightrft.preflight.checks.memory_plan import check_memory
-from lightrft.preflight.checks.versions import check_versions
-from lightrft.preflight.cost import ModelSize, count_parameters, model_size
-from lightrft.preflight.memory import Room, memory
+from lightrft.preflight.checks import Finding, examine, worst
+from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
+from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
+from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
+from lightrft.preflight.cost import GIB, ModelSize, count_parameters, model_size
+from lightrft.preflight.memory import Device, memory
 from lightrft.tests.support import tiny
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
@@ -244,7 +242,7 @@ def verdict_for(free: float, ranks: int = 8, name: str = "cuda:0", size: ModelSi
 
 
 def needed_by(phase: int, **options: Any) -> int:
-    held = memory(config(**options), 8, SEVEN_B, Room(0, True))
+    held = memory(config(**options), 8, SEVEN_B, Device("cuda:0", 0, 0))
     return int(sum(values[phase] for values in held.values()))
 
 

@@ -4,10 +4,10 @@ import pytest
 from lightrft.config.options import build
 from lightrft.config.schema import Config
 from lightrft.preflight.cost import GIB, ModelSize
-from lightrft.preflight.memory import Room, memory, memory_lines, peak
+from lightrft.preflight.memory import Device, memory, memory_lines, peak
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
-GPU, HOST = Room(10_000, True), Room(10_000, False)
+GPU, HOST = Device("cuda:0", 10_000, 10_000), Device("cpu", 10_000, 10_000)
 VLLM = {"engine_type": "vllm", "engine_tp_size": 2}
 
 
@@ -77,7 +77,7 @@ def test_what_is_offloaded_is_back_when_it_is_needed():
     (GPU, {"engine_tp_size": 1}, (4000, 0, 0, 4000), (1000, 0, 0, 1000)),
     (HOST, {}, (2000, ) * 4, (5000, ) * 4),
     (HOST, {"engine_kv_mib": 3}, (2000, ) * 4, (3 << 20, ) * 4),
-    (Room(100 * GIB, False), {}, (2000, ) * 4, (4 * GIB, ) * 4),
+    (Device("cpu", 100 * GIB, 100 * GIB), {}, (2000, ) * 4, (4 * GIB, ) * 4),
 ])
 def test_vllm(room, options, copy, cache):
     """Its share of a GPU holds weights and cache, that of a host the cache; asleep it holds nothing, on a CPU never."""
@@ -96,7 +96,7 @@ def test_the_phase_that_takes_most():
 
 def test_the_table():
     size = ModelSize(GIB, GIB // 10, GIB // 5)
-    lines = memory_lines(build(Config, VLLM), 2, size, Room(20 * GIB, True))
+    lines = memory_lines(build(Config, VLLM), 2, size, Device("cuda:0", 20 * GIB, 20 * GIB))
     rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
     assert lines[1].split() == ["generation", "log-probs", "update", "weight", "sync"]
     assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "8.00"]

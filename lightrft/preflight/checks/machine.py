@@ -1,43 +1,18 @@
-"""Checks of the devices (GPUs, CUDA, NCCL and bfloat16, or the CPU) and of communication between processes."""
+"""Checks of the machine: its devices, communication between processes, shared memory and the disk."""
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.preflight.checks.finding import Finding, first_line
+from lightrft.config.schema import Config
+from lightrft.preflight.checks import Finding, first_line
+from lightrft.preflight.cost import GIB
+from lightrft.preflight.memory import Device, devices
 
-GIB = 2**30
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
 GROUP_TIMEOUT_S = 60
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device that ranks compute on; ``free`` and ``total`` are the bytes of memory of one rank."""
-    name: str
-    free: int
-    total: int
-
-
-def devices(ranks: int) -> list[Device]:
-    """List the GPUs of this machine; without a GPU, its CPU, whose memory ``ranks`` processes share."""
-    import torch
-
-    from lightrft.utils.env import total_memory
-    if torch.cuda.is_available():
-        found = [(f"cuda:{i}", *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
-        return [Device(name, free, total) for name, free, total in found]
-    total = total_memory(torch.device("cpu"))
-    return [Device("cpu", min(_available(), total) // ranks, total // ranks)]
-
-
-def _available() -> int:
-    """Bytes of host memory that a new process can use."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+SHM = Path("/dev/shm")
+SHM_BYTES = GIB  # NCCL takes tens of MiB per rank, an engine with tensor parallelism more; Docker's default is 64 MiB
 
 
 def check_devices(bf16: bool = False) -> Iterator[Finding]:
@@ -115,3 +90,34 @@ def check_groups() -> Iterator[Finding]:
     finally:
         if joined:
             leave()
+
+
+def check_shm(folder: Path = SHM) -> Iterator[Finding]:
+    """Check the shared memory between the processes of a machine."""
+    if not folder.is_dir():
+        yield Finding("ok", str(folder), "this system has none")
+        return
+    free = shutil.disk_usage(folder).free
+    text = f"{free / GIB:.2f} GiB free"
+    if free < SHM_BYTES:
+        yield Finding("warn", str(folder), f"{text}, NCCL and engines may need {SHM_BYTES / GIB:g} GiB",
+                      "docker run --shm-size 8g, or remount it larger")
+    else:
+        yield Finding("ok", str(folder), text)
+
+
+def check_save_path(config: Config) -> Iterator[Finding]:
+    """Check that ``--save_path`` can be written to and its disk is not full."""
+    name, path = "--save_path", Path(config.checkpoint.save_path).expanduser().absolute()
+    folder = existing(path)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding("fail", name, f"{path}: {folder} cannot be written to", "give another --save_path")
+        return
+    free = shutil.disk_usage(folder).free
+    text = f"{path}: {free / GIB:.1f} GiB free"
+    yield Finding("warn", name, text, "make room") if free < GIB else Finding("ok", name, text)
+
+
+def existing(path: Path) -> Path:
+    """The nearest of a path and its parents that exists."""
+    return next(part for part in (path, *path.parents) if os.path.exists(part))

@@ -1,17 +1,17 @@
-"""Checks that a model and a batch fit on the devices, by the estimate that ``--dry_run`` prints."""
+"""Checks that the model, the batch and the files of a run fit, by the estimates that ``--dry_run`` prints."""
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightrft.config.engines import HF_CACHE_PART
-from lightrft.config.options import show
-from lightrft.config.options import build, flatten
+from lightrft.config.options import build, flatten, show
 from lightrft.config.schema import Config
-from lightrft.preflight.checks.devices import GIB, Device
-from lightrft.preflight.checks.finding import Finding
-from lightrft.preflight.cost import ModelSize, batch_summary, model_size
-from lightrft.preflight.memory import PHASES, Room, engine_cache, engine_weights, memory, peak
+from lightrft.preflight.checks import Finding
+from lightrft.preflight.checks.machine import existing
+from lightrft.preflight.cost import GIB, ModelSize, batch_summary, model_size
+from lightrft.preflight.memory import PHASES, Device, engine_cache, engine_weights, memory, peak
 
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 ZERO_OFFLOADS: tuple[dict[str, Any],
@@ -52,10 +52,10 @@ def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Devi
 
 
 def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool) -> Finding:
-    here, name = Room(device.total, device.name != "cpu"), f"memory {device.name}"
-    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, here):
+    name = f"memory {device.name}"
+    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, device):
         return _no_cache(config, engine_weights(config, ranks, size), name, device)
-    held = memory(config, ranks, size, here, critic)
+    held = memory(config, ranks, size, device, critic)
     phase, together, largest = peak(held)
     room = device.free - together
     text = (f"{together / GIB:.2f} of {device.free / GIB:.2f} GiB free per rank in the phase {phase}, activations not "
@@ -80,8 +80,7 @@ def _no_cache(config: Config, weights: float, name: str, device: Device) -> Find
 
 def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, together: float) -> str:
     """Name the first change with which the run fits; if there is none, the one that saves most."""
-    here = Room(device.total, device.name != "cpu")
-    plans = [(words, peak(memory(changed, ranks, size, here, critic))[1])
+    plans = [(words, peak(memory(changed, ranks, size, device, critic))[1])
              for words, changed in _changes(config, device)]
     for words, needed in plans:
         if needed <= device.free:
@@ -95,6 +94,28 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
 def _changes(config: Config, device: Device) -> Iterator[tuple[str, Config]]:
     """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
-    for change in (*(offloads if device.name != "cpu" else ()), *SMALLER):
+    for change in (*(offloads if device.cuda else ()), *SMALLER):
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in change.items())
         yield words, build(Config, flatten(config) | change)
+
+
+def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Finding]:
+    """Check that ``--save_path`` has room for the files that the run will leave."""
+    free = shutil.disk_usage(existing(Path(config.checkpoint.save_path).expanduser().absolute())).free
+    needed = run_bytes(config, size, critic)
+    text = (f"checkpoints and the final model take at most {needed / GIB:.2f} of {free / GIB:.1f} GiB free (rollouts "
+            "and logs not counted)")
+    if needed > free:
+        yield Finding("fail", "disk", text, "make room, lower --max_ckpt_num, or set --disable_ckpt")
+    else:
+        yield Finding("ok", "disk", text)
+
+
+def run_bytes(config: Config, size: ModelSize, critic: bool) -> float:
+    """Bytes of the checkpoints there (float32 weights and, without LoRA, Adam's two moments; one more while the oldest
+    is replaced) and of the final model."""
+    c = config.checkpoint
+    elsewhere, several = c.disable_ckpt or c.ckpt_path is not None, c.save_steps > 0
+    copies = 0 if elsewhere else 1 + several * (c.max_ckpt_num + (c.best_metric is not None))
+    one = size.total * ((4 if config.model.lora_rank else 12) * (2 if critic else 1) + 4 * c.save_hf_ckpt)
+    return min(copies * one, c.max_ckpt_mem * GIB + one) + 4 * size.total
