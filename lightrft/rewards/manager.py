@@ -2,25 +2,21 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import cast
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, recipe_for, remote_part, Submit
-from lightrft.rewards.timeouts import Patience, Silence
+from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
-from lightrft.rewards.probe import probe
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.rules import FAST
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 60.0  # seconds of waiting for rewards until a warning
+WARN_S = 60.0  # seconds of waiting for rewards until a warning
 
 Weighted = list[tuple[Part, float]]
 
@@ -42,7 +38,7 @@ class Handle:
     rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     together: dict[str, tuple[Part, list[int]]] = field(default_factory=dict)
-    patience: dict[str, Patience] = field(default_factory=dict)  # by part
+    budgets: dict[str, GroupBudget] = field(default_factory=dict)  # by part
 
 
 class RewardManager:
@@ -61,7 +57,7 @@ class RewardManager:
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
         self._under_way: "dict[Future[list[Outcome]], str]" = {}  # name of the part
-        self._silences: dict[str, Silence] = {}  # by part, for responses begun since the last wait for scores
+        self._budgets: dict[str, RewardBudget] = {}  # by part, for responses begun since the last wait for scores
         self._waited_s = 0.0
         try:
             self._fixed = self._configured()
@@ -92,8 +88,8 @@ class RewardManager:
                     handle.together.setdefault(part.name, (part, []))[1].append(row)
                 else:
                     alone.setdefault(part.name, (part, []))[1].append((handle, row))
-        for part, places in alone.values():
-            for (handle, row), future in zip(places, self._start(part, places), strict=True):
+        for part, members in alone.values():
+            for (handle, row), future in zip(members, self._start(part, members), strict=True):
                 handle.jobs.append(Job(part.name, [row], [future]))
 
     def finish(self, handle: Handle) -> None:
@@ -117,10 +113,6 @@ class RewardManager:
         self.counters.update(score.error for score in scores if score.error is not None)
         return scores
 
-    def probe(self, rows: list[RewardInput]) -> None:
-        """Resolve every row's reward and try each kind on a known-good and a known-bad answer; see ``probe.probe``."""
-        probe(self, rows)
-
     def parts_of(self, item: RewardInput) -> Weighted:
         """Return the weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe."""
         if self._fixed:
@@ -132,7 +124,7 @@ class RewardManager:
 
     def wait(self, handle: Handle) -> list[Score]:
         """Wait and return scores as :meth:`collect` does, without counting."""
-        self._silences = {}  # all of this step is begun: later responses are tried again
+        self._budgets = {}  # all of this step is begun: later responses are tried again
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -167,13 +159,13 @@ class RewardManager:
                 part.warm()
         return self._named[name]
 
-    def _start(self, part: Part, places: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
-        silence = self._silences.setdefault(part.name, Silence(self.cfg.reward_timeout_s))
-        for handle, _ in places:
-            handle.patience.setdefault(part.name, Patience(self.cfg.reward_timeout_s, silence))
+    def _start(self, part: Part, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
+        budget = self._budgets.setdefault(part.name, RewardBudget(self.cfg.reward_timeout_s))
+        for handle, _ in members:
+            handle.budgets.setdefault(part.name, GroupBudget(self.cfg.reward_timeout_s, budget))
         submit = cast(Submit, part.submit)  # a part without one decides each response at once
-        futures = submit([handle.rows[row][0] for handle, row in places],
-                         [handle.patience[part.name] for handle, _ in places])
+        futures = submit([handle.rows[row][0] for handle, row in members],
+                         [handle.budgets[part.name] for handle, _ in members])
         for future in futures:
             self._under_way[future] = part.name
             future.add_done_callback(self._under_way.pop)
@@ -182,19 +174,19 @@ class RewardManager:
     def _answer(self, future: "Future[list[Outcome]]") -> list[Outcome]:
         while not future.done():
             start = time.monotonic()
-            wait([future], max(TELL_S - self._waited_s, 0.0))
+            wait([future], max(WARN_S - self._waited_s, 0.0))
             self._waited_s += time.monotonic() - start
             left = Counter(list(self._under_way.values()))  # a copy: other threads remove entries
-            if self._waited_s >= TELL_S and left:
+            if self._waited_s >= WARN_S and left:
                 self._waited_s = 0.0
-                self._tell(left)
+                self._warn_of_waiting(left)
         return future.result()
 
-    def _tell(self, left: Counter[str]) -> None:
+    def _warn_of_waiting(self, left: Counter[str]) -> None:
         logger.warning(
             "waited %.0f s for rewards, which are slower than generation; answers to go: %s. Remedy: more "
             "--reward_workers (%d) or reward servers (%d), or a shorter --reward_timeout_s (%g)",
-            TELL_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
+            WARN_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
             len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)
 
     def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
@@ -218,18 +210,3 @@ class RewardManager:
             logger.warning(
                 "a response was left unscored by reward %s (further ones of this cause are only counted)\n%s", cause,
                 outcome.detail)
-
-
-def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_spread: float) -> None:
-    """Raise :class:`UserError` if rewards of no row can differ by more than ``zero_spread``: no group would count."""
-    most = max((_widest(manager.parts_of(row)) for row in rows), default=inf)
-    if most <= zero_spread:
-        raise UserError(
-            f"--zero_spread {zero_spread:g}: the rewards of these prompts differ by at most {most:g}, the sum of their "
-            "weights, so no group of --dynamic_sampling would count and no batch would ever fill; nearest valid "
-            f"value: a little below {most:g}")
-
-
-def _widest(parts: Weighted) -> float:
-    """Return the largest difference of two rewards: built-in parts are between 0 and 1, others have no known bound."""
-    return sum(abs(weight) if part.name in FAST else inf for part, weight in parts)

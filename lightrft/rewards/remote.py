@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import requests
 
-from lightrft.rewards.timeouts import Backlog, NOT_TRIED, Patience
+from lightrft.rewards.timeouts import Backlog, NOT_TRIED, GroupBudget
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
 from lightrft.rewards.workers.user_file import outcomes_of
@@ -22,7 +22,7 @@ BACKOFF_S = 0.2  # before the second try, doubled before each further one
 REST_S = 5.0  # seconds for which a failed server is the last choice
 
 _SPOILT = ("http_status", "wrong_json", "wrong_length", "timeout")  # one response can spoil a request like this
-Row = tuple[RewardInput, Patience, "Future[list[Outcome]]"]
+Row = tuple[RewardInput, GroupBudget, "Future[list[Outcome]]"]
 
 
 class RequestFailed(RuntimeError):
@@ -93,9 +93,9 @@ class RemoteReward:
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def submit(self, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+    def submit(self, batch: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
         """Score ``batch``; return one future for each response."""
-        rows: list[Row] = [(item, patient, Future()) for item, patient in zip(batch, patience, strict=True)]
+        rows: list[Row] = [(item, budget, Future()) for item, budget in zip(batch, budgets, strict=True)]
         self._backlog.put(rows, None)
         if not self._threads:
             self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(self._backlog.takers)]
@@ -111,10 +111,10 @@ class RemoteReward:
     def _run(self) -> None:
         with requests.Session() as session:
             while rows := self._backlog.take(self.size.most):
-                with CaptureException() as caught:
+                with CaptureException() as captured:
                     outcomes = self._score(session, rows)
-                if caught.cause is not None:
-                    outcomes = [Outcome(None, "internal", caught.text)] * len(rows)
+                if captured.cause is not None:
+                    outcomes = [Outcome(None, "internal", captured.text)] * len(rows)
                 for (*_, future), outcome in zip(rows, outcomes, strict=True):
                     future.set_result([outcome])
 
@@ -131,7 +131,7 @@ class RemoteReward:
         tried: list[str] = []
         failure, start = RequestFailed("shutdown", ""), time.monotonic()
         while len(tried) < tries and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
-            limit_s = max(patience.deadline_s() for _, patience, _ in rows)
+            limit_s = max(budget.deadline_s() for _, budget, _ in rows)
             if limit_s == 0:
                 return [NOT_TRIED] * len(rows)
             url = self.balancer.take(tried)
@@ -155,18 +155,18 @@ class RemoteReward:
             return outcomes
         except RequestFailed as error:
             if error.cause == "timeout" and len(rows) == 1:  # a larger request may just be too large
-                rows[0][1].streak += 1
+                rows[0][1].timeouts += 1
             raise
         finally:
             self.balancer.give_back(url, ok)
-            for _, patience, _ in rows if ok else ():
-                patience.answered()
+            for _, budget, _ in rows if ok else ():
+                budget.answered()
 
     def _lost(self, rows: list[Row], start: float) -> float:
         """Count the time since ``start``, pauses between tries included, as lost; return the current time."""
         now = time.monotonic()
-        for silence in {patience.silence for _, patience, _ in rows}:
-            silence.add((now - start) / self._backlog.takers)
+        for reward in {budget.reward for _, budget, _ in rows}:
+            reward.lose((now - start) / self._backlog.takers)
         return now
 
 

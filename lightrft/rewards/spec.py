@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
-from lightrft.rewards.timeouts import Patience
+from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
@@ -17,7 +17,7 @@ from lightrft.rewards.workers.user_file import check_source
 from lightrft.rewards.workers.worker import Spec
 from lightrft.utils.errors import UserError
 
-Submit = Callable[[list[RewardInput], list[Patience]], list[Future[list[Outcome]]]]
+Submit = Callable[[list[RewardInput], list[GroupBudget]], list[Future[list[Outcome]]]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Time limits of rewards that stop answering, and the queue that a few threads share."""
+"""Time budgets of rewards that stop answering, and the queue that a few threads share."""
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable
@@ -10,7 +10,7 @@ SILENT = 8  # time limits without any answer until a reward is given up
 NOT_TRIED = Outcome(None, "timeout", "not tried: the responses before it took too long")
 
 
-class Silence:
+class RewardBudget:
     """Bounds the cost of a reward that never answers to ``SILENT`` time limits, for any number of waiting groups.
 
     There is one for each reward and collection: all responses begun before a wait for scores.
@@ -22,41 +22,41 @@ class Silence:
         self._lock = threading.Lock()
 
     @property
-    def over(self) -> bool:
+    def spent(self) -> bool:
         """True once the reward is given up."""
         return self.lost_s >= SILENT * self.limit_s
 
-    def add(self, seconds: float) -> None:
+    def lose(self, seconds: float) -> None:
         """Record an attempt without an answer; ``seconds`` is its time over the number of parallel judges."""
         with self._lock:
             self.lost_s += seconds
 
-    def end(self) -> None:
+    def answered(self) -> None:
         """Record an answer of the reward."""
         with self._lock:
             self.lost_s = 0.0
 
 
-class Patience:
+class GroupBudget:
     """Bounds the cost of a group that always times out: a tenth of the limit after 3 time-outs in a row, 0 after 16.
 
     There is one for each reward and group.
     """
 
-    def __init__(self, limit_s: float, silence: Silence) -> None:
-        self.limit_s, self.silence = limit_s, silence
-        self.streak = 0
+    def __init__(self, limit_s: float, reward: RewardBudget) -> None:
+        self.limit_s, self.reward = limit_s, reward
+        self.timeouts = 0  # in a row
 
     def deadline_s(self) -> float:
         """Return the seconds for the next response; 0: do not try it."""
-        if self.silence.over:
+        if self.reward.spent:
             return 0.0
-        return self.limit_s if self.streak < 3 else (self.limit_s / 10 if self.streak < 16 else 0.0)
+        return self.limit_s if self.timeouts < 3 else (self.limit_s / 10 if self.timeouts < 16 else 0.0)
 
     def answered(self) -> None:
         """Record that a response of the group was judged."""
-        self.streak = 0
-        self.silence.end()
+        self.timeouts = 0
+        self.reward.answered()
 
 
 T = TypeVar("T")

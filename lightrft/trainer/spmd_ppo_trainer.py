@@ -11,7 +11,8 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
-from lightrft.rewards.manager import check_spread, RewardManager
+from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.validation import check_spread, probe
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.optimizer import OptimSpec
@@ -65,7 +66,7 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
     if config.rollout.dynamic_sampling:
         check_spread(rewards, asked, config.algorithm.zero_spread)
     if config.reward.reward_probe:
-        rewards.probe(asked)
+        probe(rewards, asked)
 
 
 class SPMDPPOTrainer(PPOTrainer):

@@ -8,9 +8,9 @@ import pytest
 
 from lightrft.rewards import manager as manager_module
 from lightrft.rewards.base import REWARDS, RewardInput
-from lightrft.rewards.manager import check_spread, Handle
-from lightrft.rewards.probe import RewardProbeError
+from lightrft.rewards.manager import Handle
 from lightrft.rewards.spec import RECIPES
+from lightrft.rewards.validation import RewardProbeError, check_spread, probe
 from lightrft.utils.errors import UserError
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
@@ -35,7 +35,7 @@ def score(manager, items):
 def test_quickstart_batch_is_cheap_and_starts_no_worker(make_manager):
     manager = make_manager()
     items = rows(128)
-    manager.probe(items[:1])
+    probe(manager, items[:1])
     best = min(_timed(manager, items) for _ in range(5))
     assert all(s.total == 1.0 and s.parts == {"exact": 1.0} for s in score(manager, items)), "all right"
     assert not manager.pool.pids, "no worker process"
@@ -63,7 +63,7 @@ def test_recipe_by_label_then_by_data_source(make_manager):
 def test_unknown_recipe_is_an_error_that_names_the_known_ones(make_manager):
     manager = make_manager()
     with pytest.raises(ValueError, match="no reward recipe for label 'nope'.*gsm8k_rule.*--reward"):
-        manager.probe([*rows(1), RewardInput("", "", label="nope", data_source="x")])
+        probe(manager, [*rows(1), RewardInput("", "", label="nope", data_source="x")])
     with pytest.raises(ValueError, match="no reward recipe"):
         manager.submit([RewardInput("", "", label="nope")])
 
@@ -125,7 +125,7 @@ def test_a_long_wait_is_told_with_what_is_left(make_manager, tmp_path, monkeypat
     file = tmp_path / "slow.py"
     file.write_text(SLEEPER.format(seconds=0.4))
     manager = make_manager(file, "exact")
-    monkeypatch.setattr(manager_module, "TELL_S", 0.1)
+    monkeypatch.setattr(manager_module, "WARN_S", 0.1)
     score(manager, [RewardInput("", "a", reference="a")])
     told = [record.message for record in caplog.records if "slower than generation" in record.message]
     assert told and all("answers to go: 1 of compute_score." in text and "--reward_workers (1)" in text
@@ -156,22 +156,22 @@ def test_responses_begin_one_by_one_and_a_group_is_scored_in_its_order(make_mana
 
 def test_probe_accepts_every_built_in_recipe(make_manager):
     manager = make_manager(reward_timeout_s=20.0)
-    manager.probe(
-        [RewardInput("q", "", label=label, reference=reference) for label in RECIPES for reference in ("5", )])
-    manager.probe([RewardInput("q", "", label="math_rule", reference=reference) for reference in (r"\frac{x}{2}", )])
-    manager.probe([RewardInput("q", "", label="gsm8k_rule", reference="yes")])
+    probe(
+        manager, [RewardInput("q", "", label=label, reference=reference) for label in RECIPES for reference in ("5", )])
+    probe(manager, [RewardInput("q", "", label="math_rule", reference=reference) for reference in (r"\frac{x}{2}", )])
+    probe(manager, [RewardInput("q", "", label="gsm8k_rule", reference="yes")])
     assert not manager.counters, "probing does not count"
 
 
 def test_probe_refuses_a_reward_that_prefers_the_wrong_answer(make_manager):
     with pytest.raises(RewardProbeError,
                        match="known-good.*scores -1.*known-bad.*reference '5'|reference '5'.*known-good.*scores -1"):
-        make_manager("exact=-1").probe([RewardInput("q", "", reference="5")])
+        probe(make_manager("exact=-1"), [RewardInput("q", "", reference="5")])
 
 
 def test_probe_refuses_rows_that_cannot_be_scored(make_manager):
     with pytest.raises(RewardProbeError, match="no answer to the row.*no_reference"):
-        make_manager("exact").probe([RewardInput("q", "")])
+        probe(make_manager("exact"), [RewardInput("q", "")])
 
 
 @pytest.mark.parametrize("reward,most", [(("exact", ), 1), (("math=0.5", "format=0.25"), 0.75), (("exact=-2", ), 2)])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lightrft.rewards.timeouts import Backlog, Patience, Silence
+from lightrft.rewards.timeouts import Backlog, GroupBudget, RewardBudget
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
 from lightrft.rewards.workers.pool import calls
@@ -99,7 +99,7 @@ def test_a_group_that_always_hangs_costs_no_other_one_its_time(make_manager, tmp
         manager.begin([(handles[0], row, RewardInput("", "hang")), (handles[1], row, RewardInput("", "fine"))])
     assert {s.error for s in manager.collect(handles[0])} == {"timeout"}
     assert [s.total for s in manager.collect(handles[1])] == [1.0] * 5
-    assert [handle.patience["compute_score"].streak >= 5 for handle in handles] == [True, False]
+    assert [handle.budgets["compute_score"].timeouts >= 5 for handle in handles] == [True, False]
 
 
 def test_calls_take_whole_groups_of_up_to_64():
@@ -130,22 +130,22 @@ def test_nothing_is_asked_of_workers_that_have_ended(make_manager, tmp_path):
             manager.submit([RewardInput("", "a")])
 
 
-def test_patience_shrinks_and_ends():
-    silence = Silence(10.0)
-    patience = Patience(10.0, silence)
+def test_the_budget_of_a_group_shrinks_and_ends():
+    reward = RewardBudget(10.0)
+    group = GroupBudget(10.0, reward)
     limits = []
-    for streak in range(18):
-        patience.streak = streak
-        limits.append(patience.deadline_s())
+    for timeouts in range(18):
+        group.timeouts = timeouts
+        limits.append(group.deadline_s())
     assert limits == [10.0] * 3 + [1.0] * 13 + [0.0] * 2, limits
 
 
-def test_silence_ends_the_patience_of_every_group_and_an_answer_ends_the_silence():
-    silence = Silence(10.0)
-    groups = [Patience(10.0, silence) for _ in range(8)]
+def test_a_reward_without_answers_ends_the_budget_of_every_group_until_it_answers():
+    reward = RewardBudget(10.0)
+    groups = [GroupBudget(10.0, reward) for _ in range(8)]
     for group in groups:
         assert group.deadline_s() == 10.0, "each may be the first that is answered"
-        silence.add(10.0)
+        reward.lose(10.0)
     assert [group.deadline_s() for group in groups] == [0.0] * 8
     groups[0].answered()
     assert [group.deadline_s() for group in groups] == [10.0] * 8

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.probe import RewardProbeError
 from lightrft.rewards.remote import MAX_CHUNK, Size
+from lightrft.rewards.validation import RewardProbeError, probe
 
 ITEMS = [RewardInput("p:", "x" * i, reference=i) for i in range(24)]
 
@@ -120,7 +120,7 @@ def test_no_server_at_all(make_manager):
     manager = make_manager(remote_rm_url=["http://127.0.0.1:9/rm"], reward_timeout_s=0.5)
     assert {s.error for s in score(manager, ITEMS[:3])} == {"unreachable"}, "nobody there"
     with pytest.raises(RewardProbeError, match="unreachable.*Remedy.*server"):
-        manager.probe([RewardInput("q", "", reference="5")])
+        probe(manager, [RewardInput("q", "", reference="5")])
 
 
 def slow_for(body, seconds):

@@ -4,6 +4,7 @@ import time
 import pytest
 
 from lightrft.rewards.base import RewardInput
+from lightrft.rewards.validation import probe
 from lightrft.rewards.workers.user_file import outcomes_of
 
 ITEMS = [
@@ -167,11 +168,11 @@ def test_one_failing_part_leaves_the_total_unscored(make_manager, tmp_path):
 def test_probe_of_a_user_file(make_manager, tmp_path, caplog):
     row = RewardInput("q", "", reference="5")
     (tmp_path / "flat.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
-    make_manager(tmp_path / "flat.py").probe([row])
+    probe(make_manager(tmp_path / "flat.py"), [row])
     assert "no higher" in caplog.text, "a warning only: it may judge something else than the answer"
     (tmp_path / "broken.py").write_text("def f(completions):\n    raise KeyError('where')\n")
     with pytest.raises(ValueError, match="could be scored: exception.*Remedy"):
-        make_manager(tmp_path / "broken.py").probe([row])
+        probe(make_manager(tmp_path / "broken.py"), [row])
 
 
 def test_scores_alone_and_constants_as_logs():

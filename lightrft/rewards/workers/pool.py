@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from multiprocessing import Pipe
 from typing import Any
 
-from lightrft.rewards.timeouts import Backlog, NOT_TRIED, Patience
+from lightrft.rewards.timeouts import Backlog, NOT_TRIED, GroupBudget
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException, UserError
 from lightrft.rewards.workers.worker import Info, Spec
@@ -35,9 +35,9 @@ class WorkerDied(RuntimeError):
 
 @dataclass
 class Task:
-    """Responses for one reward, each with its group's patience; scored in one call (``together``) or one by one."""
+    """Responses for one reward, each with its group's time budget; scored in one call (``together``) or one by one."""
     spec: Spec
-    rows: list[tuple[RewardInput, Patience]]
+    rows: list[tuple[RewardInput, GroupBudget]]
     together: bool
     future: "Future[list[Outcome]]" = field(default_factory=Future)
     info: "Future[Info]" = field(default_factory=Future)
@@ -47,13 +47,13 @@ class Worker:
     """One worker process and its pipe."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, child_end = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.rewards.workers.worker import main; "
-                f"main({theirs.fileno()}, {os.getpid()})")
+                f"main({child_end.fileno()}, {os.getpid()})")
         env = {"OMP_NUM_THREADS": "1", **os.environ}
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
+        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()],
                                         stdin=subprocess.DEVNULL, start_new_session=True, env=env)
-        theirs.close()
+        child_end.close()
 
     def signal_kill(self) -> None:
         """Kill the process and its children at once; callable from any thread."""
@@ -110,16 +110,16 @@ class WorkerPool:
         """Process ids of the workers that have been started."""
         return [worker.process.pid for worker in list(self._workers.values())]
 
-    def submit(self, spec: Spec, batch: list[RewardInput], patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+    def submit(self, spec: Spec, batch: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
         """Score each response on its own; return one future for each."""
-        tasks = [Task(spec, [row], False) for row in zip(batch, patience, strict=True)]
+        tasks = [Task(spec, [row], False) for row in zip(batch, budgets, strict=True)]
         self._put(tasks, spec)
         return [task.future for task in tasks]
 
     def submit_together(self, spec: Spec, batch: list[RewardInput],
-                        patience: list[Patience]) -> "list[Future[list[Outcome]]]":
+                        budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
         """Score ``batch`` in calls that split no group; the futures hold their outcomes in order."""
-        rows = iter(zip(batch, patience, strict=True))
+        rows = iter(zip(batch, budgets, strict=True))
         sizes = calls([item.prompt for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
         tasks = [Task(spec, list(islice(rows, size)), True) for size in sizes]
         for task in tasks:
@@ -156,13 +156,13 @@ class WorkerPool:
     def _run(self, slot: int) -> None:
         while tasks := self._backlog.take(MAX_CHUNK):
             whole = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
-            with CaptureException() as caught:
+            with CaptureException() as captured:
                 outcomes = self._score(slot, whole)
-            if caught.cause is not None:
-                cause = "load" if isinstance(caught.cause, LoadError) else "shutdown" if self._closed else "internal"
-                outcomes = [Outcome(None, cause, caught.text)] * len(whole.rows)
+            if captured.cause is not None:
+                cause = "load" if isinstance(captured.cause, LoadError) else "shutdown" if self._closed else "internal"
+                outcomes = [Outcome(None, cause, captured.text)] * len(whole.rows)
             if not whole.info.done():
-                whole.info.set_exception(caught.cause or RuntimeError("the reward workers have been shut down"))
+                whole.info.set_exception(captured.cause or RuntimeError("the reward workers have been shut down"))
             left = iter(outcomes)
             for task in tasks:
                 task.future.set_result(list(islice(left, len(task.rows))))
@@ -195,27 +195,27 @@ class WorkerPool:
         return done + [Outcome(None, "shutdown")] * (len(task.rows) - len(done))
 
     def _attempt(self, slot: int, task: Task, asked: list[tuple[RewardInput,
-                                                                Patience]]) -> tuple[list[Outcome], Outcome | None]:
+                                                                GroupBudget]]) -> tuple[list[Outcome], Outcome | None]:
         """Return the outcomes that the worker sent, and its failure if it timed out or died (else None)."""
         scored: list[Outcome] = []
         worker = self._ready(slot, task, [item for item, _ in asked])
         start = time.monotonic()
         try:
             while len(scored) < len(asked):
-                patience = asked[len(scored)][1]
-                deadline = patience.deadline_s() or patience.limit_s / 10
+                budget = asked[len(scored)][1]
+                deadline = budget.deadline_s() or budget.limit_s / 10
                 outcomes = worker.receive(deadline)
-                for _, patience in asked[len(scored):len(scored) + len(outcomes)]:
-                    patience.answered()
+                for _, budget in asked[len(scored):len(scored) + len(outcomes)]:
+                    budget.answered()
                 scored += outcomes
                 start = time.monotonic()
             return scored, None
         except TimeoutError:
             failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
-            asked[len(scored)][1].streak += 1
+            asked[len(scored)][1].timeouts += 1
         except WorkerDied as error:
             failure = Outcome(None, "worker_died", str(error))
-        asked[len(scored)][1].silence.add((time.monotonic() - start) / self.count)
+        asked[len(scored)][1].reward.lose((time.monotonic() - start) / self.count)
         self._discard(slot)
         return scored, failure
 
@@ -223,17 +223,17 @@ class WorkerPool:
         """Return a worker that has loaded the reward and is scoring ``asked``; replace one that died while idle."""
         for fresh in ([False, True] if slot in self._workers else [True]):
             worker = self._spawn(slot) if fresh else self._workers[slot]
-            with CaptureException() as caught:
+            with CaptureException() as captured:
                 info = worker.start(task.spec, asked)
-            if caught.cause is None:
+            if captured.cause is None:
                 if not task.info.done():
                     task.info.set_result(info)
                 return worker
             self._discard(slot)
-            if not isinstance(caught.cause, WorkerDied):
-                raise caught.cause
+            if not isinstance(captured.cause, WorkerDied):
+                raise captured.cause
         raise LoadError(
-            f"the worker process ended while it imported {task.spec.path or task.spec.kind}: {caught.cause}")
+            f"the worker process ended while it imported {task.spec.path or task.spec.kind}: {captured.cause}")
 
     def _spawn(self, slot: int) -> Worker:
         with self._lock:

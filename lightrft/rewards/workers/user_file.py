@@ -23,7 +23,7 @@ from lightrft.utils.errors import CaptureException, UserError
 SIGNATURES = {
     "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"), "completions": ("completions", )
 }
-"""Signature -> the parameter names that tell it."""
+"""Signature -> the parameter names that identify it."""
 EXPECTED = (
     "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None) "
     "or f(prompts, completions, **columns)")
@@ -63,7 +63,7 @@ def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
 def signature_of(function: Callable[..., Any]) -> str | None:
     """Return the key of ``SIGNATURES`` that fits the parameter names of ``function``, or None."""
     names = set(inspect.signature(function).parameters)
-    return next((kind for kind, told in SIGNATURES.items() if names.issuperset(told)), None)
+    return next((kind for kind, required in SIGNATURES.items() if names.issuperset(required)), None)
 
 
 def _import(path: Path) -> ModuleType:
@@ -73,10 +73,10 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
-    with CaptureException() as caught:
+    with CaptureException() as captured:
         spec.loader.exec_module(module)
-    if caught.cause is not None:
-        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{caught.text}")
+    if captured.cause is not None:
+        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{captured.text}")
     return module
 
 
@@ -150,7 +150,7 @@ def _each(function: Callable[..., Any]) -> Scorer:
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome]:
         for item in batch:
-            with CaptureException() as caught:
+            with CaptureException() as captured:
                 extra = {**item.columns, **(item.columns.get("extra_info") or {})}
                 result = _call(
                     function, {
@@ -158,7 +158,7 @@ def _each(function: Callable[..., Any]) -> Scorer:
                         "extra_info": extra
                     })
                 outcome = outcome_of(result)
-            yield Outcome(None, "exception", caught.text) if caught.cause is not None else outcome
+            yield Outcome(None, "exception", captured.text) if captured.cause is not None else outcome
 
     return score
 
@@ -166,9 +166,9 @@ def _each(function: Callable[..., Any]) -> Scorer:
 def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput]], dict[str, Any]]) -> Scorer:
 
     def once(batch: list[RewardInput]) -> list[Outcome]:
-        with CaptureException() as caught:
+        with CaptureException() as captured:
             return outcomes_of(_call(function, arguments(batch)), len(batch))
-        return [Outcome(None, "exception", caught.text)] * len(batch)
+        return [Outcome(None, "exception", captured.text)] * len(batch)
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome | None]:
         outcomes = once(batch)

@@ -51,10 +51,10 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
         reward = pickle.loads(spec.pickled)
 
         def whole(batch: list[RewardInput]) -> Iterator[Outcome]:
-            with CaptureException() as caught:
+            with CaptureException() as captured:
                 outcomes = outcomes_of(reward(batch), len(batch))
-            yield from ([Outcome(None, "exception", caught.text)] *
-                        len(batch) if caught.cause is not None else outcomes)
+            yield from ([Outcome(None, "exception", captured.text)] *
+                        len(batch) if captured.cause is not None else outcomes)
 
         return whole, Info(spec.function, True)
     next(_math([RewardInput("", r"\boxed{\frac{1}{2}}",
@@ -65,9 +65,9 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
 def _math(batch: list[RewardInput]) -> Iterator[Outcome]:
     from lightrft.rewards.rules import verify_math
     for item in batch:
-        with CaptureException() as caught, _memory_cap(_MATH_BYTES):
+        with CaptureException() as captured, _memory_cap(_MATH_BYTES):
             outcome = verify_math(item)
-        yield Outcome(None, "exception", caught.text) if caught.cause is not None else outcome
+        yield Outcome(None, "exception", captured.text) if captured.cause is not None else outcome
 
 
 @contextmanager
@@ -92,10 +92,10 @@ def serve(pipe: Connection) -> None:
     while True:
         spec, batch = pipe.recv()
         if spec not in loaded:
-            with CaptureException() as caught:
+            with CaptureException() as captured:
                 loaded[spec] = resolve(spec)
-            if caught.cause is not None:
-                pipe.send(("failed", str(caught.cause) if isinstance(caught.cause, ValueError) else caught.text))
+            if captured.cause is not None:
+                pipe.send(("failed", str(captured.cause) if isinstance(captured.cause, ValueError) else captured.text))
                 continue
         scorer, info = loaded[spec]
         pipe.send(("loaded", info))

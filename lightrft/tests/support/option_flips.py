@@ -280,7 +280,7 @@ SHOWN: dict[str, str] = {
     "data_workers": _D + "test_prompts_dataset.py::test_worker_processes_give_the_same_prompts",
     "remote_rm_url": _R + "test_remote.py::test_the_faster_server_gets_more_and_both_work",
     "reward_workers": _R + "test_pool.py::test_workers_do_not_import_the_training_script_and_share_the_work",
-    "reward_timeout_s": _R + "test_pool.py::test_patience_shrinks_and_ends",
+    "reward_timeout_s": _R + "test_pool.py::test_the_budget_of_a_group_shrinks_and_ends",
     "max_unscored_steps": _T + "test_tripwires.py::test_a_reward_that_always_fails_stops_the_run",
     "reward_probe": _HERE + "test_the_probe_stops_a_run",
     "dual_clip": _M + "test_loss.py::test_each_option_changes_the_loss",

@@ -10,9 +10,8 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightrft.utils.aliases import alias_metrics
-from lightrft.utils.sinks import MetricSinks
 from lightrft.utils.progress import HEADER_EVERY, StepTable
+from lightrft.utils.sinks import MetricSinks, alias_metrics
 
 
 def numbers(step):

@@ -1,14 +1,13 @@
-"""Probe before training: each reward must score a known-good answer above a known-bad one."""
+"""Checks before training: each reward scores a known-good answer above a known-bad one, and rewards can differ."""
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import inf
 
-from lightrft.rewards.rules import plain_number, normalise, reference_answers
 from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.manager import RewardManager, Weighted
+from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers
 from lightrft.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from lightrft.rewards.manager import RewardManager
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +16,7 @@ class RewardProbeError(UserError):
     """A reward gives no learning signal: it prefers the wrong answer, sees no difference, or scores nothing."""
 
 
-def probe(manager: "RewardManager", rows: list[RewardInput]) -> None:
+def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
     """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one).
 
     Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` when nothing could be scored, or when the
@@ -46,7 +45,7 @@ def bad_answer(row: RewardInput) -> str:
     return f"\\boxed{{{number + 1 if number is not None else 'no such answer' if text else ''}}}"
 
 
-def _probe_row(manager: "RewardManager", row: RewardInput) -> None:
+def _probe_row(manager: RewardManager, row: RewardInput) -> None:
     answers = [*good_answers(row), bad_answer(row)]
     scores = manager.wait(manager.submit([replace(row, response=answer) for answer in answers]))
     errors = sorted({score.error for score in scores if score.error is not None})
@@ -60,13 +59,13 @@ def _probe_row(manager: "RewardManager", row: RewardInput) -> None:
         _compare(manager, row, scores)
 
 
-def _compare(manager: "RewardManager", row: RewardInput, scores: list[Score]) -> None:
+def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> None:
     parts = manager.parts_of(row)
     ours = [(part.name, weight) for part, weight in parts if part.built_in]
     sums = [sum(weight * (score.parts[name] or 0.0) for name, weight in ours) for score in scores]
     if ours and max(sums[:-1]) <= sums[-1]:
         raise RewardProbeError(
-            f"the reward does not tell right from wrong on {_name(row)}: the known-good answer "
+            f"the reward does not separate right from wrong on {_name(row)}: the known-good answer "
             f"{good_answers(row)[0]!r} scores {max(sums[:-1]):g}, the known-bad {bad_answer(row)!r} {sums[-1]:g}. "
             "Remedy: check the row's reference and the weights of --reward; --no_reward_probe skips this check")
     totals = [score.total for score in scores]
@@ -79,3 +78,18 @@ def _compare(manager: "RewardManager", row: RewardInput, scores: list[Score]) ->
 def _name(row: RewardInput) -> str:
     return (f"the row with label {row.label!r}, data source {row.data_source!r}, reference {row.reference!r} and "
             f"prompt {row.prompt[:120]!r}")
+
+
+def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_spread: float) -> None:
+    """Raise :class:`UserError` if rewards of no row can differ by more than ``zero_spread``: no group would count."""
+    most = max((_widest(manager.parts_of(row)) for row in rows), default=inf)
+    if most <= zero_spread:
+        raise UserError(
+            f"--zero_spread {zero_spread:g}: the rewards of these prompts differ by at most {most:g}, the sum of their "
+            "weights, so no group of --dynamic_sampling would count and no batch would ever fill; nearest valid "
+            f"value: a little below {most:g}")
+
+
+def _widest(parts: Weighted) -> float:
+    """Return the largest difference of two rewards: built-in parts are between 0 and 1, others have no known bound."""
+    return sum(abs(weight) if part.name in FAST else inf for part, weight in parts)
