@@ -10,7 +10,6 @@ left, take nearly as long as the first. Every run trains the same responses; abo
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterable
 
 from hf_engine import END, LONGEST, SIZES, counting_model
 
@@ -20,17 +19,26 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import FakeStrategy
-from lightrft.trainer.experience_maker import Rollout
-from lightrft.trainer.partial_rollout import OversamplingSource, PartialExperienceMaker, PartialGroup
-from lightrft.trainer.samples import Rows
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GenerationRun, Rollout, Scored
+from lightrft.trainer.partial_rollout import OversamplingSource
+from lightrft.trainer.samples import ResponseGroup
+from lightrft.trainer.shards import Shards
 from lightrft.types import Experience, Prompt
 from lightrft.utils.timer import Timer
 
 RESPONSES, PROMPT = 512, 128
 
 
-class Generating(PartialExperienceMaker):
+class SilentRun(GenerationRun):
+    """A call of the engine whose responses are not decoded."""
+
+    def _report(self, ended: list[tuple[int, int]]) -> None:
+        """Do nothing: the samples are not read."""
+
+
+class Generating(FastExperienceMaker):
     """Generation alone: nothing is decoded, scored or trained."""
+    listeners = []
 
     def __init__(self, config: Config, engine: HFEngine) -> None:
         self.config, self.engine, self.timer, self.greedy = config, engine, Timer(), None
@@ -38,15 +46,14 @@ class Generating(PartialExperienceMaker):
         self.strategy.setup()
         self.sampling = SamplingParams(LONGEST)
 
-    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
-        return False
+    def advance(self, mine: list[ResponseGroup], step: int | str, quota: int, due: set[int]) -> tuple[list, Scored]:
+        """Generate as the trainer does."""
+        with self.timer("rollout"):
+            return SilentRun(self, mine, quota, due).run(self._requests(mine, step)), list
 
-    def _finish(self, i: int, group: PartialGroup) -> None:
-        """Do nothing: the samples are not read."""
-
-    def complete(self, exp: Experience, rows_of: Callable[[], Rows], step: int, kl_coef: float = 0.0) -> Rollout:
+    def complete(self, exp: Experience, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
         """Return the batch unchanged."""
-        return Rollout(exp, None, [], {})
+        return Rollout(Shards(self.strategy, exp), None, [], [], {})
 
 
 def measure(factor: float, max_staleness: int, steps: int,

@@ -24,7 +24,8 @@ from lightrft.models.loader import load_tokenizer
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import stop_ids
 from lightrft.rollout.vllm.generate import VLLMRun
-from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.types import Prompt
@@ -45,17 +46,21 @@ def llm_around(native: Any, path: str) -> Any:
 class Ways:
     """The same prompts generated in three ways; each returns the number of its tokens."""
 
-    def __init__(self, maker: NaiveExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
-        self.maker, self.groups, self.llm = maker, list(enumerate(prompts)), llm
-        self.requests = maker._requests(self.groups, 0)
+    def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
+        self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
+        self.requests = maker._requests(self.groups(), 0)
         engine, sampling = maker.engine, maker.sampling
         vocabulary = engine.native.model_config.get_vocab_size()
         collector = CompletionCollector(self.requests, sampling, vocabulary)
         self.run = VLLMRun(engine.native, collector, sampling, stop_ids(engine.eos_token_ids, sampling, vocabulary))
 
+    def groups(self) -> list[ResponseGroup]:
+        """Return new groups of the prompts."""
+        return [ResponseGroup.new(i, prompt, self.maker.size) for i, prompt in enumerate(self.prompts)]
+
     def trainer(self) -> int:
         """Generate through the maker. Rewards are collected outside the time: they overlap with training passes."""
-        samples = self.maker.generate_samples(self.groups, 0)
+        samples, self.wait = self.maker.advance(self.groups(), 0, len(self.prompts), set())
         return sum(sample.response_len for sample in samples)
 
     def bare(self) -> int:
@@ -99,7 +104,7 @@ def measure(trainer: SPMDPPOTrainer, prompts: list[Prompt], path: str, rounds: i
     for number in range(rounds + 1):  # the first one warms up
         order = list(names) if number % 2 else list(names)[::-1]
         for name in order:
-            collect = (lambda: trainer.maker.score([])) if name == "trainer" else (lambda: None)
+            collect = (lambda: ways.wait()) if name == "trainer" else (lambda: None)
             cost, tokens[name] = timed(names[name], collect)
             costs[name] += [cost] if number else []
             trainer.engine.native.reset_prefix_cache()

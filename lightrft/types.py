@@ -127,14 +127,19 @@ class Experience:
         """Copy the experience with its tensors on ``device`` (media stay keys)."""
         return self._map(lambda axis, value: value if axis == "list" else value.to(device))
 
+    def tokens_of(self, indices: list[int]) -> Tensor:
+        """Return the positions in [T] of the tokens of the sequences ``indices``, in that order."""
+        index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
+        starts, lens = self.cu_seqlens[index].long(), self.seq_lens[index].long()
+        before = lens.cumsum(0) - lens
+        # token i of the result is token (i - its new start + its old start) of this experience
+        return torch.arange(int(lens.sum()), device=index.device) + torch.repeat_interleave(starts - before, lens)
+
     def select(self, indices: list[int]) -> "Experience":
         """Pack the sequences ``indices``, in that order, into a new Experience."""
         index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
-        starts, lens = self.cu_seqlens[index].long(), self.seq_lens[index].long()
-        cu = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-        # token i of the result is token (i - its new start + its old start) of this experience
-        tokens = torch.arange(int(cu[-1]), device=index.device) + torch.repeat_interleave(starts - cu[:-1], lens)
-        cu = cu.to(self.cu_seqlens.dtype)
+        lens, tokens = self.seq_lens[index].long(), self.tokens_of(indices)
+        cu = torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(self.cu_seqlens.dtype)
         pick = {
             "T": lambda v: v[tokens], "B": lambda v: v[index], "cu": lambda v: cu, "list":
             lambda v: [v[i] for i in indices]
@@ -166,6 +171,15 @@ class RolloutBatch(Experience):
     Its [T] fields and ``cu_seqlens`` describe the sequences of this rank, its [B] fields the samples of all ranks.
     """
     spread: Spread = field(default=HERE, metadata={"axis": "none"})  # type: ignore[misc]
+
+    def local(self) -> Experience:
+        """Return the sequences of this rank, with their own samples only."""
+        kept = {f.name: (f.metadata["axis"], vars(self)[f.name]) for f in fields(Experience)}
+        values: dict[str, Any] = {
+            name: self.spread.own(value) if axis == "B" and value is not None else value
+            for name, (axis, value) in kept.items()
+        }
+        return Experience(**values)
 
 
 def _join(axis: str, values: list[Any]) -> Any:

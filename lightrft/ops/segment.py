@@ -29,6 +29,10 @@ class Spread:
         """Return the sum over ranks, of any shape."""
         return value
 
+    def stack(self, values: Tensor) -> Tensor:
+        """Return the values of every rank, [ranks, ...]."""
+        return values[None]
+
 
 HERE = Spread()
 
@@ -110,3 +114,26 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = F
     """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=int(unbiased)) + eps)`` where mask, else 0."""
     centred = torch.where(mask, x - masked_mean(x, mask, spread), 0)
     return centred * (masked_var(x, mask, unbiased, spread) + eps).rsqrt()
+
+
+class Moments(NamedTuple):
+    """Statistics of a set of numbers, all 0 where it is empty."""
+    mean: float
+    std: float  # of the whole set, not an estimate
+    min: float
+    max: float
+
+
+def moments(values: Tensor, spread: Spread = HERE) -> Moments:
+    """Return the moments of ``values`` [n] of all ranks; n may differ between ranks."""
+    own = [0.0, 0.0, 0.0, torch.inf, -torch.inf]
+    if len(values):
+        found = values.mean(), values.std(correction=0), values.min(), values.max()
+        own = [len(values), *(each.item() for each in found)]
+    counts, means, stds, lows, highs = spread.stack(torch.tensor(own, dtype=torch.float64)).unbind(1)
+    if not counts.sum():
+        return Moments(0.0, 0.0, 0.0, 0.0)
+    weights = counts / counts.sum()  # exactly 1 on one rank
+    mean = (weights * means).sum()
+    variance = (weights * (stds**2 + (means - mean)**2)).sum()
+    return Moments(mean.item(), variance.sqrt().item(), lows.min().item(), highs.max().item())

@@ -89,28 +89,55 @@ def test_the_step_is_that_of_a_plain_loop(home, tmp_path):
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+def of_ranks(home, folder, ranks, *steps):
+    """The facts of some FSDP2 ranks."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m",
+               "lightrft.tests.support.invariants", str(home), str(folder), *map(str, steps)]  # yapf: disable
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return torch.load(folder / "facts.pt", weights_only=False)
+
+
 @pytest.fixture(scope="module")
 def worlds(home, tmp_path_factory):
     """The facts of one process and of two FSDP2 ranks."""
     folder = tmp_path_factory.mktemp("worlds")
-    (folder / "two").mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               "lightrft.tests.support.invariants", str(home), str(folder / "two")]  # yapf: disable
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return measure(home, folder / "one"), torch.load(folder / "two" / "facts.pt", weights_only=False)
+    return measure(home, folder / "one"), of_ranks(home, folder / "two", 2, 1, 10)
+
+
+@pytest.fixture(scope="module")
+def four(home, tmp_path_factory):
+    """The facts of four FSDP2 ranks, of one step."""
+    return of_ranks(home, tmp_path_factory.mktemp("worlds") / "four", 4, 1)
+
+
+def check_rollout(one, other):
+    assert one.keys() == other.keys()
+    for field, value in one.items():
+        same = torch.equal(value, other[field]) if not value.is_floating_point() else torch.allclose(
+            value, other[field], rtol=1e-5, atol=1e-5)
+        assert same, f"{field} differs"
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", list(SPREAD))
 def test_two_ranks_roll_out_what_one_does(worlds, name):
-    one, two = (world[name]["exp"] for world in worlds)
-    assert one.keys() == two.keys()
-    for field, value in one.items():
-        same = torch.equal(value, two[field]) if not value.is_floating_point() else torch.allclose(
-            value, two[field], rtol=1e-5, atol=1e-5)
-        assert same, f"{field} differs"
+    check_rollout(*(world[name]["exp"] for world in worlds))
+    (all_here, samples), (half, _) = (world[name]["held"] for world in worlds)
+    assert all_here == samples and 0 < half < samples, "each rank holds its own sequences"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", list(SPREAD))
+def test_four_ranks_do_what_one_does(worlds, four, name):
+    """With mini-batches of four or five samples, so that a rank trains one or two."""
+    one, other = worlds[0][name], four[name]
+    check_rollout(one["exp"], other["exp"])
+    assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+    assert largest_gap(other["grads"], one["grads"]) < 1e-5
+    assert largest_gap(other[1]["weights"], one[1]["weights"]) < 1e-5
 
 
 @pytest.mark.dist

@@ -1,17 +1,17 @@
 """Turns rewards into advantages, in one fixed order: shaping -> estimator -> normalisation.
 
-Every rank holds the whole rollout batch when this runs, so batch statistics are global without any communication.
+Every rank has the rewards of the whole rollout batch and the tokens of its own sequences. So a statistic over samples
+is global, and one over tokens is a sum over ranks.
 """
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import Advantage, ADVANTAGES
+from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.divergence import kl_estimate
-from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, segment_sum
+from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, moments, segment_sum
 from lightrft.ops.selection import largest, share
 from lightrft.types import Experience
 
@@ -32,8 +32,8 @@ def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
     mask = exp.loss_mask
     out = torch.zeros(exp.num_tokens) if kl is None else torch.where(mask, -kl_coef * kl, 0.0)
     index, valid = last_token(mask, exp.cu_seqlens)
-    keep = valid & exp.scored
-    return out.index_add(0, index[keep], exp.rewards[keep])
+    keep = valid & exp.spread.own(exp.scored)
+    return out.index_add(0, index[keep], exp.spread.own(exp.rewards)[keep])
 
 
 def _mean(values: Tensor) -> float:
@@ -69,13 +69,13 @@ class AdvantageCalculator:
         self.moments = RunningMoments()
 
     def __call__(self, exp: Experience, kl_coef: float = 0.0) -> dict[str, float]:
-        """Fill the whole batch (all ranks) in place, on CPU; return ``reward/*``, ``group/*``, ``advantage/*``."""
+        """Fill the batch in place, on the CPU; return ``reward/*``, ``group/*``, ``advantage/*``. A collective."""
         metrics = self._shape(exp)
         self._drop_from_loss(exp)
         metrics |= self._group_metrics(exp)  # before the KL, which would hide that rewards do not differ
         kl = self._reward_kl(exp)
         if kl is not None and self.cfg.kl_in_outcome:
-            exp.rewards = exp.rewards - kl_coef * segment_sum(kl, exp.cu_seqlens, exp.drawn)
+            exp.rewards = exp.rewards - kl_coef * exp.spread.gather(segment_sum(kl, exp.cu_seqlens, exp.drawn))
             exp.token_rewards = token_rewards(exp, None, 0.0)
         else:
             exp.token_rewards = token_rewards(exp, kl, kl_coef)
@@ -87,7 +87,7 @@ class AdvantageCalculator:
             exp.high_entropy_mask = largest(exp.entropies, count, exp.loss_mask, exp.cu_seqlens, exp.spread)
         metrics |= self._normalise(exp)
         if kl is not None:
-            metrics["reward/kl"] = masked_mean(kl, exp.loss_mask).item()
+            metrics["reward/kl"] = masked_mean(kl, exp.loss_mask, exp.spread).item()
         return metrics
 
     def _shape(self, exp: Experience) -> dict[str, float]:
@@ -116,7 +116,7 @@ class AdvantageCalculator:
         def penalty(lengths: Tensor) -> Tensor:
             return overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
 
-        own = penalty(segment_sum(exp.loss_mask.float(), exp.cu_seqlens))
+        own = penalty(exp.spread.gather(segment_sum(exp.loss_mask.float(), exp.cu_seqlens)))
         exp.rewards = exp.rewards + own
         if exp.baseline_rewards is not None:
             exp.baseline_rewards = exp.baseline_rewards + penalty(exp.baseline_lengths)
@@ -127,7 +127,7 @@ class AdvantageCalculator:
 
     def _drop_from_loss(self, exp: Experience) -> None:
         """Remove unscored samples, and with ``mask_truncated`` truncated ones, from the loss."""
-        exp.loss_mask = exp.loss_mask & torch.repeat_interleave(trainable_samples(exp, self.reward), exp.seq_lens)
+        exp.loss_mask = exp.loss_mask & exp.per_token(trainable_samples(exp, self.reward))
 
     def _reward_kl(self, exp: Experience) -> Tensor | None:
         if exp.ref_logprobs is None or self.cfg.use_kl_loss:
@@ -148,14 +148,12 @@ class AdvantageCalculator:
         """Whiten at most once, then clip; the statistics are taken before the clip."""
         mask, adv = exp.loss_mask, exp.advantages
         if self.cfg.advantages_norm:
-            adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased)
-        kept = adv[mask] if mask.any() else adv.new_zeros(1)
-        metrics = {
-            "advantage/mean": kept.mean().item(), "advantage/std": kept.std(correction=0).item(), "advantage/min":
-            kept.min().item(), "advantage/max": kept.max().item()
-        }
+            adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased, spread=exp.spread)
+        kept = adv[mask]
+        metrics = {f"advantage/{name}": value for name, value in moments(kept, exp.spread)._asdict().items()}
         if self.cfg.advantage_clip:
-            metrics["advantage/clip_frac"] = _mean(kept.abs() > self.cfg.advantage_clip)
+            clipped = (kept.abs() > self.cfg.advantage_clip).float()
+            metrics["advantage/clip_frac"] = moments(clipped, exp.spread).mean
             adv = adv.clamp(-self.cfg.advantage_clip, self.cfg.advantage_clip)
         exp.advantages = adv
         return metrics
@@ -172,35 +170,6 @@ class AdvantageCalculator:
 def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> AdvantageCalculator:
     """Return the calculator of the configured estimator; an unknown name is an error that lists the known ones."""
     return AdvantageCalculator(cfg, reward, generate_max_len)
-
-
-def fill_reward_parts(exp: Experience, rows: list[dict[str, Any]], estimator: Advantage) -> dict[str, float]:
-    """Fill the unshaped fields that ``estimator`` needs from the rows of ``exp``; return their metrics."""
-    if estimator.needs_parts:
-        exp.reward_parts, exp.part_weights = part_columns(rows)
-    return _fill_baseline(exp, rows) if estimator.needs_greedy else {}
-
-
-def part_columns(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Return values (NaN where a part does not judge the sample) and weights [B, K] of all parts, by name."""
-    names = sorted({name for row in rows for name in row["weights"]})
-    values = [[_number(row["parts"].get(name)) for name in names] for row in rows]
-    weights = [[row["weights"].get(name, 0.0) for name in names] for row in rows]
-    return torch.tensor(values, dtype=torch.float32), torch.tensor(weights, dtype=torch.float32)
-
-
-def _number(value: float | None) -> float:
-    return torch.nan if value is None else value
-
-
-def _fill_baseline(exp: Experience, rows: list[dict[str, Any]]) -> dict[str, float]:
-    exp.baseline_rewards = torch.tensor([_number(row.get("greedy_reward")) for row in rows], dtype=torch.float32)
-    exp.baseline_lengths = torch.tensor([row.get("greedy_length", 0) for row in rows], dtype=torch.float32)
-    of_prompts = {row["group_id"]: row.get("greedy_reward") for row in rows}
-    known = [reward for reward in of_prompts.values() if reward is not None]
-    return {
-        "reward/greedy_mean": sum(known) / max(len(known), 1), "reward/greedy_unscored": len(of_prompts) - len(known)
-    }
 
 
 class RunningMoments:

@@ -10,7 +10,7 @@ from lightrft.config.schema import Config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.samples import reward_input, sample_seed, stop_token_ids, to_samples
+from lightrft.trainer.samples import Response, reward_input, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt, Sample
 
 ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
@@ -66,9 +66,10 @@ class Evaluator:
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         n = self.config.eval.eval_n_samples
         requests = [Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.media) for _, p in mine]
-        completions = self.engine.generate(requests, self.sampling)
-        ended = ((*prompt, j, done) for prompt, responses in zip(mine, completions) for j, done in enumerate(responses))
-        return to_samples(self.tokenizer, ended, self.engine.weight_version, self.sampling.stop_token_ids)
+        completions, version = self.engine.generate(requests, self.sampling), self.engine.weight_version
+        ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(mine, completions)
+                 for j, done in enumerate(responses))
+        return to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)
 
     def _metrics(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         sources = sorted({row["source"] for row in rows})

@@ -1,57 +1,342 @@
-"""The experience maker of the trainers: rewards are computed while other responses are still being generated."""
-from collections.abc import Iterable
+"""Turns prompts into experience, in stages: generate, reward, move, log-probs and values, advantages.
 
+Listeners hear of each response as soon as it is finished: rewards are computed, and with ``--overlap_passes`` forward
+passes run, while the engine still generates the others.
+"""
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import Config
+from lightrft.ops.segment import segment_sum
 from lightrft.rewards.base import Score
-from lightrft.rewards.manager import Handle
-from lightrft.rollout.engine import Completion
-from lightrft.trainer.experience_maker import NaiveExperienceMaker
-from lightrft.trainer.samples import reward_input
-from lightrft.types import Prompt, Sample
+from lightrft.rewards.manager import Handle, RewardManager
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.advantage_calculator import AdvantageCalculator
+from lightrft.trainer.logprob_pass import LogprobPass
+from lightrft.trainer.metric_sums import response_metrics
+from lightrft.trainer.overlapped_passes import OverlappedPasses
+from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.samples import (pack_samples, Response, ResponseGroup, reward_input, sample_seed, stop_token_ids,
+                                      to_samples)
+from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.types import Experience, Prompt, Sample
+from lightrft.utils.timer import Timer
+
+Item = TypeVar("Item")
+Scored = Callable[[], list[ScoredSample]]  # waits for the scores of this rank
 
 
-class FastExperienceMaker(NaiveExperienceMaker):
-    """Overlaps scoring with generation, and collects the scores after the log-prob passes.
+class Listener(Protocol):
+    """Listener to the responses of this rank as they finish. It is entered around each generation."""
 
-    Scoring starts as soon as a response is finished if a worker or a server judges it on its own, because that saves
-    time; otherwise as soon as its group is finished.
-    """
+    def during(self, groups: int) -> AbstractContextManager[Any]:
+        """Return the context of one generation of ``groups`` groups."""
 
-    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
-        """Generate; decode finished responses and send them to the reward workers at once."""
-        self._expect(len(groups))
+    def wants_each(self, prompts: Sequence[Prompt]) -> bool:
+        """Return True if it gains time from single responses; else it hears of whole groups only."""
 
-        def arrived(ended: list[tuple[int, int, Completion]]) -> None:
-            samples = self.samples_of((*groups[i], j, completion) for i, j, completion in ended)
-            self._begin([(i, sample) for (i, *_), sample in zip(ended, samples)])
+    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+        """Take finished samples, each with the index of its group on this rank."""
 
-        def finished(i: int, completions: list[Completion]) -> None:
-            if not self._samples[i]:
-                arrived([(i, j, completion) for j, completion in enumerate(completions)])
-            self.rewards.finish(self._handles[i])
+    def finished(self, group: int) -> None:
+        """Take note that all responses of ``group`` have arrived."""
 
-        early = self._begins_early([prompt for _, prompt in groups])
-        self.engine.generate(self._requests(groups, step), self.sampling, finished, arrived if early else None)
-        return self._begun()
 
-    def _expect(self, count: int) -> None:
-        """Allocate the state of ``count`` groups."""
-        self._samples: list[dict[int, Sample]] = [{} for _ in range(count)]
-        self._handles = [Handle() for _ in range(count)]
+class RewardListener:
+    """Starts scoring as soon as a response is finished if a worker or a server judges it on its own, because that saves
+    time; otherwise as soon as its group is finished."""
 
-    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
+    def __init__(self, rewards: RewardManager) -> None:
+        self.rewards, self.handles = rewards, list[Handle]()
+
+    def during(self, groups: int) -> AbstractContextManager[Any]:
+        """Implement :meth:`Listener.during`."""
+        self.handles = [Handle() for _ in range(groups)]
+        return ExitStack()
+
+    def wants_each(self, prompts: Sequence[Prompt]) -> bool:
+        """Implement :meth:`Listener.wants_each`."""
         return any(self.rewards.begins_early(reward_input(prompt, "")) for prompt in prompts)
 
-    def _begin(self, fresh: list[tuple[int, Sample]]) -> None:
-        """Start scoring finished samples, each given with the index of its group."""
+    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+        """Implement :meth:`Listener.arrived`."""
+        self.rewards.begin([(self.handles[i], sample.index, reward_input(sample.prompt, sample.text))
+                            for i, sample in samples])
+
+    def finished(self, group: int) -> None:
+        """Implement :meth:`Listener.finished`."""
+        self.rewards.finish(self.handles[group])
+
+    def scores(self) -> list[Score]:
+        """Wait for the scores of the last generation, group by group, in the order of the samples' indices."""
+        return [score for handle in self.handles for score in self.rewards.collect(handle)]
+
+
+class GreedyBaseline:
+    """Generates and scores one greedy response per prompt, with the weights and the rewards of the samples.
+
+    Its reward is the baseline of ReMax (arXiv:2310.10505). It is not a sample: it is not trained on, and it enters no
+    group and no metric of samples.
+    """
+
+    def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.rewards, self.tokenizer = engine, rewards, tokenizer
+
+    def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, tuple]]:
+        """Answer the prompts of this rank's ``samples`` greedily and start scoring.
+
+        Args:
+            sampling: parameters of the samples; length and stop tokens are taken from them.
+
+        Returns:
+            A function that waits for the scores: group id -> (reward or None, tokens of the response).
+        """
+        params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+        prompts = {sample.group_id: sample.prompt for sample in samples}
+        requests = [Request(prompt.token_ids, [0], prompt.media) for prompt in prompts.values()]
+        done = self.engine.generate(requests, params)
+        version = self.engine.weight_version
+        ended = ((*prompt, 0, Response.of(one[0], version)) for prompt, one in zip(prompts.items(), done))
+        greedy = to_samples(self.tokenizer, ended, params.stop_token_ids)
+        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
+        return lambda: {
+            sample.group_id: (score.total, sample.response_len)
+            for sample, score in zip(greedy, self.rewards.wait(handle))
+        }
+
+
+class GenerationRun:
+    """One call of the engine for ``groups`` of this rank; it reports finished responses to the listeners.
+
+    Args:
+        opened: indices of the unfinished responses of each group, which the requests continue.
+        quota: number of groups to finish; then generation stops, once all groups in ``due`` are finished too.
+    """
+
+    def __init__(self, maker: "FastExperienceMaker", groups: list[ResponseGroup], quota: int, due: set[int]) -> None:
+        self.maker, self.groups, self.quota = maker, groups, quota
+        self.version, self.opened = maker.engine.weight_version, [group.open for group in groups]
+        self.late = {group.number for group in groups} & due
+        self.done: set[int] = set()
+        self.samples: list[dict[int, Sample]] = [{} for _ in groups]
+
+    def run(self, requests: list[Request]) -> list[Sample]:
+        """Generate; return the samples that the listeners heard of, group by group."""
+        maker = self.maker
+        asked = requests if self.quota or self.late else []  # ranks that share an engine must call it together
+        each = self._arrived if maker.reports_each(self.groups) else None
+        finished = self._finished if maker.overlaps else None
+        found = maker.engine.generate(asked, maker.sampling, finished, each)
+        for i in sorted(set(range(len(found))) - self.done):
+            self.groups[i].add(found[i], self.version, self.opened[i])
+            if not self.groups[i].open:  # nothing is overlapped, or it finished while the engine stopped
+                self._complete(i)
+        return [group[j] for group in self.samples for j in sorted(group)]
+
+    def _arrived(self, ended: list[tuple[int, int, Completion]]) -> None:
+        for i, k, completion in ended:
+            self.groups[i].responses[self.opened[i][k]].add(completion, self.version)
+        self._report([(i, self.opened[i][k]) for i, k, _ in ended])
+
+    def _finished(self, i: int, completions: list[Completion]) -> bool:
+        self.groups[i].add(completions, self.version, self.opened[i])
+        self._complete(i)
+        self.done.add(i)
+        self.late.discard(self.groups[i].number)
+        return len(self.done) >= self.quota and not self.late
+
+    def _complete(self, i: int) -> None:
+        """Report the remaining responses of a finished group, and the group."""
+        group = self.groups[i]
+        begun = {each.index for each in group.scored} | self.samples[i].keys()
+        self._report([(i, j) for j in range(len(group.responses)) if j not in begun])
+        for listener in self.maker.listeners:
+            listener.finished(i)
+
+    def _report(self, ended: list[tuple[int, int]]) -> None:
+        """Decode finished responses, given by group and index, and report them."""
+        samples = to_samples(self.maker.tokenizer, [self.groups[i].ended(j) for i, j in ended],
+                             self.maker.sampling.stop_token_ids)
+        fresh = [(i, sample) for (i, _), sample in zip(ended, samples)]
         for i, sample in fresh:
-            self._samples[i][sample.index] = sample
-        self.rewards.begin([(self._handles[i], sample.index, reward_input(sample.prompt, sample.text))
-                            for i, sample in fresh])
+            self.samples[i][sample.index] = sample
+        for listener in self.maker.listeners:
+            listener.arrived(fresh)
 
-    def _begun(self) -> list[Sample]:
-        """Return the samples whose scoring has started, group by group."""
-        return [group[j] for group in self._samples for j in sorted(group)]
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Wait for the scores of the samples that :meth:`generate_samples` returned last, in its order."""
-        return [score for handle in self._handles for score in self.rewards.collect(handle)]
+@dataclass
+class Rollout:
+    """Rollout batch of all ranks, ready for the update. An empty one makes no update."""
+    shards: Shards
+    buffer: ReplayBuffer
+    scored: list[ScoredSample]  # of the samples that this rank generated, in their order
+    numbers: list[int]  # indices of these samples in the batch
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exp(self) -> Experience:
+        """The sequences that live on this rank."""
+        return self.shards.exp
+
+
+class FastExperienceMaker:
+    """Runs the stages of one rollout, in order.
+
+    Prompts are dealt to ranks one by one; a prompt's group stays on its rank while it is generated and scored. Then
+    each sequence moves to the rank that trains it, and statistics of the whole batch are computed from vectors [B], so
+    that batch statistics, mini-batches and balance do not depend on the ranks.
+
+    Args:
+        greedy: the estimator needs a greedy response per prompt.
+        overlapped: forward passes that run while the engine generates.
+    """
+    overlaps = True
+
+    def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
+                 tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
+                 timer: Timer, greedy: GreedyBaseline | None = None,
+                 overlapped: OverlappedPasses | None = None) -> None:
+        self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
+        self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
+        self.greedy, self.overlapped, self.reward_listener = greedy, overlapped, RewardListener(rewards)
+        self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
+        rollout = config.rollout
+        self.size = rollout.n_samples_per_prompt
+        self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
+                                       rollout.min_p, stop_token_ids(rollout.stop, tokenizer),
+                                       rollout.first_token_temperature if rollout.use_fire else None)
+        self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
+
+    def limit_responses(self, max_len: int) -> None:
+        """Limit responses to ``max_len`` tokens from now on."""
+        self.sampling = replace(self.sampling, max_new_tokens=max_len)
+        self.calculator.max_len = max_len
+
+    def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
+        """Make one rollout over the global batch ``prompts`` (the same list on every rank)."""
+        exp, scored = self.generate(list(enumerate(prompts)), step)
+        return self.complete(exp, scored, step, kl_coef)
+
+    def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[Experience, Scored]:
+        """Generate responses to this rank's share of numbered prompts; a collective.
+
+        Args:
+            step: part of each sample's seed, with the numbers of the prompt and of the sample.
+
+        Returns:
+            The packed samples of this rank, and a function that waits for their scores.
+        """
+        mine = [ResponseGroup.new(number, prompt, self.size) for number, prompt in self.deal(numbered)]
+        samples, scored = self.advance(mine, step, len(mine), set())
+        with self.timer("gather"):
+            exp = pack_samples(samples, self.size)
+            if self.overlapped is not None:
+                self.overlapped.fill(exp)
+        return exp, scored
+
+    def deal(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return this rank's share of ``items``, dealt one by one."""
+        return items[self.strategy.rank::self.strategy.world_size]
+
+    def advance(self, mine: list[ResponseGroup], step: int | str, quota: int,
+                due: set[int]) -> tuple[list[Sample], Scored]:
+        """Generate until ``quota`` of this rank's groups are finished, and all with a number in ``due``; a collective.
+
+        Returns:
+            The samples whose scoring began in this call (the rest of every group finished now, and perhaps samples of
+            other groups), and a function that waits for their scores.
+        """
+        with ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(listener.during(len(mine)))
+            with self.timer("rollout"):
+                samples = GenerationRun(self, mine, quota, due).run(self._requests(mine, step))
+        with self.timer("rollout"):  # it ends when the slowest rank is done
+            self.strategy.barrier()
+        return samples, self._scored(samples, self._answer_greedily(samples))
+
+    def reports_each(self, groups: list[ResponseGroup]) -> bool:
+        """Return True if single responses are reported before their group is finished.
+
+        With ``--oversample`` a score is carried over with its group, so it must be complete without it.
+        """
+        prompts = [group.prompt for group in groups]
+        if not (self.overlaps and any(listener.wants_each(prompts) for listener in self.listeners)):
+            return False
+        compared = self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts)
+        return not (self.config.rollout.oversample > 1 and compared)
+
+    def _answer_greedily(self, samples: list[Sample]) -> Callable[[], dict[int, tuple]]:
+        """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""
+        if self.greedy is None:
+            return dict
+        with self.timer("greedy"):
+            baseline = self.greedy.start(samples, self.sampling)
+            self.strategy.barrier()
+        return baseline
+
+    def _scored(self, samples: list[Sample], baseline: Callable[[], dict[int, tuple]]) -> Scored:
+        texts = self.config.log.save_trajectories
+
+        def wait() -> list[ScoredSample]:
+            with self.timer("reward"):
+                greedy, scores = baseline(), self.reward_listener.scores()
+                return [ScoredSample.of(sample, score, texts, greedy.get(sample.group_id))
+                        for sample, score in zip(samples, scores)]  # yapf: disable
+
+        return wait
+
+    def _requests(self, groups: list[ResponseGroup], step: int | str) -> list[Request]:
+        """Return requests for the unfinished responses; each response keeps its original seed."""
+        seed = self.config.train.seed
+        return [
+            Request(group.prompt.token_ids, [sample_seed(seed, step, group.number, j) for j in group.open],
+                    group.prompt.media, [group.responses[j].token_ids for j in group.open] if group.tokens else [])
+            for group in groups
+        ]
+
+    def complete(self, exp: Experience, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
+        """Put the engine to sleep, then fill log-probs, values, rewards and advantages; a collective.
+
+        Args:
+            exp: samples of this rank, with their indices in the batch as ``sample_ids``.
+            scored: waits for their scores, in the same order.
+        """
+        self.engine.sleep()
+        numbers = exp.sample_ids
+        with self.timer("gather"):
+            shards = Shards(self.strategy, exp)
+            buffer = self.buffer(shards, step)
+            shards.move(buffer.homes())
+        self.logprobs.fill(shards, buffer, self.timer)
+        samples = scored()
+        table = RewardTable.gather(samples, self.strategy, RankSpread(self.strategy, numbers, shards.size))
+        metrics = response_metrics(shards, self.timer.seconds("rollout"))
+        with self.timer("advantage"):
+            metrics |= self._advantages(shards, table, kl_coef)
+        return Rollout(shards, buffer, samples, numbers.tolist(), metrics)
+
+    def buffer(self, shards: Shards, step: int) -> ReplayBuffer:
+        """Return the plan that cuts the rollout of a step into passes."""
+        train = self.config.train
+        return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, self.strategy.rank,
+                            self.strategy.world_size, f"{train.seed}/{step}")
+
+    def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float) -> dict[str, float]:
+        batch = shards.batch()
+        metrics = table.fill(batch, self.calculator.estimator)
+        metrics |= self.calculator(batch, kl_coef)
+        shards.update(batch)
+        kept = segment_sum(batch.loss_mask.float(), batch.cu_seqlens) > 0
+        return metrics | {"rollout/kept_samples": batch.spread.total(kept.sum()).item()}
+
+
+class NaiveExperienceMaker(FastExperienceMaker):
+    """The same with nothing overlapped: listeners hear of the responses when all are generated."""
+    overlaps = False

@@ -10,7 +10,8 @@ from torch import Tensor
 from lightrft.config.forward_passes import bypasses, wanted_passes
 from lightrft.config.schema import Config
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer, take
+from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
+from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -60,21 +61,21 @@ def on_update_packs(config: Config) -> bool:
 
 
 @torch.no_grad()
-def run_passes(strategy: StrategyBase, exp: Experience, passes: list[list[int]], model: Forward) -> Tensor:
-    """Run ``model`` on the sequences of all ranks' ``passes``, a collective; return [T] (or [K, T]) on every rank.
+def run_passes(shards: Shards, passes: list[list[int]], model: Forward) -> Tensor:
+    """Run ``model`` on the sequences of this rank's ``passes``; return [T] (or [K, T]) of the held sequences.
 
-    Other sequences of ``exp`` get 0. Each rank computes its own rows; the sum over ranks of the zero-filled rows is
-    the whole, exactly.
+    A collective where the weights are sharded: ranks have equally many passes. Other held sequences get 0.
     """
-    found = [model(take(exp, part).to(strategy.device)).float().cpu() for part in passes]
-    whole = torch.zeros(*found[0].shape[:-1], exp.num_tokens)
-    starts, lens = exp.cu_seqlens.tolist(), exp.seq_lens.tolist()
+    device, held = shards.strategy.device, shards.held
+    found = [model(shards.take(part).to(device)).float().cpu() for part in passes]
+    whole = torch.zeros(*found[0].shape[:-1], held.num_tokens)
+    starts, lens = held.cu_seqlens.tolist(), held.seq_lens.tolist()
     for part, values in zip(passes, found):
         offset = 0
-        for i in part:
+        for i in shards.slots(part):
             whole[..., starts[i]:starts[i] + lens[i]] = values[..., offset:offset + lens[i]]
             offset += lens[i]
-    return strategy.all_reduce(whole)
+    return whole
 
 
 class LogprobPass:
@@ -107,16 +108,18 @@ class LogprobPass:
         names = wanted_passes(self.config, num_samples, self.critic is not None)
         return [each for each in self.known if each.name in names]
 
-    def fill(self, exp: Experience, buffer: ReplayBuffer, timer: Timer) -> None:
-        """Compute the missing fields of the whole batch, a collective; every rank gets all of them."""
+    def fill(self, shards: Shards, buffer: ReplayBuffer, timer: Timer) -> None:
+        """Compute the missing fields of this rank's sequences; a collective."""
         self.offloader.reload()
+        exp = shards.exp
         if bypasses(self.config):
             exp.old_logprobs = exp.rollout_logprobs
-        missing = [each for each in self.wanted(exp.num_seqs) if vars(exp)[each.fields[0]] is None]
+        missing = [each for each in self.wanted(shards.size) if vars(exp)[each.fields[0]] is None]
         passes = self._passes(buffer) if missing else []
         for each in missing:
             with timer(each.name):
-                vars(exp).update(zip(each.fields, run_passes(self.strategy, exp, passes, each.forward)))
+                found = run_passes(shards, passes, each.forward)[..., :exp.num_tokens]  # without a borrowed dummy
+                vars(exp).update(zip(each.fields, found))
 
     def _old(self, exp: Experience) -> Tensor:
         if not self.wants_entropies:
@@ -144,4 +147,4 @@ class LogprobPass:
     def _passes(self, buffer: ReplayBuffer) -> list[list[int]]:
         if on_update_packs(self.config):
             return [micro for mini in buffer.epoch(0) for micro in mini.micro_batches]
-        return plan_mini_batch(list(range(len(buffer.lens))), buffer.lens, buffer.world, self.limits)[buffer.rank]
+        return plan_shares(buffer.homes(), buffer.lens, self.limits)[buffer.rank]

@@ -1,12 +1,11 @@
 """Metrics of an update (sums over micro-batches and ranks) and of a rollout batch."""
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import segment_sum
+from lightrft.ops.segment import moments, segment_sum
 from lightrft.strategy.base import StrategyBase
-from lightrft.types import Experience
+from lightrft.trainer.shards import Shards
 
 
 class MetricSums:
@@ -81,44 +80,35 @@ def _unflatten(table: dict[str, Tensor], flat: Tensor) -> None:
     table.update({key: piece.view_as(table[key]) for key, piece in zip(keys, pieces)})
 
 
-def response_metrics(exp: Experience, seconds: float) -> dict[str, float]:
+def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     """Return ``rollout/*``: prompts, samples, generated tokens, speed, lengths, share that hit the length limit, and
     the mean of -log p over the sampled tokens, which estimates the entropy without a forward pass.
 
-    Call it while ``loss_mask`` still covers every generated token.
+    Call it while ``loss_mask`` still covers every generated token. A collective.
     """
-    lengths = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
+    exp = shards.exp
+    lengths = shards.spread.gather(segment_sum(exp.loss_mask.float(), exp.cu_seqlens))
     tokens = lengths.sum().item()
     return {
-        "rollout/prompts": len(exp.group_ids.unique()),
-        "rollout/samples": exp.num_seqs,
+        "rollout/prompts": len(shards.group_ids.unique()),
+        "rollout/samples": shards.size,
         "rollout/tokens": tokens,
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
         "rollout/response_len/mean": lengths.mean().item(),
         "rollout/response_len/min": lengths.min().item(),
         "rollout/response_len/max": lengths.max().item(),
-        "rollout/truncated_frac": exp.truncated.float().mean().item(),
-        "rollout/entropy_estimate": -exp.rollout_logprobs[exp.loss_mask].mean().item(),
+        "rollout/truncated_frac": shards.truncated.float().mean().item(),
+        "rollout/entropy_estimate": -moments(exp.rollout_logprobs[exp.loss_mask], shards.spread).mean,
     }
 
 
-def staleness_metrics(exp: Experience, step: int) -> dict[str, float]:
+def staleness_metrics(shards: Shards, step: int) -> dict[str, float]:
     """Return ``rollout/stale*``: versions by which the weights of ``step`` are ahead of those that drew each token."""
+    exp = shards.exp
     age = (step - exp.weight_versions[exp.weight_versions >= 0]).float()
+    ages = moments(age, shards.spread)
     return {
-        "rollout/staleness/mean": age.mean().item(),
-        "rollout/staleness/max": age.max().item(),
-        "rollout/stale_frac": (age > 0).float().mean().item(),
+        "rollout/staleness/mean": ages.mean,
+        "rollout/staleness/max": ages.max,
+        "rollout/stale_frac": moments((age > 0).float(), shards.spread).mean,
     }
-
-
-def reward_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return ``reward/<part>/{mean,std}`` over the samples that each part judged, and unscored counts by cause."""
-    metrics: dict[str, float] = {"reward/unscored": sum(row["reward"] is None for row in rows)}
-    for name in sorted({name for row in rows for name in row["parts"]}):
-        values = torch.tensor([row["parts"][name] for row in rows if row["parts"].get(name) is not None])
-        metrics[f"reward/{name}/mean"] = values.float().mean().item() if len(values) else 0.0
-        metrics[f"reward/{name}/std"] = values.float().std(correction=0).item() if len(values) else 0.0
-    for cause in sorted({row["error"] for row in rows if row["error"]}):
-        metrics[f"reward/unscored/{cause}"] = sum(row["error"] == cause for row in rows)
-    return metrics

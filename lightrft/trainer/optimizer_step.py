@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightrft.config.schema import OptimConfig
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
@@ -43,18 +42,19 @@ class OptimizerStep:
     def __init__(self, cfg: OptimConfig, strategy: StrategyBase, timer: Timer) -> None:
         self.cfg, self.strategy, self.timer, self.bad_in_a_row = cfg, strategy, timer, 0
 
-    def run(self, prepared: Prepared, exp: Experience, micro_batches: list[list[int]], kept_tokens: float,
-            loss_of: Callable[[Experience], Tensor]) -> StepResult:
+    def run(self, prepared: Prepared, take: Callable[[list[int]], Experience], micro_batches: list[list[int]],
+            kept_tokens: float, loss_of: Callable[[Experience], Tensor]) -> StepResult:
         """Back-propagate ``loss_of`` each micro-batch (its share of one global loss) and step.
 
         Args:
+            take: returns the sequences of a micro-batch; an empty one is a dummy without tokens in the loss.
             micro_batches: sequence indices of this rank; every rank has equally many.
             kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
         """
         prepared.model.train()
         total, lr = 0.0, prepared.scheduler.get_last_lr()[0]
         for number, part in enumerate(micro_batches):
-            micro_batch = take(exp, part).to(self.strategy.device)
+            micro_batch = take(part).to(self.strategy.device)
             with self.timer("forward"):  # ends when the slowest rank is done
                 loss = loss_of(micro_batch)
                 value = self.strategy.all_reduce(

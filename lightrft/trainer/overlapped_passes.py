@@ -1,6 +1,7 @@
 """Runs the no-grad passes on finished responses while the engine decodes the others (``--overlap_passes``)."""
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from queue import SimpleQueue
 from types import TracebackType
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.utils.errors import CaptureException
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.logprob_pass import Pass
+from lightrft.trainer.logprob_pass import LogprobPass, Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, take
 from lightrft.trainer.samples import pack_samples
 from lightrft.types import Experience, Prompt, Sample
+from lightrft.utils.errors import CaptureException
+from lightrft.utils.timer import Timer
 
 
-class OverlappedPasses:
+class PassThread:
     """Runs ``passes`` on finished samples in a thread. Enter it once, around generation.
 
     Samples are packed in the order in which they finish. With the HF engine and vLLM this order depends only on
@@ -39,7 +40,7 @@ class OverlappedPasses:
         self._caught = CaptureException()
         self._thread = threading.Thread(target=self._run, name="early passes", daemon=True)
 
-    def __enter__(self) -> "OverlappedPasses":
+    def __enter__(self) -> "PassThread":
         self._stream = None
         if self.strategy.device.type == "cuda":  # runs alongside the engine's kernels, once the weights are loaded
             self._stream = torch.cuda.Stream(self.strategy.device)
@@ -52,7 +53,7 @@ class OverlappedPasses:
         self._raise()
         for sample in samples:
             lens = [len(each.token_ids) for each in (*self._open, sample)]
-            if not self.limits.fit(list(range(len(lens))), lens):
+            if not self.limits.fit([[i] for i in range(len(lens))], lens):
                 self._send()
             self._open.append(sample)
 
@@ -95,25 +96,38 @@ class OverlappedPasses:
                 self.found.update(zip(exp.sample_ids.tolist(), found.split(exp.seq_lens.tolist(), 1)))
 
 
-class OverlappedExperienceMaker(FastExperienceMaker):
-    """Computes the fields of :class:`.logprob_pass.LogprobPass` before the rollout is gathered."""
+class OverlappedPasses:
+    """Listener that computes the fields of ``logprobs`` for the samples of this rank before they move.
 
-    def generate_samples(self, groups: list[tuple[int, Prompt]], step: int | str) -> list[Sample]:
-        """Generate as without the option; return when the passes of all ranks are done."""
-        rollout = self.config.rollout
-        size = rollout.n_samples_per_prompt
-        self.early = OverlappedPasses(self.strategy, self.logprobs.wanted(rollout.rollout_batch_size * size),
-                                      self.logprobs.limits, size)
-        with self.timer("early_passes"), self.early, self.timer("rollout"):
-            return super().generate_samples(groups, step)
+    Args:
+        n_per_prompt: samples per group.
+        num_samples: samples of the rollout batch, over all ranks.
+    """
 
-    def _begins_early(self, prompts: Iterable[Prompt]) -> bool:
+    def __init__(self, strategy: StrategyBase, logprobs: LogprobPass, n_per_prompt: int, num_samples: int,
+                 timer: Timer) -> None:
+        self.strategy, self.logprobs, self.timer = strategy, logprobs, timer
+        self.n_per_prompt, self.num_samples = n_per_prompt, num_samples
+
+    @contextmanager
+    def during(self, groups: int) -> Iterator[None]:
+        """Run the passes of one generation; it ends when those of all ranks are done."""
+        self.thread = PassThread(self.strategy, self.logprobs.wanted(self.num_samples), self.logprobs.limits,
+                                 self.n_per_prompt)
+        with self.timer("early_passes"), self.thread:
+            yield
+
+    def wants_each(self, prompts: Sequence[Prompt]) -> bool:
+        """Return True: every response that is finished may start a pass."""
         return True
 
-    def _begin(self, fresh: list[tuple[int, Sample]]) -> None:
-        super()._begin(fresh)
-        self.early.add([sample for _, sample in fresh])
+    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+        """Add finished samples to the next pass."""
+        self.thread.add([sample for _, sample in samples])
 
-    def _gather(self, local: Experience) -> Experience:
-        self.early.fill(local)
-        return super()._gather(local)
+    def finished(self, group: int) -> None:
+        """Do nothing: a pass needs no whole groups."""
+
+    def fill(self, exp: Experience) -> None:
+        """Write the results into the fields of ``exp``, the packed samples of this rank."""
+        self.thread.fill(exp)

@@ -14,7 +14,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.controllers import get_entropy_controller, KLController
 from lightrft.trainer.evaluator import Evaluator
-from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.prompt_source import get_group_source
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
@@ -29,7 +29,7 @@ class PPOTrainer(BaseTrainer):
     log: RolloutLog
 
     def __init__(self, config: Config, strategy: StrategyBase, prepared: dict[str, Prepared], engine: RolloutEngine,
-                 maker: NaiveExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,
+                 maker: FastExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,
                  evaluator: Evaluator | None, tokenizer: PreTrainedTokenizerBase, log: RolloutLog, timer: Timer,
                  total_steps: int) -> None:
         super().__init__(config.checkpoint, strategy, prepared, log, tokenizer, timer, total_steps,
@@ -64,7 +64,7 @@ class PPOTrainer(BaseTrainer):
         self.offloader.reload()
         with self.timer("update_other"):
             metrics = rollout.metrics | (self.update.run(rollout, self.step, coef, self.entropy.coef)
-                                         if rollout.rows else {})
+                                         if rollout.shards.size else {})
         metrics |= self._wake_engine(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
             check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type)

@@ -18,15 +18,16 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
-from lightrft.trainer.replay_buffer import MiniBatch, take
+from lightrft.trainer.replay_buffer import gathered, MiniBatch
 from lightrft.trainer.checks.first_step import SamePolicy
 from lightrft.trainer.samples import sample_seed
+from lightrft.trainer.shards import RankSpread, Shards
 from lightrft.trainer.checks.gradient_invariance import SelfTest
-from lightrft.types import Experience
+from lightrft.types import Experience, RolloutBatch
 from lightrft.utils.timer import Timer
 
 Coefs = tuple[float, float | None]  # coefficients of the KL and the entropy bonus
@@ -68,14 +69,14 @@ class PolicyUpdate:
         if self.self_test.due:
             with self.timer("self_test"):
                 self._self_test(rollout, coefs, train_actor)
-        live = self.live_samples(rollout.exp)
+        live = self.live_samples(rollout.shards)
         sums, results = self._epochs(rollout, coefs, train_actor, live)
         if self.config.strategy.adam_offload:
             for each in prepared:
                 self.strategy.offload(each, optimizer_only=True)
         self._compare_all(sums, rollout)
         sums.reduce(self.strategy)
-        return self._metrics(sums, results, rollout.exp, live)
+        return self._metrics(sums, results, rollout.shards, live)
 
     def _self_test(self, rollout: Rollout, coefs: Coefs, train_actor: bool) -> None:
         """Check that the gradients do not depend on the cut, without side effects."""
@@ -85,7 +86,7 @@ class PolicyUpdate:
             return {"policy": self._policy_loss(MetricSums(), denominators, coefs, False),
                     "critic": self._value_loss(MetricSums(), denominators)}  # yapf: disable
 
-        self.self_test.run(rollout.exp, rollout.buffer, self.norm, models, losses_of)
+        self.self_test.run(rollout.shards, rollout.buffer, self.norm, models, losses_of)
 
     def _compare_engine(self, sums: MetricSums, exp: Experience) -> None:
         """Add the mismatch between the old log-probs of ``exp`` and those of the engine."""
@@ -100,7 +101,7 @@ class PolicyUpdate:
             return
         for mini in rollout.buffer.epoch(0):
             for part in mini.micro_batches:
-                self._compare_engine(sums, take(rollout.exp, part))
+                self._compare_engine(sums, rollout.shards.take(part))
 
     def _mismatch(self, sums: MetricSums) -> dict[str, float]:
         """Return ``rollout/mismatch/*``; only the number of tokens if it is 0."""
@@ -113,21 +114,25 @@ class PolicyUpdate:
                 live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]]]:
         sums = MetricSums()
         results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
-        kept = segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens)
+        shards = rollout.shards
+        kept = shards.spread.gather(segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens))
         for epoch in range(self.config.train.max_epochs):
-            for number, mini in enumerate(rollout.buffer.epoch(epoch)):
+            minis = rollout.buffer.epoch(epoch)
+            live_plans = [mini.of(live) for mini in minis]
+            shards.borrow(gathered([mini.plan for mini in minis] + live_plans, self.strategy.world_size))
+            for number, (mini, live_plan) in enumerate(zip(minis, live_plans)):
                 denominators = mini.denominators(kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}
                 if train_actor:
                     with self.timer("forward"):
                         seed = sample_seed(rollout.buffer.seed, epoch, number)
-                        self.selection.mark(rollout.exp, mini, seed, fresh=not results["policy"])
+                        self.selection.mark(shards, mini, seed, fresh=not results["policy"])
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"])
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
                 for name, loss_of in losses.items():
-                    passes = mini.of(live) if name == "policy" else mini.micro_batches
-                    results[name].append(self.steps[name].run(self._prepared(name), rollout.exp, passes,
+                    passes = live_plan[self.strategy.rank] if name == "policy" else mini.micro_batches
+                    results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
                                                               denominators.tokens, loss_of))
         return sums, results
 
@@ -168,7 +173,7 @@ class PolicyUpdate:
 
         return loss_of
 
-    def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], exp: Experience,
+    def _metrics(self, sums: MetricSums, results: dict[str, list[StepResult]], shards: Shards,
                  live: Tensor) -> dict[str, float]:
         metrics = self._mismatch(sums)
         if results["policy"]:
@@ -178,7 +183,7 @@ class PolicyUpdate:
             metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
         if results["critic"]:
             metrics |= _critic_metrics(sums)
-        trained = exp.seq_lens[live].sum().item() * self.config.train.max_epochs
+        trained = shards.lens[live].sum().item() * self.config.train.max_epochs
         metrics["policy/trained_tokens"] = trained * bool(results["policy"])
         for name, steps in results.items():
             metrics |= step_metrics(name, steps) if steps else {}
@@ -213,52 +218,56 @@ class LiveSamples:
     """Selects all samples, or only those with an advantage when the others would add exactly 0 to the gradient.
 
     The others add more with a KL or an entropy bonus in the loss (the adaptive bonus needs every sample's entropy),
-    and with a policy loss that has a gradient where the advantage is 0.
+    and with a policy loss that has a gradient where the advantage is 0, or that selects tokens among all of them.
     """
 
     def __init__(self, config: Config) -> None:
         algorithm = config.algorithm
         regularised = algorithm.use_kl_loss or algorithm.entropy_coef or algorithm.entropy_target is not None
         entry = POLICY_LOSSES.get(algorithm.policy_loss)
-        self.drops = config.train.drop_zero_advantage and entry.skips_zero and not regularised
+        self.drops = config.train.drop_zero_advantage and entry.skips_zero and not regularised and not entry.selects
 
-    def __call__(self, exp: Experience) -> Tensor:
-        """bool [B]: the samples to train on, the same on every rank."""
+    def __call__(self, shards: Shards) -> Tensor:
+        """bool [B]: the samples of all ranks to train on."""
         if not self.drops:
-            return torch.ones(exp.num_seqs, dtype=torch.bool)
-        return segment_sum(exp.loss_mask & (exp.advantages != 0), exp.cu_seqlens) > 0
+            return torch.ones(shards.size, dtype=torch.bool)
+        exp = shards.exp
+        return shards.spread.gather(segment_sum(exp.loss_mask & (exp.advantages != 0), exp.cu_seqlens) > 0)
 
 
 class TokenSelection:
-    """Sets ``exp.selected`` by statistics over the mini-batch of all ranks, for losses that select tokens.
+    """Sets ``selected`` of the held sequences by statistics over the mini-batch of all ranks, for losses that select
+    tokens.
 
-    The result is the same on every rank and does not depend on the cut into micro-batches.
+    The result does not depend on the cut into micro-batches, nor on the number of ranks.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared) -> None:
         self.config, self.strategy, self.actor = config, strategy, actor
         self.selects = POLICY_LOSSES.get(config.algorithm.policy_loss).selects
 
-    def mark(self, exp: Experience, mini: MiniBatch, seed: int, fresh: bool) -> None:
+    def mark(self, shards: Shards, mini: MiniBatch, seed: int, fresh: bool) -> None:
         """Select tokens of ``mini``, a collective; do nothing for a loss that selects none.
 
         Args:
-            exp: the whole rollout batch.
             seed: seed of the selection, the same on every rank.
             fresh: True while the policy is the one of the rollout, so that the old log-probs are the current ones.
         """
         if self.selects is None:
             return
-        known = fresh and exp.old_logprobs is not None and not bypasses(self.config)
-        logprobs = exp.old_logprobs if known else self._current(exp, mini)
-        member = torch.zeros(exp.num_seqs, dtype=torch.bool)
-        member[mini.samples] = True
-        mask = exp.loss_mask & member.repeat_interleave(exp.seq_lens.long())
-        exp.selected = self.selects(logprobs, replace(exp, loss_mask=mask), self.config.algorithm, seed)
+        held, own = shards.held, sorted(sample for part in mini.micro_batches for sample in part)
+        known = fresh and held.old_logprobs is not None and not bypasses(self.config)
+        logprobs = held.old_logprobs if known else self._current(shards, mini)
+        slots = shards.slots(own)
+        tokens = held.tokens_of(slots)
+        spread = RankSpread(self.strategy, torch.tensor(own, dtype=torch.long), shards.size)
+        batch = RolloutBatch(**vars(held.select(slots)), spread=spread)
+        held.selected = torch.zeros(held.num_tokens, dtype=torch.bool)
+        held.selected[tokens] = self.selects(logprobs[tokens], batch, self.config.algorithm, seed)
 
-    def _current(self, exp: Experience, mini: MiniBatch) -> Tensor:
+    def _current(self, shards: Shards, mini: MiniBatch) -> Tensor:
         """Return log-probs [T] of the current policy, 0 outside ``mini``."""
         model = self.actor.model
         model.eval()
-        return run_passes(self.strategy, exp, mini.micro_batches,
-                          lambda e: model(e, temperature=self.config.rollout.temperature)[0])
+        temperature = self.config.rollout.temperature
+        return run_passes(shards, mini.micro_batches, lambda e: model(e, temperature=temperature)[0])

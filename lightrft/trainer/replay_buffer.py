@@ -1,11 +1,12 @@
 """Plan that cuts a rollout batch into mini-batches (optimizer steps), ranks and micro-batches (forward passes).
 
-Every rank holds the lengths of the whole rollout batch, so all ranks compute the same plan without communication. The
-plan of mini-batches does not depend on the number of ranks.
+Every rank knows the lengths of the whole rollout batch, so all ranks compute the same plan without communication. The
+plan of mini-batches does not depend on the number of ranks. Sequences that are *bound* (a pair, a group) are planned as
+one unit: they land in one micro-batch, whatever its limits.
 """
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,8 @@ import torch
 
 from lightrft.ops.aggregate import Denominators
 from lightrft.types import Experience
+
+Plan = list[list[list[int]]]  # [rank][micro-batch] -> sample indices
 
 
 def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
@@ -38,42 +41,74 @@ def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """Limits on sequences (0: no limit) and tokens of one forward pass; a longer single sequence gets its own pass."""
+    """Limits on sequences (0: no limit) and tokens of one forward pass; a unit beyond them gets its own pass."""
     rows: int
     tokens: int
 
-    def fit(self, part: list[int], lens: list[int]) -> bool:
-        """Return True if the sequences ``part`` may share a forward pass."""
-        if len(part) <= 1:
+    def fit(self, units: list[list[int]], lens: list[int]) -> bool:
+        """Return True if the sequences of all ``units`` may share a forward pass."""
+        if len(units) <= 1:
             return True
-        return (not self.rows or len(part) <= self.rows) and sum(lens[i] for i in part) <= self.tokens
+        return (not self.rows or sum(map(len, units)) <= self.rows) and _tokens(units, lens) <= self.tokens
 
-    def least(self, lens: list[int]) -> int:
-        """Return a lower bound on the number of forward passes for sequences of these lengths."""
-        return max(1, -(-sum(lens) // self.tokens), -(-len(lens) // self.rows) if self.rows else 1)
+    def least(self, units: list[list[int]], lens: list[int]) -> int:
+        """Return a lower bound on the number of forward passes for the sequences of ``units``."""
+        rows = sum(map(len, units))
+        return max(1, -(-_tokens(units, lens) // self.tokens), -(-rows // self.rows) if self.rows else 1)
 
 
-def _cut(lens: list[int], limits: MicroBatchLimits, parts: int) -> list[list[int]]:
+def _tokens(units: list[list[int]], lens: list[int]) -> int:
+    return sum(lens[i] for unit in units for i in unit)
+
+
+def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
+    """Return the units of ``samples``: those with the same number in ``bound`` [B] together; None: each on its own."""
+    if bound is None:
+        return [[sample] for sample in samples]
+    units: dict[int, list[int]] = {}
+    for sample in samples:
+        units.setdefault(bound[sample], []).append(sample)
+    return list(units.values())
+
+
+def _divide(units: list[list[int]], lens: list[int], parts: int) -> list[list[list[int]]]:
+    """Divide units into ``parts`` lists of nearly equally many tokens."""
+    return [[units[i] for i in part] for part in karmarkar_karp([_tokens([unit], lens) for unit in units], parts)]
+
+
+def _cut(units: list[list[int]], lens: list[int], limits: MicroBatchLimits, parts: int) -> list[list[list[int]]]:
     """Return the fewest balanced parts (at least ``parts``) that respect the limits."""
     while True:
-        cut = karmarkar_karp(lens, parts)
+        cut = _divide(units, lens, parts)
         if all(limits.fit(part, lens) for part in cut):
             return cut
         parts += 1
 
 
-def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits) -> list[list[list[int]]]:
-    """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch.
+def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits,
+                    bound: list[int] | None = None) -> Plan:
+    """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch, with tokens balanced over ranks.
 
-    Tokens are balanced over ranks and within a rank, and every rank has the same number of micro-batches (some may be
-    empty), because sharded forward passes are collectives.
+    Args:
+        bound: a number per sequence of the batch; those with the same number share a micro-batch, whatever its limits.
     """
-    shares = [[samples[i] for i in part] for part in karmarkar_karp([lens[s] for s in samples], world)]
-    share_lens = [[lens[s] for s in share] for share in shares]
-    cuts = [_cut(part, limits, limits.least(part)) for part in share_lens]
+    return _cut_shares(_divide(bind(samples, bound), lens, world), lens, limits)
+
+
+def plan_shares(shares: list[list[int]], lens: list[int], limits: MicroBatchLimits) -> Plan:
+    """Plan :func:`plan_mini_batch` for samples that are divided over the ranks already."""
+    return _cut_shares([bind(share, None) for share in shares], lens, limits)
+
+
+def _cut_shares(shares: list[list[list[int]]], lens: list[int], limits: MicroBatchLimits) -> Plan:
+    """Cut the units of each rank into micro-batches.
+
+    Every rank has the same number of micro-batches (some may be empty), because sharded forward passes are collectives.
+    """
+    cuts = [_cut(share, lens, limits, limits.least(share, lens)) for share in shares]
     while (count := max(map(len, cuts))) > min(map(len, cuts)):
-        cuts = [cut if len(cut) == count else _cut(part, limits, count) for cut, part in zip(cuts, share_lens)]
-    return [[[share[i] for i in part] for part in cut] for share, cut in zip(shares, cuts)]
+        cuts = [cut if len(cut) == count else _cut(share, lens, limits, count) for cut, share in zip(cuts, shares)]
+    return [[[sample for unit in part for sample in unit] for part in cut] for cut in cuts]
 
 
 def mini_batches(num_samples: int, size: int, seed: str) -> list[list[int]]:
@@ -99,14 +134,20 @@ def take(exp: Experience, part: list[int]) -> Experience:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: all its samples, and ``cut``, which makes micro-batches of samples for this rank."""
+    """One optimizer step: all its samples, and ``cut``, which plans the micro-batches of samples on every rank."""
     samples: list[int]
-    cut: Callable[[list[int]], list[list[int]]]
+    cut: Callable[[list[int]], Plan]
+    rank: int
 
     @cached_property
-    def micro_batches(self) -> list[list[int]]:
-        """Micro-batches of all samples; planned at first use, because not every step needs them."""
+    def plan(self) -> Plan:
+        """Micro-batches of all samples, of every rank; planned at first use, because not every step needs them."""
         return self.cut(self.samples)
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """Micro-batches of all samples, of this rank."""
+        return self.plan[self.rank]
 
     def denominators(self, kept: torch.Tensor, norm: float, all_seqs: bool = False) -> Denominators:
         """Return the denominators of this optimizer step, equal on every rank; ``kept`` [B]: loss tokens per sample.
@@ -116,10 +157,10 @@ class MiniBatch:
         counts = kept[self.samples]
         return Denominators(counts.sum().item(), ((counts > 0) | all_seqs).sum().item(), norm)
 
-    def of(self, live: torch.Tensor) -> list[list[int]]:
-        """Return micro-batches of the samples where ``live`` [B] is True; at least one, which may be empty."""
+    def of(self, live: torch.Tensor) -> Plan:
+        """Plan the samples where ``live`` [B] is True; each rank has at least one micro-batch, which may be empty."""
         samples = [sample for sample in self.samples if live[sample]]
-        return self.cut(samples) if len(samples) < len(self.samples) else self.micro_batches
+        return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 
 
 class ReplayBuffer:
@@ -127,24 +168,40 @@ class ReplayBuffer:
 
     Args:
         seq_lens: tokens of every sequence of the global rollout batch.
-        mini_batch_size: samples per optimizer step, over all ranks.
+        mini_batch_size: samples per optimizer step, over all ranks; a bound unit is one.
         limits: limits of one forward pass.
         seed: seed of the shuffles.
+        bound: a number per sequence; those with the same number stay together (:func:`plan_mini_batch`).
     """
 
     def __init__(self, seq_lens: torch.Tensor, mini_batch_size: int, limits: MicroBatchLimits, rank: int, world: int,
-                 seed: str) -> None:
-        self.lens = seq_lens.tolist()
+                 seed: str, bound: list[int] | None = None) -> None:
+        self.lens, self.bound = seq_lens.tolist(), bound
         self.size, self.limits, self.rank, self.world, self.seed = mini_batch_size, limits, rank, world, seed
         self._epochs: dict[int, list[MiniBatch]] = {}
 
     def epoch(self, number: int) -> list[MiniBatch]:
         """Return the mini-batches of epoch ``number`` (the same ones in every call)."""
         if number not in self._epochs:
-            groups = mini_batches(len(self.lens), self.size, f"{self.seed}/{number}")
-            self._epochs[number] = [MiniBatch(samples, self.cut) for samples in groups]
+            units = bind(list(range(len(self.lens))), self.bound)
+            chosen = mini_batches(len(units), self.size, f"{self.seed}/{number}")
+            self._epochs[number] = [
+                MiniBatch([sample for i in part for sample in units[i]], self._cut, self.rank) for part in chosen
+            ]
         return self._epochs[number]
 
-    def cut(self, samples: list[int]) -> list[list[int]]:
-        """Return the micro-batches of this rank for ``samples``."""
-        return plan_mini_batch(samples, self.lens, self.world, self.limits)[self.rank]
+    def homes(self) -> list[list[int]]:
+        """Return the samples of each rank in the first epoch, ascending: a sequence lives where it is trained first."""
+        return gathered([mini.plan for mini in self.epoch(0)], self.world)
+
+    def _cut(self, samples: list[int]) -> Plan:
+        return plan_mini_batch(samples, self.lens, self.world, self.limits, self.bound)
+
+
+def gathered(plans: Iterable[Plan], world: int) -> list[list[int]]:
+    """Return the samples of each rank in all ``plans``, ascending."""
+    found: list[set[int]] = [set() for _ in range(world)]
+    for plan in plans:
+        for samples, parts in zip(found, plan):
+            samples.update(*parts)
+    return [sorted(samples) for samples in found]

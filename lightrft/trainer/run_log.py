@@ -1,5 +1,7 @@
 """Logs and files of a run for people: metrics, table, curve, model card; for RL also rollouts and solutions."""
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import peak_memory_gib
 from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
 
+ROWS = 64  # samples whose texts are gathered at once
 UPDATE_PARTS = ("forward", "backward", "optimizer", "update_other")
 MODEL_CARD = """---
 library_name: transformers
@@ -143,13 +146,26 @@ class RolloutLog(RunLog):
 
     def rollout(self, step: int, rollout: Rollout) -> None:
         """Write the rollout as jsonl, when asked for."""
-        if self.strategy.is_main and self.options.save_trajectories:
-            self.trajectories.save(step, _rows(rollout))
+        if self.options.save_trajectories:
+            rows = self._rows(rollout)
+            if self.strategy.is_main:
+                self.trajectories.save(step, rows)
+            else:
+                deque(rows, maxlen=0)
 
+    def _rows(self, rollout: Rollout) -> Iterator[dict[str, Any]]:
+        """Yield one row per sample of all ranks, with its mean advantage and its length in tokens (prompt included).
 
-def _rows(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """Yield one row per sample, with its mean advantage and its length in tokens (prompt included)."""
-    exp = rollout.exp
-    advantages = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask).tolist()
-    for row, length, advantage in zip(rollout.rows, exp.seq_lens.tolist(), advantages):
-        yield row | {"tokens": length, "advantage": advantage}
+        A collective: every rank iterates to the end. Texts are gathered a few at a time.
+        """
+        shards, exp = rollout.shards, rollout.exp
+        if not shards.size:
+            return
+        means = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask)
+        advantages, lens = shards.spread.gather(means).tolist(), shards.lens.tolist()
+        own = dict(zip(rollout.numbers, rollout.scored))
+        for start in range(0, min(shards.size, self.options.num_trajectories_to_save or shards.size), ROWS):
+            wanted = range(start, start + ROWS)
+            parts = self.strategy.all_gather_object([(i, own[i]) for i in wanted if i in own])
+            for i, sample in sorted(chain.from_iterable(parts), key=lambda each: each[0]):
+                yield sample.row() | {"tokens": lens[i], "advantage": advantages[i]}

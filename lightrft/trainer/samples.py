@@ -1,6 +1,7 @@
-"""Conversion of responses to samples and packed batches, and the inputs of rewards and seeds."""
+"""Responses, groups of responses under way, samples and packed batches; the seeds of samples and inputs of rewards."""
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -10,11 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion
+from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
-
-Rows = list[dict[str, Any]]  # one per sample: text, parts, error ...
-Ended = tuple[int, Prompt, int, Completion]  # number of the group, its prompt, index in the group, response
 
 
 def sample_seed(*path: int | str) -> int:
@@ -39,8 +38,83 @@ def reward_input(prompt: Prompt, response: str) -> RewardInput:
                        label=prompt.label, reference=prompt.reference, columns=prompt.columns)
 
 
-def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weight_version: int,
-               stop: tuple[int, ...] = ()) -> list[Sample]:
+@dataclass
+class Response(Completion):
+    """Response so far, without its prompt; ``weight_versions`` are the versions of the weights that drew its tokens, -1
+    on appended ones."""
+    weight_versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, done: Completion, version: int) -> "Response":
+        """Make a response of a completion that the weights of ``version`` generated."""
+        versions = [version if drawn else -1 for drawn in done.drawn]
+        return cls(done.token_ids, done.logprobs, done.finish_reason, done.appended, versions)
+
+    def add(self, more: Completion, version: int) -> None:
+        """Append tokens that the weights of ``version`` generated."""
+        self.extend(more)
+        self.weight_versions = self.weight_versions + [version if drawn else -1 for drawn in more.drawn]
+
+
+Ended = tuple[int, Prompt, int, Response]  # number of the group, its prompt, index in the group, response
+
+
+@dataclass
+class ResponseGroup:
+    """Responses to one prompt, finished or under way, on the rank that generates them."""
+    number: int  # of its prompt: in the batch, or in all draws of the run
+    prompt: Prompt
+    responses: list[Response]
+    scored: list[ScoredSample] = field(default_factory=list)  # of the responses that are finished and scored
+
+    @classmethod
+    def new(cls, number: int, prompt: Prompt, size: int) -> "ResponseGroup":
+        """Create a group of ``size`` empty responses."""
+        return cls(number, prompt, [Response([], [], "abort") for _ in range(size)])
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> "ResponseGroup":
+        """Restore a group from the result of :func:`dataclasses.asdict`."""
+        responses = [Response(**response) for response in state["responses"]]
+        scored = [ScoredSample(**each) for each in state["scored"]]
+        return cls(state["number"], Prompt(**state["prompt"]), responses, scored)
+
+    @property
+    def open(self) -> list[int]:
+        """Indices of the unfinished responses."""
+        return [j for j, response in enumerate(self.responses) if response.finish_reason == "abort"]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    def oldest(self, version: int) -> int:
+        """Return the version of the oldest weights that drew a token; ``version`` if no token is drawn yet."""
+        return min((v for response in self.responses for v in response.weight_versions[:1]), default=version)
+
+    def add(self, completions: list[Completion], version: int, indices: list[int]) -> None:
+        """Extend the responses at ``indices``; finished ones are complete already and are skipped."""
+        for j, more in zip(indices, completions, strict=True):
+            if self.responses[j].finish_reason == "abort":
+                self.responses[j].add(more, version)
+
+    def ended(self, index: int) -> Ended:
+        """Return a finished response, to be decoded."""
+        return self.number, self.prompt, index, self.responses[index]
+
+    def samples(self, group_id: int) -> list[Sample]:
+        """Convert the finished group to samples, without decoding."""
+        return [_sample(group_id, self.prompt, index, done) for index, done in enumerate(self.responses)]
+
+
+def _sample(group_id: int, prompt: Prompt, index: int, done: Response, text: str = "") -> Sample:
+    n = len(prompt.token_ids)
+    return Sample(prompt, group_id, index, prompt.token_ids + done.token_ids, [False] * n + done.drawn,
+                  [0.0] * n + done.logprobs, [-1] * n + done.weight_versions, done.finish_reason, text)
+
+
+def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], stop: tuple[int, ...] = ()) -> list[Sample]:
     """Decode finished responses into samples. Special tokens and ``stop`` tokens stay; only the end token goes."""
     ended, kept = list(ended), set(stop) - {tokenizer.eos_token_id}
     bodies = [
@@ -48,14 +122,7 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], weigh
         for *_, done in ended
     ]
     texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
-    return [
-        Sample(prompt=prompt, group_id=group_id, index=index, token_ids=prompt.token_ids + done.token_ids,
-               loss_mask=[False] * len(prompt.token_ids) + done.drawn,
-               logprobs=[0.0] * len(prompt.token_ids) + done.logprobs,
-               weight_versions=[-1] * len(prompt.token_ids) + [weight_version if d else -1 for d in done.drawn],
-               finish_reason=done.finish_reason, text=text)
-        for (group_id, prompt, index, done), text in zip(ended, texts)
-    ]
+    return [_sample(*each, text) for each, text in zip(ended, texts)]
 
 
 def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
@@ -76,9 +143,3 @@ def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
         rollout_logprobs=flat("logprobs", np.float32),
         media=[s.prompt.media for s in samples],
     )
-
-
-def set_rewards(exp: Experience, rows: Rows) -> None:
-    """Fill ``scored`` and ``rewards``, before shaping."""
-    exp.scored = torch.tensor([row["reward"] is not None for row in rows], dtype=torch.bool)
-    exp.rewards = torch.tensor([row["reward"] or 0.0 for row in rows], dtype=torch.float32)

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on the same packed batches, strategies and checkpoints as reinforcement learning."""
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class SFTTrainer(BaseTrainer):
         with self.timer("update_other"):
             exp = pack_rows(next(self.loader))
             tokens = exp.loss_mask.sum().item()
-            result = self.optimizer_step.run(self.actor, exp, self._plan(exp), tokens,
+            result = self.optimizer_step.run(self.actor, partial(take, exp), self._plan(exp), tokens,
                                              lambda e: self.micro_batch_loss(e, tokens))
         return step_metrics("sft", [result]) | {"sft/tokens": exp.num_tokens, "sft/loss_tokens": tokens}
 

@@ -19,12 +19,12 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.evaluator import Evaluator
-from lightrft.trainer.experience_maker import GreedyBaseline
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.optimizer_step import schedule_of
+from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
-from lightrft.trainer.prompt_source import get_maker
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
@@ -103,10 +103,12 @@ class SPMDPPOTrainer(PPOTrainer):
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
         offloader = ModelOffloader(config, strategy, [each for each in (actor, critic, reference) if each], timer)
-        maker = get_maker(config)(config, strategy, engine, rewards, tokenizer,
-                                  LogprobPass(config, strategy, actor, critic, reference, offloader),
-                                  get_advantage_calculator(config.algorithm, config.reward,
-                                                           config.rollout.generate_max_len), timer, greedy)
+        logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader), config.rollout
+        overlapped = OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
+                                      timer) if rollout.overlap_passes else None
+        calculator = get_advantage_calculator(config.algorithm, config.reward, rollout.generate_max_len)
+        maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
+                                    overlapped)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
         update = PolicyUpdate(config, strategy, actor, critic, timer)
@@ -128,8 +130,12 @@ SPMDPPOTrainerVL = SPMDPPOTrainer  # one path for all modalities
 
 def updates_per_rollout(config: Config) -> int:
     """Return the number of optimizer steps on one rollout batch."""
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    return -(-samples // config.train.train_batch_size) * config.train.max_epochs
+    return -(-samples_per_rollout(config) // config.train.train_batch_size) * config.train.max_epochs
+
+
+def samples_per_rollout(config: Config) -> int:
+    """Return the number of samples of a rollout batch, over all ranks."""
+    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
 def _optim(config: Config, lr: float, updates: int) -> OptimSpec:

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightrft.tests.support import runs
-from lightrft.trainer.experience_maker import Rollout
+from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
 
 SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_size": 3}
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},
-    "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 3, "train_batch_size": 3,
-            "micro_train_batch_size": 1},  # three samples on two ranks: one rank pads with an empty micro-batch
+    "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 5, "train_batch_size": 5,
+            "micro_train_batch_size": 1},  # five samples on two or four ranks: some pad with an empty micro-batch
     "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 0.01, "kl_horizon": 100,
                 "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean",
                 "mask_truncated": True, "generate_max_len": 5},  # passes see tokens that then leave the loss
@@ -82,14 +82,15 @@ def plain(exp: Experience) -> dict[str, Tensor]:
     return {f.name: value for f in fields(exp) if isinstance(value := exp.__dict__[f.name], Tensor)}
 
 
-def facts(home: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on any number of ranks: the first rollout, its gradients, and runs of one and ten steps."""
+def facts(home: Path, folder: Path, options: dict[str, Any], runs_of: tuple[int, ...]) -> dict[str, Any]:
+    """What must be the same on any number of ranks: the first rollout, its gradients, and runs of some steps."""
     trainer = build(home, folder / "parts", **options)
     rollout = make_rollout(trainer)
+    whole = plain(rollout.shards.collect(list(range(rollout.shards.size))))
     metrics, grads = gradients(trainer, rollout)
     trainer.maker.rewards.shutdown()
-    found = {"exp": plain(rollout.exp), "metrics": metrics, "grads": grads}
-    for steps in (1, 10):
+    found = {"exp": whole, "metrics": metrics, "grads": grads, "held": (rollout.exp.num_seqs, rollout.shards.size)}
+    for steps in runs_of:
         save = folder / str(steps)
         done = runs.run(home, save, max_steps=steps, save_trajectories=True, **(SHAPE | options))
         done.trainer.strategy.barrier()
@@ -112,18 +113,18 @@ def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(home: Path, folder: Path) -> dict[str, Any]:
+def measure(home: Path, folder: Path, runs_of: tuple[int, ...] = (1, 10)) -> dict[str, Any]:
     """All facts of this world size."""
-    found = {name: facts(home, folder / name.replace(" ", "_"), options) for name, options in SPREAD.items()}
-    return {**found, "skipping": skipping(home, folder / "skipping")}
+    found = {name: facts(home, folder / name.replace(" ", "_"), options, runs_of) for name, options in SPREAD.items()}
+    return {**found, "skipping": skipping(home, folder / "skipping") if 10 in runs_of else {}}
 
 
 def main() -> None:
-    """``HOME FOLDER``: measure, and leave the facts in FOLDER/facts.pt."""
+    """``HOME FOLDER STEPS...``: measure, with runs of so many steps, and leave the facts in FOLDER/facts.pt."""
     home, folder = Path(sys.argv[1]), Path(sys.argv[2])
     cfg = runs.config_of(home, folder)
     strategy = runs.strategy_of(cfg)
-    found = measure(home, folder)
+    found = measure(home, folder, tuple(map(int, sys.argv[3:])))
     if strategy.is_main:
         torch.save(found, folder / "facts.pt")
     strategy.barrier()

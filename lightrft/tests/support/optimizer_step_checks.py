@@ -3,6 +3,7 @@ torchrun."""
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, StepResult, step_metrics
+from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -63,7 +65,7 @@ class Case:
             last = self.strategy.rank == self.strategy.world_size - 1
             return spoil(loss, len(seen) - 1) if spoil and last else loss
 
-        return self.step.run(self.prepared, self.exp, mine, kept, loss_of)
+        return self.step.run(self.prepared, partial(take, self.exp), mine, kept, loss_of)
 
     def weights(self) -> list[float]:
         """The full weight."""

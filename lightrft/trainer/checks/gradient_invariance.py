@@ -19,6 +19,7 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
+from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
 from lightrft.utils.env import rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError
@@ -53,7 +54,7 @@ class Cut:
 
     def mini_batch(self, rank: int) -> MiniBatch:
         """Return the optimizer step of ``rank``."""
-        return MiniBatch([i for own in self.parts for part in own for i in part], lambda samples: self.parts[rank])
+        return MiniBatch([i for own in self.parts for part in own for i in part], lambda samples: self.parts, rank)
 
     def moved(self) -> "Cut":
         """Return this cut with each micro-batch on another rank."""
@@ -87,12 +88,13 @@ class Comparison:
         return self.difference / max(self.planned, self.other, 1e-30)
 
 
-def choose(exp: Experience, samples: list[int], count: int) -> list[int]:
+def choose(shards: Shards, samples: list[int], count: int) -> list[int]:
     """Choose at most ``count`` of ``samples`` that keep a token: with an advantage first, then the shortest."""
+    exp, lens = shards.exp, shards.lens.tolist()
     kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     signal = segment_sum(torch.where(exp.loss_mask, exp.advantages, 0).abs().float(), exp.cu_seqlens)
-    found = [i for i in samples if kept[i] > 0]
-    return sorted(found, key=lambda i: (signal[i].item() == 0, exp.seq_lens[i].item(), i))[:count]
+    table = shards.spread.gather(torch.stack([kept, signal], 1)).tolist()
+    return sorted((i for i in samples if table[i][0] > 0), key=lambda i: (table[i][1] == 0, lens[i], i))[:count]
 
 
 def has_signal(exp: Experience) -> bool:
@@ -161,20 +163,20 @@ class SelfTest:
         self.due = set(models) if config.train.self_test else set()
         self._told = False  # True once the postponement is logged
 
-    def run(self, exp: Experience, buffer: ReplayBuffer, norm: float, prepared: dict[str, Prepared],
+    def run(self, shards: Shards, buffer: ReplayBuffer, norm: float, prepared: dict[str, Prepared],
             losses_of: Callable[[Denominators], dict[str, LossOf]]) -> None:
         """Check the models of ``prepared`` that are due; a collective.
 
         Args:
-            exp: the rollout batch, with advantages; ``buffer`` plans it.
+            shards: the rollout batch, with advantages; ``buffer`` plans it.
             norm: the constant of ``seq-mean-token-sum-norm``, in tokens.
             losses_of: the loss of a micro-batch for each model, given the denominators.
 
         Raises:
             SelfTestError: states both norms, the formula and the suspected denominator.
         """
-        samples = choose(exp, buffer.epoch(0)[0].samples, SAMPLES * self.strategy.world_size)
-        batch = exp.select(samples)
+        samples = choose(shards, buffer.epoch(0)[0].samples, SAMPLES * self.strategy.world_size)
+        batch = shards.collect(samples)
         due = [name for name in prepared if name in self.due and (name == "critic" or has_signal(batch))]
         if not due:
             return self._postpone("every advantage is 0")

@@ -3,13 +3,14 @@ import json
 import re
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
 from lightrft.tests.support import runs, tiny_task
-from lightrft.trainer.experience_maker import NaiveExperienceMaker
+from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
 
 no_picture = runs.no_picture
 SIZE = 4
@@ -117,7 +118,8 @@ def wait_for(condition):
 def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, tmp_path, reward):
     """The engine is held up after every response, until the reward has been asked for it."""
     options, log = reward
-    made, events = trainer(home, tmp_path / "run", **options), []
+    made, events, heard = trainer(home, tmp_path / "run", **options), [], Hearing()
+    made.maker.listeners.append(heard)
     generate = made.engine.generate
 
     def patient(requests, sampling, finished, arrived):
@@ -126,7 +128,7 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
             events.extend(("ended", i, j) for i, j, _ in ended)
             arrived(ended)
             for i, j, _ in ended:
-                text = made.maker._samples[i][j].text
+                text = heard.texts[i, j]
                 assert wait_for(lambda: any(text in texts for texts in asked(log))), f"nobody was asked for {text!r}"
                 events.append(("scored", i, j))
 
@@ -135,7 +137,7 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
     made.engine.generate = patient
     done = rollout(made)
     made.maker.rewards.shutdown()
-    assert len(done.rows) == 4 * SIZE and sorted(events) == sorted(
+    assert len(done.scored) == 4 * SIZE and sorted(events) == sorted(
         (what, i, j) for what in ("ended", "scored") for i in range(4) for j in range(SIZE))
     early = 0
     for i in range(4):
@@ -150,11 +152,11 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
 def test_a_function_of_lists_gets_whole_groups(workers, home, tmp_path, reward):
     options, log = reward
     made = trainer(home, tmp_path / "run", **options, reward_workers=workers)
-    rows = rollout(made).rows
-    groups = [[row["response"] for row in rows[i:i + SIZE]] for i in range(0, 4 * SIZE, SIZE)]
+    rows = rollout(made).scored
+    groups = [[row.response for row in rows[i:i + SIZE]] for i in range(0, 4 * SIZE, SIZE)]
     assert sorted(asked(log)) == sorted(groups), "in the order of the samples, a call for each group"
-    assert [row["reward"] for row in rows] == [sum(text < other for other in group) for group in groups
-                                               for text in group]  # yapf: disable
+    ranks = [sum(text < other for other in group) for group in groups for text in group]
+    assert [row.reward for row in rows] == ranks
     made.maker.rewards.shutdown()
 
 
@@ -167,10 +169,29 @@ def test_the_same_as_scoring_everything_at_the_end(home, tmp_path, reward):
                                  m.timer)
     fast, slow = rollout(made), rollout(made, naive)
     m.rewards.shutdown()
-    assert fast.rows == slow.rows and torch.equal(fast.exp.advantages, slow.exp.advantages)
-    assert len({row["reward"] for row in fast.rows} - {None}) > 2
+    assert fast.scored == slow.scored and torch.equal(fast.exp.advantages, slow.exp.advantages)
+    assert len({row.reward for row in fast.scored} - {None}) > 2
     if "lists" not in str(options):
-        assert {row["error"] for row in fast.rows} > {None}, "nothing is left unscored here"
+        assert {row.error for row in fast.scored} > {None}, "nothing is left unscored here"
+
+
+class Hearing:
+    """A listener that keeps the texts of the responses."""
+
+    def __init__(self):
+        self.texts, self.complete = {}, []
+
+    def during(self, groups):
+        return nullcontext()
+
+    def wants_each(self, prompts):
+        return False
+
+    def arrived(self, samples):
+        self.texts |= {(i, sample.index): sample.text for i, sample in samples}
+
+    def finished(self, group):
+        self.complete.append(group)
 
 
 def steady(done):
@@ -187,7 +208,7 @@ def test_whole_runs_are_the_same_as_with_the_rewards_of_groups(more, home, tmp_p
     options, found = OPTIONS | RUN | reward[0] | more | {"prompt_data": [str(home / "many.jsonl")]}, {}
     for early in (True, False):
         found[early] = runs.run(home, tmp_path / str(early), **options)
-        monkeypatch.setattr(type(found[early].trainer.maker), "_begins_early", lambda *args: False)
+        monkeypatch.setattr(type(found[early].trainer.maker), "reports_each", lambda *args: False)
     assert steady(found[True]) == steady(found[False]) and len(found[True].lines) == 4
     assert [found[True].rollout(step) for step in range(1, 5)] == [found[False].rollout(step) for step in range(1, 5)]
     assert all(torch.equal(value, found[False].weights[name]) for name, value in found[True].weights.items())
@@ -205,7 +226,7 @@ def test_what_is_scored_of_an_unfinished_group_survives_and_is_not_asked_again(h
     cut = runs.trainer_of(cfg, runs.strategy_of(cfg))
     cut.strategy.any_rank = lambda value: cut.step == 3 or value
     cut.fit()
-    carried = [len(group.rows) for group in cut.source.groups if group.open]
+    carried = [len(group.scored) for group in cut.source.groups if group.open]
     assert any(carried), "no unfinished group has rewards"
     done = runs.run(home, tmp_path / "b", **options, load_checkpoint=True)
     assert steady(done) == steady(straight) and done.rollout(5) == straight.rollout(5)

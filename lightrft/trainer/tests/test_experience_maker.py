@@ -7,8 +7,8 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny
-from lightrft.trainer.experience_maker import NaiveExperienceMaker
-from lightrft.trainer.samples import pack_samples, sample_seed, stop_token_ids, to_samples
+from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
+from lightrft.trainer.samples import pack_samples, Response, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt
 
 
@@ -46,7 +46,7 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
     for f in fields(fast.exp):
         left, right = fast.exp.__dict__[f.name], slow.exp.__dict__[f.name]
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
-    assert fast.rows == slow.rows and times_aside(fast.metrics) == times_aside(slow.metrics)
+    assert fast.scored == slow.scored and times_aside(fast.metrics) == times_aside(slow.metrics)
     assert fast.exp.values is not None and fast.exp.ref_logprobs is not None and fast.exp.old_logprobs is not None
     assert not torch.equal(rollout(made, step=1).exp.token_ids, fast.exp.token_ids), "steps must differ"
 
@@ -65,13 +65,13 @@ def test_rewards_see_the_response_only(home, tmp_path):
     made = trainer(home, tmp_path, lambda item: seen.append(item) or Outcome(0.0), save_trajectories=True)
     done = rollout(made)
     assert len(seen) == 8 and {item.prompt for item in seen} == set(runs.PROMPTS[:4])
-    assert sorted(item.response for item in seen) == sorted(row["response"] for row in done.rows)
+    assert sorted(item.response for item in seen) == sorted(row.response for row in done.scored)
     tokenizer = made.tokenizer
-    for b, row in enumerate(done.rows):
+    for b, row in enumerate(done.scored):
         exp = done.exp.select([b])
         text = tokenizer.decode(exp.token_ids[exp.loss_mask])
-        assert text.removesuffix(tokenizer.eos_token) == row["response"]
-        assert tokenizer.decode(exp.token_ids[~exp.loss_mask]) == row["prompt"]
+        assert text.removesuffix(tokenizer.eos_token) == row.response
+        assert tokenizer.decode(exp.token_ids[~exp.loss_mask]) == row.prompt
 
 
 def test_the_reference_and_the_source_reach_the_reward(home, tmp_path):
@@ -83,7 +83,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
     """Without its reward a sample has advantage 0; every other group is what it was."""
     made = trainer(home, tmp_path / "a", n_samples_per_prompt=3, train_batch_size=12)
     full = rollout(made)
-    victim = next(row for row in full.rows if row["group_id"] == 1)
+    victim = next(row for row in full.scored if row.group_id == 1)
     text = made.tokenizer.decode(full.exp.select([3]).token_ids[full.exp.select([3]).loss_mask])
 
     def score(item):
@@ -91,7 +91,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
         return Outcome(None, "lost") if gone and item.prompt == runs.PROMPTS[1] else runs.letters(item)
 
     less = rollout(trainer(home, tmp_path / "b", score, n_samples_per_prompt=3, train_batch_size=12))
-    assert victim["index"] == 0 and less.rows[3]["error"] == "lost" and not less.exp.scored[3]
+    assert victim.index == 0 and less.scored[3].error == "lost" and not less.exp.scored[3]
     assert less.metrics["reward/unscored"] == 1 == less.metrics["reward/unscored/lost"]
     assert less.exp.group_ids.tolist() == full.exp.group_ids.tolist() == [g for g in range(4) for _ in range(3)]
     assert not less.exp.select([3]).advantages.any()
@@ -109,12 +109,12 @@ def test_metrics_tell_what_was_rolled_out(home, tmp_path):
     done = rollout(trainer(home, tmp_path, generate_max_len=6))
     mask, cu = done.exp.loss_mask, done.exp.cu_seqlens.tolist()
     lengths = [int(mask[a:b].sum()) for a, b in zip(cu, cu[1:])]
-    stopped = [row["finish_reason"] == "stop" for row in done.rows]
+    stopped = [row.finish_reason == "stop" for row in done.scored]
     assert len(set(lengths)) > 2 and any(stopped) and not all(stopped), "the batch is too uniform to show anything"
     expected = {"prompts": 4, "samples": 8, "tokens": sum(lengths), "response_len/mean": sum(lengths) / 8,
                 "response_len/max": max(lengths), "truncated_frac": 1 - sum(stopped) / 8}  # yapf: disable
     assert {key: done.metrics[f"rollout/{key}"] for key in expected} == pytest.approx(expected)
-    rewards = torch.tensor([row["reward"] for row in done.rows])
+    rewards = torch.tensor([row.reward for row in done.scored])
     for name in ("reward", "reward/judge"):
         assert done.metrics[f"{name}/mean"] == pytest.approx(rewards.mean().item())
         assert done.metrics[f"{name}/std"] == pytest.approx(rewards.std(correction=0).item())
@@ -150,7 +150,7 @@ def test_samples_and_packing():
     prompt = Prompt("u", tokenizer.encode("ab"), "ab", media=("cat.png", ))
     eos, body = tokenizer.eos_token_id, tokenizer.encode("xyz")
     done = [Completion([*body, eos], [-0.1, -0.2, -0.3, -0.4], "stop"), Completion(body[:2], [-1.0, -2.0], "length")]
-    samples = to_samples(tokenizer, [(5, prompt, j, each) for j, each in enumerate(done)], 7)
+    samples = to_samples(tokenizer, [(5, prompt, j, Response.of(each, 7)) for j, each in enumerate(done)])
     assert [s.text for s in samples] == ["xyz", "xy"], "the end token is no text, and a cut response keeps its own"
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
     exp = pack_samples(samples, 2)
@@ -164,7 +164,7 @@ def test_samples_and_packing():
 def test_a_response_of_two_turns_has_two_runs_in_the_mask():
     tokenizer, prompt = tiny.tokenizer(), Prompt("u", [5, 6], "ab")
     done = Completion([7, 8, 20, 21, 9], [-0.1, -0.2, 0.0, 0.0, -0.3], "length", [(2, 4)])
-    exp = pack_samples(to_samples(tokenizer, [(0, prompt, 0, done)], 3), 1)
+    exp = pack_samples(to_samples(tokenizer, [(0, prompt, 0, Response.of(done, 3))]), 1)
     assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, -0.3])
@@ -174,9 +174,10 @@ def test_end_tokens_of_the_generation_config_are_no_text_and_stop_strings_are():
     tokenizer = tiny.tokenizer()
     end, body = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.encode("xyz")
     prompt, done = Prompt("u", tokenizer.encode("ab"), "ab"), Completion([*body, end], [0.0] * 4, "stop")
-    assert to_samples(tokenizer, [(0, prompt, 0, done)], 0)[0].text == "xyz"
-    assert to_samples(tokenizer, [(0, prompt, 0, done)], 0, stop=(end, ))[0].text == "xyz<|im_start|>"
-    assert to_samples(tokenizer, [(0, prompt, 0, Completion(body, [0.0] * 3, "length"))], 0)[0].text == "xyz"
+    ended, cut = Response.of(done, 0), Response.of(Completion(body, [0.0] * 3, "length"), 0)
+    assert to_samples(tokenizer, [(0, prompt, 0, ended)])[0].text == "xyz"
+    assert to_samples(tokenizer, [(0, prompt, 0, ended)], stop=(end, ))[0].text == "xyz<|im_start|>"
+    assert to_samples(tokenizer, [(0, prompt, 0, cut)])[0].text == "xyz"
 
 
 def test_a_stop_string_must_be_one_token():

@@ -3,6 +3,7 @@ import itertools
 import math
 import re
 from contextlib import contextmanager
+from copy import copy as copy_of
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +157,13 @@ def parts(home, tmp_path_factory):
     return trainer, trainer.maker.make(next(trainer.loader), 0, 0.5)
 
 
+def holding(rollout, exp):
+    """The shards of a rollout on one rank, with other fields."""
+    shards = copy_of(rollout.shards)
+    shards.exp = shards.held = exp
+    return shards
+
+
 def findings(parts, exp=None, **algorithm):
     """What the self-test finds with other options of the loss: {model: Comparison}; and what is still due."""
     (trainer, rollout), found = parts, {}
@@ -163,7 +171,8 @@ def findings(parts, exp=None, **algorithm):
     update = PolicyUpdate(config, trainer.strategy, *trainer.prepared.values(), trainer.timer)
     judge = update.self_test._judge
     update.self_test._judge = lambda name, what, *args: (found.update({name: what}), judge(name, what, *args))
-    update._self_test(replace(rollout, exp=exp or rollout.exp), (config.algorithm.init_kl_coef, None), True)
+    update._self_test(replace(rollout, shards=holding(rollout, exp or rollout.exp)),
+                      (config.algorithm.init_kl_coef, None), True)
     return found, update.self_test.due
 
 
@@ -254,9 +263,10 @@ def test_the_samples_are_short_and_have_advantages(parts):
     exp.loss_mask[exp.cu_seqlens[2]:exp.cu_seqlens[3]] = False
     exp.advantages[:] = 1
     exp.advantages[exp.cu_seqlens[5]:exp.cu_seqlens[6]] = 0
-    order = choose(exp, list(range(8)), 8)
+    shards = holding(parts[1], exp)
+    order = choose(shards, list(range(8)), 8)
     assert sorted(order) == [0, 1, 3, 4, 5, 6, 7] and order[-1] == 5
-    assert exp.seq_lens[order[:-1]].diff().min() >= 0 and choose(exp, list(range(8)), 3) == order[:3]
+    assert exp.seq_lens[order[:-1]].diff().min() >= 0 and choose(shards, list(range(8)), 3) == order[:3]
 
 
 def test_the_moved_batch_is_off_policy_by_fixed_amounts(parts):

@@ -138,7 +138,7 @@ def test_every_rank_has_as_many_passes():
     buffers = [ReplayBuffer(lens, 4, MicroBatchLimits(1, 100), rank, 3, "s") for rank in range(3)]
     for live in (torch.zeros(8).bool(), torch.arange(8) < 5, torch.arange(8) == 3, torch.ones(8).bool()):
         for minis in zip(*(buffer.epoch(0) for buffer in buffers)):
-            passes = [mini.of(live) for mini in minis]
+            passes = [mini.of(live)[rank] for rank, mini in enumerate(minis)]
             assert len({len(part) for part in passes}) == 1 and len(passes[0]) >= 1
             assert sorted(i for part in passes for micro in part for i in micro) == sorted(
                 i for i in minis[0].samples if live[i])  # yapf: disable

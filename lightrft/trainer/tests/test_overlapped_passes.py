@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.tests.support import launch, runs, tiny
-from lightrft.trainer.overlapped_passes import OverlappedExperienceMaker
+from lightrft.trainer.overlapped_passes import OverlappedPasses
 
 no_picture = runs.no_picture
 OPTIONS = {"overlap_passes": True, "advantage_estimator": "gae", "init_kl_coef": 0.1, "high_entropy_token_ratio": 0.3,
@@ -98,7 +98,7 @@ def test_timing_changes_nothing(home, tmp_path):
     second = runs.Run(made, tmp_path / "b")
     assert steady(first.lines) == steady(second.lines)
     assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
-    assert first.lines[0]["policy/first_ratio_gap"] < 1e-5 and isinstance(made.maker, OverlappedExperienceMaker)
+    assert first.lines[0]["policy/first_ratio_gap"] < 1e-5 and isinstance(made.maker.overlapped, OverlappedPasses)
     assert "time/early_passes_s" in first.metrics
 
 

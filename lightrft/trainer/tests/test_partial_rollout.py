@@ -12,7 +12,7 @@ from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.launch import finish
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.partial_rollout import PartialGroup
+from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.prompt_source import PromptSource
 from lightrft.types import Prompt
 
@@ -112,9 +112,9 @@ def test_logprobs_are_those_of_the_weights_that_drew_each_token(home, tmp_path):
 
 def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     """Cut off in the second of three turns; by a checkpoint in between too."""
-    group = PartialGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
+    group = ResponseGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
     group.add([Completion([7, 20, 8], [-0.1, 0.0, -0.2], "abort", [(1, 2)])], 3, [0])
-    group = PartialGroup.load(json.loads(json.dumps(asdict(group))))
+    group = ResponseGroup.load(json.loads(json.dumps(asdict(group))))
     group.add([Completion([9, 21, 22, 4], [-0.3, 0.0, 0.0, -0.4], "stop", [(1, 3)])], 4, [0])
     sample, = group.samples(0)
     assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]

@@ -8,6 +8,7 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import finish
+from lightrft.trainer.samples import ResponseGroup
 
 BATCH, PROMPTS = 4, 22
 OPTIONS = {
@@ -51,7 +52,7 @@ def groups_of_all_draws(home, folder, draws):
     found = []
     for _ in range(draws):
         rows = trainer.maker.generate(trainer.loader.draw(1), "draw")[1]()
-        found.append((rows[0]["uid"], [row["reward"] for row in rows]))
+        found.append((rows[0].uid, [row.reward for row in rows]))
     return found
 
 
@@ -122,7 +123,9 @@ def test_seeds_never_repeat(home, tmp_path):
     """The same prompt again (next episode) or another prompt of the same round: other noise."""
     made = run(home, tmp_path, max_steps=1).trainer
     requests = [
-        request for step in ("draw", 0) for request in made.maker._requests(made.loader.draw(2 * PROMPTS), step)
+        request for step in ("draw", 0)
+        for request in made.maker._requests([ResponseGroup.new(*draw, 3)
+                                             for draw in made.loader.draw(2 * PROMPTS)], step)
     ]
     seeds = [seed for request in requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 4 * PROMPTS * 3
@@ -162,7 +165,7 @@ def test_a_resumed_run_goes_on_with_what_was_carried_over(home, tmp_path):
     straight = run(home, tmp_path / "a", **options)
     stop = next(i for i, line in enumerate(straight.lines) if line["rollout/carried"])
     cut = run(home, tmp_path / "b", **options | {"max_steps": stop})
-    assert len(cut.trainer.source.waiting) == straight.lines[stop]["rollout/carried"] > 0
+    assert len(cut.trainer.source.numbers) == straight.lines[stop]["rollout/carried"] > 0
     done = run(home, tmp_path / "b", **options, load_checkpoint=True)
     assert stable(done.lines) == stable(straight.lines)
     assert all(torch.equal(value, straight.weights[name]) for name, value in done.weights.items())

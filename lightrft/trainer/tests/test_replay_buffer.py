@@ -57,8 +57,8 @@ def test_mini_batches_cover_everything_once():
 
 @pytest.mark.parametrize("versions", [None, torch.tensor([-1, 0, -1, 0, 0])])
 def test_an_empty_part_is_a_sequence_without_rows(versions):
-    exp = Experience(torch.arange(5), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool(),
-                     weight_versions=versions)
+    exp = Experience(torch.arange(5), torch.tensor([0, 2, 5]),
+                     torch.tensor([0, 1, 0, 1, 1]).bool(), weight_versions=versions)
     dummy = take(exp, [])
     assert dummy.token_ids.tolist() == [0, 1], "the shortest"
     assert not dummy.loss_mask.any() and not dummy.drawn.any()

@@ -7,7 +7,8 @@ from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import Part
 from lightrft.tests.support import runs
-from lightrft.trainer.advantage_calculator import fill_reward_parts, get_advantage_calculator, part_columns
+from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
 GDPO = ADVANTAGES.get("gdpo")
@@ -19,14 +20,16 @@ def home(tmp_path_factory):
 
 
 def row(parts, weights, **more):
-    return {"group_id": 0, "index": 0, "reward": 0.0, "parts": parts, "weights": weights} | more
+    return ScoredSample(0, 0, **{"reward": 0.0, "parts": parts, "weights": weights} | more)
 
 
 def test_columns_are_parts_by_name():
     rows = [row({"math": 1.0, "format": 0.0, "format/extra": 9.0}, {"math": 0.9, "format": 0.1}),
             row({"exact": 0.5}, {"exact": 1.0}),
             row({"math": None, "format": 1.0}, {"math": 0.9, "format": 0.1}, reward=None)]  # yapf: disable
-    values, weights = part_columns(rows)
+    exp = batch([0.0] * 3)
+    RewardTable.gather(rows).fill(exp, GDPO)
+    values, weights = exp.reward_parts, exp.part_weights
     nan = torch.nan
     torch.testing.assert_close(values, torch.tensor([[nan, 0, 1], [0.5, nan, nan], [nan, 1, nan]]), equal_nan=True)
     torch.testing.assert_close(weights, torch.tensor([[0, .1, .9], [1, 0, 0], [0, .1, .9]]))
@@ -60,10 +63,10 @@ def test_the_parts_of_a_run_reach_the_estimator(home, tmp_path):
 
 
 def test_the_overlong_penalty_is_a_part():
-    rows = [row({"a": 1.0}, {"a": 2.0}), row({"a": 0.0}, {"a": 2.0})]
+    rows = [row({"a": 1.0}, {"a": 2.0}, reward=2.0), row({"a": 0.0}, {"a": 2.0})]
     shaping = RewardConfig(overlong_buffer=True, overlong_buffer_len=20)
     exp = batch([2.0, 0.0], [90, 80])
-    fill_reward_parts(exp, rows, GDPO)
+    RewardTable.gather(rows).fill(exp, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), shaping, 100)(exp)
     assert exp.reward_parts.tolist() == [[1.0, -0.5], [0.0, 0.0]] and exp.part_weights.tolist() == [[2.0, 1.0]] * 2
     assert per_sample(exp) == pytest.approx([1.0, -1.0], abs=1e-4), "2 / sqrt 2 - 1 / sqrt 2, whitened"
@@ -73,7 +76,7 @@ def test_samples_without_the_part_stay_out_of_its_statistics():
     rows = [row({"a": value}, {"a": 1.0})
             for value in (1.0, 0.0)] + [row({"b": value}, {"b": 5.0}) for value in (3., 4)]
     exp = batch([1.0, 0.0, 15.0, 20.0], groups=[0, 0, 1, 1])
-    fill_reward_parts(exp, rows, GDPO)
+    RewardTable.gather(rows).fill(exp, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), RewardConfig(), 100)(exp)
     got = per_sample(exp)
     assert got[0] > 0 > got[1] and got[3] == pytest.approx(-got[2]) and got[3] == pytest.approx(5 * got[0], rel=1e-4)

@@ -84,28 +84,29 @@ def mark(home, folder, **options):
 def test_the_choice_is_among_the_tokens_of_the_mini_batch_under_the_current_policy(home, tmp_path):
     trainer, rollout = mark(home, tmp_path, temperature=0.5)
     exp, (first, second), selection = rollout.exp, rollout.buffer.epoch(0), trainer.update.selection
+    shards = rollout.shards
     calls = []
     trainer.prepared["actor"].model.register_forward_pre_hook(lambda *_: calls.append(1))
-    selection.mark(exp, first, 0, fresh=True)
+    selection.mark(shards, first, 0, fresh=True)
     known = exp.selected
     assert not calls, "the policy is still that of the rollout"
-    selection.mark(exp, first, 0, fresh=False)
+    selection.mark(shards, first, 0, fresh=False)
     assert calls and torch.equal(exp.selected, known)
     owner = torch.arange(8).repeat_interleave(exp.seq_lens.long())
     kept = sum(int(exp.select([i]).loss_mask.sum()) for i in first.samples)
     assert set(owner[known].tolist()) <= set(first.samples) and known.sum() == max(int(0.2 * kept), 1)
-    selection.mark(exp, second, 0, fresh=False)
+    selection.mark(shards, second, 0, fresh=False)
     assert not (exp.selected & known).any() and exp.selected.any()
     with torch.no_grad():
         trainer.prepared["actor"].model.model.get_input_embeddings().weight.mul_(-1)
-    selection.mark(exp, first, 0, fresh=False)
+    selection.mark(shards, first, 0, fresh=False)
     assert not torch.equal(exp.selected, known), "the policy moved"
 
 
 def test_a_loss_that_chooses_nothing_costs_nothing(home, tmp_path):
     trainer, rollout = mark(home, tmp_path)
     trainer.update.selection.selects = None
-    trainer.update.selection.mark(rollout.exp, rollout.buffer.epoch(0)[0], 0, fresh=False)
+    trainer.update.selection.mark(rollout.shards, rollout.buffer.epoch(0)[0], 0, fresh=False)
     assert rollout.exp.selected is None
 
 

@@ -1,0 +1,116 @@
+"""Scored samples, from the reward to the log, and the table of the rewards of a whole rollout batch."""
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.base import Advantage
+from lightrft.ops.segment import HERE, Spread
+from lightrft.rewards.base import Score
+from lightrft.strategy.base import StrategyBase
+from lightrft.types import RolloutBatch, Sample
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """Score of one sample. ``reward`` None means unscored; that is not a reward of 0, and ``error`` is its cause.
+
+    The texts are those of the log; they are None where no log needs them. ``greedy_reward`` and ``greedy_length``
+    belong to the greedy response of the prompt; the length is None where the estimator needs no such response.
+    """
+    group_id: int
+    index: int
+    reward: float | None
+    parts: dict[str, float | None] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    finish_reason: str = "stop"
+    uid: str = ""
+    prompt: str | None = None
+    response: str | None = None
+    reference: Any = None
+    greedy_reward: float | None = None
+    greedy_length: int | None = None
+
+    @classmethod
+    def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None) -> "ScoredSample":
+        """Join a sample and its score; ``greedy`` is the score of the prompt's greedy response and its length."""
+        prompt = sample.prompt
+        said = {"prompt": prompt.text, "response": sample.text, "reference": prompt.reference} if texts else {}
+        reward, length = greedy or (None, None)
+        return cls(sample.group_id, sample.index, score.total, score.parts, score.weights, score.error,
+                   sample.finish_reason, prompt.uid, greedy_reward=reward, greedy_length=length, **said)
+
+    def row(self) -> dict[str, Any]:
+        """Return the fields as a row of the log, without those that this run has not."""
+        row = dict(vars(self))
+        for absent, names in ((self.response, ("prompt", "response", "reference")),
+                              (self.greedy_length, ("greedy_reward", "greedy_length"))):
+            for name in names if absent is None else ():
+                del row[name]
+        return row
+
+
+def _number(value: float | None) -> float:
+    return torch.nan if value is None else value
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """Rewards of the B samples of a rollout batch, the same on every rank. NaN stands for a number that is missing."""
+    rewards: Tensor  # float64 [B]
+    greedy: Tensor  # float64 [B, 2]: reward and length of the prompt's greedy response
+    parts: dict[str, Tensor]  # float64 [B] each, by name; NaN where a part does not judge the sample
+    weights: dict[str, Tensor]  # float64 [B] each: weight of a part in the reward of the sample
+    errors: Counter[str]  # causes of unscored samples
+
+    @classmethod
+    def gather(cls, samples: list[ScoredSample], strategy: StrategyBase | None = None,
+               spread: Spread = HERE) -> "RewardTable":
+        """Gather the rewards of all ranks; ``spread`` holds the indices of this rank's ``samples`` in the batch."""
+        errors = Counter(sample.error for sample in samples if sample.error)
+        own = {name for each in samples for name in each.parts}, {name for each in samples for name in each.weights}
+        found = strategy.all_gather_object((*own, errors)) if strategy else [(*own, errors)]
+        parts, weights = (sorted(set().union(*(each[k] for each in found))) for k in (0, 1))
+        rows = [[_number(s.reward), _number(s.greedy_reward), s.greedy_length or 0,
+                 *(_number(s.parts.get(name)) for name in parts), *(s.weights.get(name, 0.0) for name in weights)]
+                for s in samples]  # yapf: disable
+        columns = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3 + len(parts) + len(weights))
+        table = spread.gather(columns).unbind(1)
+        return cls(table[0], torch.stack(table[1:3], 1), dict(zip(parts, table[3:])),
+                   dict(zip(weights, table[3 + len(parts):])), sum((each[2] for each in found), Counter()))
+
+    def fill(self, batch: RolloutBatch, estimator: Advantage) -> dict[str, float]:
+        """Fill the rewards of ``batch`` before shaping, and what its estimator needs; return ``reward/*``."""
+        batch.scored = ~self.rewards.isnan()
+        batch.rewards = torch.where(batch.scored, self.rewards, 0.0).float()
+        if estimator.needs_parts:
+            none = torch.full_like(self.rewards, torch.nan)
+            batch.reward_parts = self._columns([self.parts.get(name, none) for name in self.weights])
+            batch.part_weights = self._columns(self.weights.values())
+        if estimator.needs_greedy:
+            batch.baseline_rewards, batch.baseline_lengths = self.greedy.float().unbind(1)
+        return self.metrics() | (self._greedy_metrics(batch.group_ids) if estimator.needs_greedy else {})
+
+    def _columns(self, values: Iterable[Tensor]) -> Tensor:
+        columns = torch.stack([*values], 1) if self.weights else self.rewards.new_zeros(len(self.rewards), 0)
+        return columns.float()
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``reward/<part>/{mean,std}`` over the samples that each part judged, and unscored counts by cause."""
+        metrics: dict[str, float] = {"reward/unscored": int(self.rewards.isnan().sum())}
+        for name, column in self.parts.items():
+            values = column[~column.isnan()].float()
+            metrics[f"reward/{name}/mean"] = values.mean().item() if len(values) else 0.0
+            metrics[f"reward/{name}/std"] = values.std(correction=0).item() if len(values) else 0.0
+        return metrics | {f"reward/unscored/{cause}": count for cause, count in sorted(self.errors.items())}
+
+    def _greedy_metrics(self, group_ids: Tensor) -> dict[str, float]:
+        by_prompt = dict(zip(group_ids.tolist(), self.greedy[:, 0].tolist()))
+        known = [reward for reward in by_prompt.values() if reward == reward]
+        return {
+            "reward/greedy_mean": sum(known) / max(len(known), 1), "reward/greedy_unscored": len(by_prompt) - len(known)
+        }

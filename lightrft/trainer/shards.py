@@ -1,0 +1,125 @@
+"""The rollout batch, spread over ranks: each sequence is on the rank that trains it, and no rank holds all of them."""
+import torch
+from torch import Tensor
+
+from lightrft.ops.segment import Spread
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.replay_buffer import take
+from lightrft.types import Experience, RolloutBatch
+
+Plan = list[list[int]]  # sequences of each rank
+
+
+class RankSpread(Spread):
+    """Spread of a batch of ``size`` sequences, of which this rank holds those at ``index`` (int64 [b], ascending)."""
+
+    def __init__(self, strategy: StrategyBase, index: Tensor, size: int) -> None:
+        self.strategy, self.index, self.size = strategy, index, size
+
+    def own(self, values: Tensor) -> Tensor:
+        """Implement :meth:`Spread.own`."""
+        return values[self.index]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Implement :meth:`Spread.gather` for values [b, ...], by one sum of vectors [B, ...]."""
+        whole = values.new_zeros(self.size, *values.shape[1:]).index_copy(0, self.index, values)
+        return self.strategy.all_reduce(whole).to(values.dtype)
+
+    def total(self, value: Tensor) -> Tensor:
+        """Implement :meth:`Spread.total`."""
+        return self.strategy.all_reduce(value)
+
+    def stack(self, values: Tensor) -> Tensor:
+        """Implement :meth:`Spread.stack`."""
+        rows = values.new_zeros(self.strategy.world_size, *values.shape)
+        rows[self.strategy.rank] = values
+        return self.strategy.all_reduce(rows)
+
+
+class Shards:
+    """Sequences of a rollout batch of all ranks. Construction and every method but :meth:`take` are collectives.
+
+    Every rank knows the length and the owner of each sequence, so that all ranks make the same plan. Host memory per
+    rank is that of its own sequences, and of those that it borrows for an epoch.
+
+    Args:
+        exp: sequences that this rank has; ``sample_ids`` are their indices in the batch, 0 to B - 1 over all ranks.
+    """
+
+    def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
+        self.strategy, self.exp, self.held = strategy, exp, exp
+        self.size = int(strategy.all_reduce(torch.tensor(exp.num_seqs)))
+        self.spread = RankSpread(strategy, exp.sample_ids, self.size)
+        owners = torch.full((exp.num_seqs, ), strategy.rank)
+        table = self.spread.gather(torch.stack([exp.seq_lens.long(), owners, exp.group_ids, exp.truncated.long()], 1))
+        self.lens, owner, self.group_ids, truncated = table.unbind(1)
+        self.owner, self.truncated = owner.tolist(), truncated.bool()
+        self._slots = self._slots_of(exp)
+
+    @staticmethod
+    def _slots_of(exp: Experience) -> dict[int, int]:
+        return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
+
+    def move(self, homes: Plan) -> None:
+        """Move every sequence to its home; ``homes[r]`` are those of rank r, ascending, each on one rank only."""
+        if homes[self.strategy.rank] != self.exp.sample_ids.tolist() or self.strategy.world_size > 1:
+            self.exp = self._fetch(homes)
+        for rank, home in enumerate(homes):
+            for number in home:
+                self.owner[number] = rank
+        self.spread = RankSpread(self.strategy, self.exp.sample_ids, self.size)
+        self.borrow(homes)
+
+    def borrow(self, wanted: Plan) -> None:
+        """Fetch copies of the sequences ``wanted[r]`` that rank r does not own; earlier copies are dropped.
+
+        A rank without any sequence gets the shortest one: its empty micro-batches need a dummy (:func:`take`).
+        """
+        if not self.size:
+            return
+        shortest = int(self.lens.argmin())
+        owned = {rank: rank in self.owner for rank in range(len(wanted))}
+        guests = [sorted(number for number in {*want} if self.owner[number] != rank) or
+                  [shortest] * (not owned[rank]) for rank, want in enumerate(wanted)]  # yapf: disable
+        self.held = self.exp
+        if any(guests):
+            self._slots = self._slots_of(self.exp)
+            found = self._fetch(guests)
+            self.held = Experience.cat([part for part in (self.exp, found) if part.num_seqs])
+        self._slots = self._slots_of(self.held)
+
+    def _fetch(self, wanted: Plan) -> Experience:
+        """Return the sequences ``wanted[rank]`` of this rank, in ascending order, each from its owner."""
+        rank = self.strategy.rank
+        parts = self.strategy.exchange([
+            self.exp.select([self._slots[number] for number in want if self.owner[number] == rank]) for want in wanted
+        ])
+        found = Experience.cat([part for part in parts if part.num_seqs] or parts[:1])
+        return found.select(found.sample_ids.argsort().tolist())
+
+    def slots(self, numbers: list[int]) -> list[int]:
+        """Return the positions in ``held`` of the sequences ``numbers`` of the batch."""
+        return [self._slots[number] for number in numbers]
+
+    def take(self, part: list[int]) -> Experience:
+        """Return the sequences ``part`` of the batch, which this rank holds; an empty part is a dummy."""
+        return take(self.held, self.slots(part))
+
+    def collect(self, numbers: list[int]) -> Experience:
+        """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""
+        own = [number for number in numbers if self.owner[number] == self.strategy.rank]
+        parts = self.strategy.all_gather_object(self.exp.select([self._slots[number] for number in own]))
+        found = Experience.cat([part for part in parts if part.num_seqs] or parts[:1])
+        slots = self._slots_of(found)
+        return found.select([slots[number] for number in numbers])
+
+    def batch(self) -> RolloutBatch:
+        """Return the batch as advantages read it: tokens of this rank, samples of all; rewards are set later."""
+        tokens = {name: value for name, value in vars(self.exp).items() if name not in ("rewards", "scored")}
+        return RolloutBatch(**tokens | {"group_ids": self.group_ids, "sample_ids": torch.arange(self.size),
+                                        "truncated": self.truncated, "spread": self.spread})  # yapf: disable
+
+    def update(self, batch: RolloutBatch) -> None:
+        """Take over the fields of :meth:`batch`, with the samples of this rank only."""
+        self.exp = self.held = batch.local()
+        self._slots = self._slots_of(self.exp)
