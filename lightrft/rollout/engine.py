@@ -1,4 +1,4 @@
-"""Interface of every rollout engine, and the requests that it takes."""
+"""Interface of every rollout engine, with its requests and responses."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -64,7 +64,7 @@ class Completion:
         return mask
 
     def extend(self, more: "Completion") -> None:
-        """Append what was generated after these tokens, and take over its finish reason."""
+        """Append what was generated after these tokens, with its finish reason."""
         begun = len(self.token_ids)
         self.token_ids, self.logprobs = self.token_ids + more.token_ids, self.logprobs + more.logprobs
         self.appended = self.appended + [(begun + start, begun + stop) for start, stop in more.appended]
@@ -100,8 +100,8 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
             raise ValueError(f"request {i} has an empty prompt")
         if (begun := max(map(len, request.prefixes), default=0)) >= params.max_new_tokens:
             raise UserError(
-                f"request {i} goes on from {begun} tokens, but a response may have {params.max_new_tokens}; "
-                "use the --generate_max_len that it was begun with")
+                f"request {i} resumes from {begun} tokens, but a response may have {params.max_new_tokens}; "
+                "use the --generate_max_len that it was started with")
         if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
             raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
                             "is not the model's")

@@ -118,22 +118,22 @@ class KVCache:
 
 
 class Prefill:
-    """Attention of whole sequences, packed one after another. Prompt i is stored in prompt slot ``places[i]``; with
-    ``skip``, sequence i is stored in row ``places[i]``, from token ``skip[i]`` (the end of its prompt) on."""
+    """Attention of whole sequences, packed one after another. Prompt i is stored in prompt slot ``slots[i]``; with
+    ``skip``, sequence i is stored in row ``slots[i]``, from token ``skip[i]`` (the end of its prompt) on."""
 
-    def __init__(self, cache: KVCache, lengths: list[int], places: np.ndarray, skip: np.ndarray | None = None) -> None:
+    def __init__(self, cache: KVCache, lengths: list[int], slots: np.ndarray, skip: np.ndarray | None = None) -> None:
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
         self.store, self.last = cache.prompts if skip is None else cache.rows, (ends - 1).to(cache.device)
         self.layout = PackedLayout(F.pad(ends, (1, 0)).to(cache.device, torch.int32), lengths)
         self.positions = (torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)).to(cache.device)
-        place = torch.repeat_interleave(torch.from_numpy(places), counts).to(cache.device)
+        slot = torch.repeat_interleave(torch.from_numpy(slots), counts).to(cache.device)
         self.kept: slice | Tensor = slice(None)
         column = self.positions
         if skip is not None:
             column = column - torch.repeat_interleave(torch.from_numpy(skip), counts).to(cache.device)
             self.kept = column >= 0
-        self.index = (self.store.first[place] + column[:, None])[self.kept].flatten()
+        self.index = (self.store.first[slot] + column[:, None])[self.kept].flatten()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
@@ -165,15 +165,15 @@ class Decode:
         self.cache = cache
         self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
 
-    def arrange(self, places: np.ndarray, lengths: np.ndarray) -> None:
-        """Let row i read ``lengths[i]`` tokens of prompt slot ``places[i]`` (-1: a free row, which reads none)."""
+    def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Let row i read ``lengths[i]`` tokens of ``prompt_slots[i]`` (-1: a free row, which reads none)."""
         heads = np.arange(self.cache.spec.heads)
-        rows = np.flatnonzero(places >= 0)
-        rows = rows[np.argsort(places[rows], kind="stable")]
-        counts = np.bincount(places[rows])
+        rows = np.flatnonzero(prompt_slots >= 0)
+        rows = rows[np.argsort(prompt_slots[rows], kind="stable")]
+        counts = np.bincount(prompt_slots[rows])
         rank = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-        self.live, self.prompts, self.longest, width = len(places), len(counts), int(lengths.max()), counts.max()
-        padded = (places[rows, None] * len(heads) + heads) * width + rank[:, None]
+        self.live, self.prompts, self.longest, width = len(prompt_slots), len(counts), int(lengths.max()), counts.max()
+        padded = (prompt_slots[rows, None] * len(heads) + heads) * width + rank[:, None]
         to_rows = np.zeros((self.live, len(heads)), dtype=np.int64)
         to_rows[rows] = padded
         to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)

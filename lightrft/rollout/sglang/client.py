@@ -20,8 +20,8 @@ from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
-_LOOK_S = 1.0  # between checks that the schedulers are alive
-_SILENT = "it told no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
+_POLL_S = 1.0  # between checks that the schedulers are alive
+_NO_REASON = "it gave no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
 
 
 class SGLangNative:
@@ -39,18 +39,18 @@ class SGLangNative:
     def __init__(self, arguments: dict[str, Any], weights: WeightManifest, device: torch.device) -> None:
         self.thread = ThreadPoolExecutor(1, "sglang", _block_signals)
         self.engine: Any = None
-        self.cleanup, (self.last_words, theirs) = ExitStack(), multiprocessing.Pipe(duplex=False)
+        self.cleanup, (self.last_words, scheduler_end) = ExitStack(), multiprocessing.Pipe(duplex=False)
         self._words = ""
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
-            with isolated_environment(device, arguments.get("tp_size", 1)) as port, theirs:
-                self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, weights, theirs,
+            with isolated_environment(device, arguments.get("tp_size", 1)) as port, scheduler_end:
+                self.engine = self.thread.submit(start_engine, arguments | {"nccl_port": port}, weights, scheduler_end,
                                                  self.cleanup).result()
         except UserError:
             raise
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            raise UserError(f"SGLang cannot run {arguments['model_path']}: {self._said() or error}") from error
+            raise UserError(f"SGLang cannot run {arguments['model_path']}: {self._reported() or error}") from error
         finally:
             self.processes = list(set(multiprocessing.active_children()) - before)
             if self.engine is None:
@@ -81,11 +81,11 @@ class SGLangNative:
                 if not process.is_alive():
                     task.cancel()
                     raise RuntimeError(f"SGLang's scheduler (process {process.pid}) has ended with exit code "
-                                       f"{process.exitcode}: {self._said() or _SILENT}")
-            await asyncio.wait([task], timeout=_LOOK_S)
+                                       f"{process.exitcode}: {self._reported() or _NO_REASON}")
+            await asyncio.wait([task], timeout=_POLL_S)
         return task.result()
 
-    def _said(self) -> str:
+    def _reported(self) -> str:
         """Error that ended a scheduler, the first one where several failed; empty where one was killed."""
         if not self._words and self.last_words.poll():
             with suppress(EOFError):
@@ -102,11 +102,6 @@ class SGLangNative:
         self.thread.shutdown()
         self.last_words.close()
         signal.signal(signal.SIGQUIT, self._on_quit)
-
-
-_KILLED = (
-    "-9: killed, perhaps for lack of memory (see --engine_mem_util, --engine_kv_mib); if not, its last words are "
-    "above")
 
 
 def _block_signals() -> None:

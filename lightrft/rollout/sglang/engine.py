@@ -34,7 +34,7 @@ class SGLangEngine:
         eos_token_ids: tokens that end every response.
         vocabulary: tokens of the model.
         longest: most tokens of a prompt and its response.
-        bucket_bytes: most bytes of weights that are handed over at once (or one weight).
+        bucket_bytes: most bytes of weights that are sent at once (or one weight).
         sleeps: whether :meth:`sleep` frees memory (CUDA).
         group: CPU process group of the ranks that share the engine, which lives on its first; None: this rank alone.
     """
@@ -66,9 +66,9 @@ class SGLangEngine:
         if "" in first:
             raise UserError(first[""])
         wrong = {name for name in first if any(other[name] != first[name] for other in others)}  # copies that differ,
-        collector = {name: text.split() for name, text in first.items()}  # shown by a number that no copy has
+        entries = {name: text.split() for name, text in first.items()}  # shown by a number that no copy has
         return {name: (getattr(torch, dtype), ~int(value) if name in wrong else int(value))
-                for name, (dtype, value) in collector.items()}  # yapf: disable
+                for name, (dtype, value) in entries.items()}  # yapf: disable
 
     def shared_storage(self) -> set[int]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`: none."""
@@ -133,10 +133,10 @@ class SGLangEngine:
         self._ready = False
         stream = checked(named_tensors, self.shapes)
         if self.native is not None:
-            theirs = {
+            dtypes = {
                 part: dtype for name, dtype in self._dtypes.items() for part, *_ in self.names.get(name, [(name, )])
             }
-            sglang_weights.load(self.native, under_checkpoint_names(stream, self.names), theirs, self.bucket_bytes)
+            sglang_weights.load(self.native, under_checkpoint_names(stream, self.names), dtypes, self.bucket_bytes)
         for _ in stream:  # gathering them takes all ranks
             pass
         self._ready, self.weight_version = True, version

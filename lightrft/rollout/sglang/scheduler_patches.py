@@ -37,7 +37,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
     kill_itself_when_parent_died()
     if os.getppid() != parent:  # the trainer died before
         return
-    scheduler.get_exception_traceback = _told(last_words)
+    scheduler.get_exception_traceback = _reporting(last_words)
     scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
@@ -46,7 +46,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
     scheduler.run_scheduler_process(*args)
 
 
-def _told(last_words: Connection) -> Callable[[], str]:
+def _reporting(last_words: Connection) -> Callable[[], str]:
     """Replace SGLang's formatting of the error that it is about to log, so that the error is also sent."""
 
     def formatted() -> str:
@@ -72,8 +72,8 @@ def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_log
         info.min_ps[0].item() if info.need_min_p_sampling else 0.0)  # yapf: disable
     tokens, logprobs = sample(logits / info.temperatures, uniforms_at(seeds, positions), params)
     if info.is_any_greedy:
-        best, theirs = sample(logits, None, SamplingParams(1, 0.0))
-        tokens, logprobs = torch.where(seeds < 0, best, tokens), torch.where(seeds < 0, theirs, logprobs)
+        best, scores = sample(logits, None, SamplingParams(1, 0.0))
+        tokens, logprobs = torch.where(seeds < 0, best, tokens), torch.where(seeds < 0, scores, logprobs)
     output.next_token_logprobs = logprobs
     return tokens.to(torch.int32)
 
@@ -97,13 +97,13 @@ def _checksums(weights: WeightManifest) -> Callable[..., dict[str, Any]]:
 
     def checksums(checker: Any, _: Any = None, *, role: str) -> dict[str, Any]:
         if not found:
-            found.append(_places(checker._get_model(), weights))
+            found.append(_weight_map(checker._get_model(), weights))
         dtypes, values = found[0].dtypes, found[0].fingerprints(list(found[0].dtypes)).tolist()
-        told = {name: f"{str(dtype)[6:]} {value}" for (name, dtype), value in zip(dtypes.items(), values)}
-        place = checker._parallelism_info(role=role).model_dump()
+        entries = {name: f"{str(dtype)[6:]} {value}" for (name, dtype), value in zip(dtypes.items(), values)}
         if fault := found[0].fault("SGLang"):
-            told[""] = fault
-        return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place}
+            entries[""] = fault
+        parallelism = checker._parallelism_info(role=role).model_dump()
+        return {"checksums": entries, "per_gpu_checksum": "", "parallelism_info": parallelism}
 
     return checksums
 
@@ -119,7 +119,7 @@ def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _places(model: Any, weights: WeightManifest) -> WeightMap:
+def _weight_map(model: Any, weights: WeightManifest) -> WeightMap:
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.runtime_context import get_parallel
     group = get_parallel().tp_group.cpu_group

@@ -31,7 +31,7 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, to
 
 
 def _shared(size: int, device: torch.device) -> Tensor:
-    """Allocate memory that other processes can map; on a CPU it takes up space only where it was written."""
+    """Allocate memory that other processes can map; on a CPU it occupies only what was written."""
     if device.type == "cuda":
         return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
@@ -46,21 +46,21 @@ def load(native: SGLangNative, named_tensors: Iterable[tuple[str, Tensor]], dtyp
     """
     from sglang.srt.managers import io_struct
     manager = native.manager
-    _settled(native.run(lambda: manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())))
+    _check(native.run(lambda: manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())))
     try:
         for flat, inside in buckets(named_tensors, dtypes, most):
             request = io_struct.UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[_payload(flat, inside) for _ in native.processes],
                 load_format="flattened_bucket", flush_cache=True)
-            _settled(native.run(lambda: manager.update_weights_from_tensor(request)))
+            _check(native.run(lambda: manager.update_weights_from_tensor(request)))
     finally:  # after a stream that broke off too, or the next update could not begin
-        _settled(native.run(lambda: manager.end_weight_update(io_struct.EndWeightUpdateReqInput())))
+        _check(native.run(lambda: manager.end_weight_update(io_struct.EndWeightUpdateReqInput())))
 
 
-def _settled(answer: tuple[bool, str]) -> None:
+def _check(answer: tuple[bool, str]) -> None:
     success, message = answer
     if not success:
-        raise RuntimeError(f"SGLang did not take over the weights: {message}")
+        raise RuntimeError(f"SGLang did not load the weights: {message}")
 
 
 def _payload(flat: Tensor, inside: list[tuple[str, Tensor, int]]) -> bytes:

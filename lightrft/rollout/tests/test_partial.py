@@ -115,5 +115,5 @@ def test_logprobs_are_those_of_the_weights_that_go_on():
 
 
 def test_a_prefix_without_room_is_refused():
-    with pytest.raises(UserError, match="request 0 goes on from 4 tokens, but a response may have 4.*generate_max_len"):
+    with pytest.raises(UserError, match="request 0 resumes from 4 tokens, but a response may have 4.*generate_max_len"):
         engine().generate([Request([5], [1], (), [[7] * 4])], SamplingParams(4))

@@ -164,7 +164,7 @@ def test_merged_weights_that_the_engine_did_not_take(folder, take):
     rig.sync()
     rig.learn()
     rig.engine.update_weights = lambda stream, version: take(stream)
-    with pytest.raises(WeightSyncError, match="did not take the weights to their end"):
+    with pytest.raises(WeightSyncError, match="did not read the stream of weights to its end"):
         rig.sync()
 
 

@@ -125,7 +125,7 @@ def test_a_fault_is_named(name, rig):
     """In an adapter as it is sent, or in a base weight that nobody sent again."""
     rig.sync()
     rig.learn()
-    place = next(iter(rig.engine.places.held[name].values())).view
+    place = next(iter(rig.engine.weight_map.held[name].values())).view
     kept = place.clone()
 
     def harmed(*args):
@@ -146,7 +146,7 @@ def test_an_adapter_that_vllm_passes_over_is_named(rig, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.adapters, "_fill", lambda one, tensor: None if one == name else fill(one, tensor))
         with pytest.raises(WeightSyncError,
-                           match=f"{name} .* still has the values of the sync before. 1 of 54 weights"):
+                           match=f"{name} .* still has the values of the previous sync. 1 of 54 weights"):
             rig.sync()
     rig.sync()
 

@@ -241,7 +241,7 @@ def test_what_it_holds_can_be_read(rig, request):
     assert len(weights) >= 6 and rig.vllm.weight_dtypes() == {name: torch.float32 for name in weights}
     held = rig.vllm.fingerprints(list(weights))
     assert torch.equal(held, fingerprints([Piece(tensor) for tensor in weights.values()]))
-    next(iter(rig.vllm.places.held[altered].values())).view.view(-1)[35] += 1e-6
+    next(iter(rig.vllm.weight_map.held[altered].values())).view.view(-1)[35] += 1e-6
     where = (rig.vllm.fingerprints(list(weights)) != held).nonzero()[:, 0].tolist()
     assert [list(weights)[i] for i in where] == [altered]
 

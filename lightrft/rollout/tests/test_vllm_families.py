@@ -94,7 +94,7 @@ def rig(engine, monkeypatch):
 
 def test_a_family_without_code_in_vllm_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, "olmo2", ("olmo2", SIZES))
-    with pytest.raises(UserError, match="no code of its own for this model.*--engine_type hf"):
+    with pytest.raises(UserError, match="no own code for this model.*--engine_type hf"):
         Rig(tiny.save_model(tmp_path, "olmo2"))
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_expert_is_named(family, monkeypatch):
             family.sync()
     family.sync()
     before, _ = family.gap(requests(2), SamplingParams(NEW))
-    next(iter(family.vllm.places.held["model.layers.0.mlp.experts.down_proj"].values())).view.mul_(1.01)
+    next(iter(family.vllm.weight_map.held["model.layers.0.mlp.experts.down_proj"].values())).view.mul_(1.01)
     after, _ = family.gap(requests(2), SamplingParams(NEW))
     assert after > 1e-4 > before, "what is looked at is not what is computed with"
 
@@ -176,7 +176,7 @@ def test_no_engine_without_a_place_for_every_weight(rig):
     with pytest.raises(UserError, match=r"cannot load model.layers.0.mlp.third.weight: There is no module"):
         started(**{"model.layers.0.mlp.third.weight": torch.Size([2, 2])})
     rig.vllm.model.load_weights = without(LONE, rig.vllm.model.load_weights)
-    with pytest.raises(UserError, match=f"vLLM has no place for 4096 of the 4096 elements of {re.escape(LONE)}: "):
+    with pytest.raises(UserError, match=f"vLLM does not hold 4096 of the 4096 elements of {re.escape(LONE)}: "):
         started()
 
 

@@ -135,9 +135,9 @@ def test_layers_that_are_loaded_alike_are_measured_once():
 
 
 @pytest.mark.parametrize("skipped, said", [
-    (["1.down"], "X has no place for 60 of the 60 elements of 1.down: it would generate with random values"),
-    (["0.up", "1.up"], "X has no place for 120 of the 120 elements of 0.up, nor for all of 1 others: "),
-    (["0.3.third"], "X has no place for 12 of the 12 elements of 0.3.third: "),
+    (["1.down"], "X does not hold 60 of the 60 elements of 1.down: it would generate with random values"),
+    (["0.up", "1.up"], "X does not hold 120 of the 120 elements of 0.up, nor all of 1 others: "),
+    (["0.3.third"], "X does not hold 12 of the 12 elements of 0.3.third: "),
 ])  # yapf: disable
 def test_what_an_engine_passes_over_is_refused(skipped, said):
     model, shapes = Model(None, torch.float32), APART if "third" in skipped[0] else FUSED
@@ -150,7 +150,7 @@ def test_an_expert_that_an_engine_passes_over_is_refused():
     held = torch.zeros(E - 1, H, I)
     places = WeightMap(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
                        {"down": FUSED["down"]})  # yapf: disable
-    assert places.fault("X").startswith("X has no place for 12 of the 60 elements of down: ") and not places.dtypes
+    assert places.fault("X").startswith("X does not hold 12 of the 60 elements of down: ") and not places.dtypes
 
 
 def test_a_parameter_that_nothing_fills_is_refused():

@@ -54,36 +54,37 @@ class VLLMEngine:
         self.adapters = adapters
         self._ready = self._has_base = self._asleep = self._cache_asleep = False
         if vllm_weights.is_borrowed(self.model):
-            raise UserError("vLLM has no code of its own for this model. It would run that of transformers, which it "
-                            "changes in this process for the trainer as well: use --engine_type hf")
+            raise UserError(
+                "vLLM has no own code for this model. It would run that of transformers, and change it in this "
+                "process for the trainer too: use --engine_type hf")
         if not any(name.endswith("lm_head.weight") for name in shapes):
             vllm_weights.tie_head(self.model)
         with bare(self.model):
             self._derived = vllm_weights.derived_layers(self.model)
         if adapters and self._derived:
-            raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a form of its own, beside "
-                            "which no adapter was tried: use --lora_sync merged")  # yapf: disable
-        self.places = self._find_places()
+            raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a layout that was "
+                            "never tested with adapters: use --lora_sync merged")  # yapf: disable
+        self.weight_map = self._map_weights()
 
     @property
     def model(self) -> nn.Module:
         """The module that vLLM runs on this rank: fused, and with tensor parallelism this rank's part of it."""
         return self.native.model_executor.driver_worker.worker.get_model()
 
-    def _find_places(self) -> WeightMap:
+    def _map_weights(self) -> WeightMap:
         """Find where every weight of the trainer is stored; vLLM fills the same tensors at every update. Nothing is
         known of layers that compute with values derived from their weights, except for experts."""
         known = vllm_weights.are_experts(self._derived)
         with bare(self.model):
             shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
-            places = WeightMap(
+            found = WeightMap(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
                 shapes, self.group, rearranged=self._derived if known else (),
                 reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
                 model=self.model if known else None)  # yapf: disable
-        if fault := places.fault("vLLM"):
+        if fault := found.fault("vLLM"):
             raise UserError(fault)
-        return places
+        return found
 
     @property
     def lora(self) -> Lora:
@@ -99,11 +100,11 @@ class VLLMEngine:
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`. A collective of ``group``."""
-        return self.places.dtypes
+        return self.weight_map.dtypes
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`. A collective of ``group``."""
-        return self.places.fingerprints(names)
+        return self.weight_map.fingerprints(names)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:

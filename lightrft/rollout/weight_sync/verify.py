@@ -24,9 +24,10 @@ from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
 Named = Iterator[tuple[str, Tensor]]
-REMEDY = ("Nothing was learnt from these weights: --load_checkpoint goes on from the newest checkpoint. If it comes "
-          "back, this engine does not load this model as it should: see python -m lightrft.cli.doctor for the versions "
-          "that fit together, or choose another --engine_type")
+REMEDY = (
+    "Nothing was learnt from these weights: --load_checkpoint resumes from the newest checkpoint. If this "
+    "happens again, this engine does not load this model correctly: see python -m lightrft.cli.doctor for the versions "
+    "that fit together, or choose another --engine_type")
 
 
 class WeightSyncError(ExpectedError, RuntimeError):
@@ -96,7 +97,7 @@ class Fingerprints:
         if self.shared:
             return self._elsewhere()
         if self.merges and self.strategy.any_rank(not self._ended):
-            return "the engine did not take the weights to their end"
+            return "the engine did not read the stream of weights to its end"
         names, mine = self._mine()
         if mine is None:
             return None
@@ -113,7 +114,7 @@ class Fingerprints:
         first = int(wrong.any(0).nonzero()[0])
         ranks = wrong[:, first].nonzero()[:, 0].tolist()
         likely = self._likely(names[first], int(held[ranks[0], first]), before)
-        return (f"{_place(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
+        return (f"{_with_layer(names[first])} differs between engine and trainer on rank {', '.join(map(str, ranks))}: "
                 f"{likely}. {int(wrong.any(0).sum())} of {len(names)} weights differ")
 
     def _elsewhere(self) -> str | None:
@@ -121,19 +122,19 @@ class Fingerprints:
         addresses = self.engine.shared_storage()
         for name, parameter in self.prepared.model.named_parameters():
             if parameter.data_ptr() not in addresses:
-                return f"{_place(name)} is not shared: the engine computes with another tensor"
+                return f"{_with_layer(name)} is not shared: the engine computes with another tensor"
         return None
 
     def _likely(self, name: str, value: int, before: dict[str, int]) -> str:
         if before.get(name) == value:
-            return "it still has the values of the sync before"
-        others = [other for other, theirs in self.trainer.items() if theirs == value]
+            return "it still has the values of the previous sync"
+        others = [other for other, fingerprint in self.trainer.items() if fingerprint == value]
         if others:
             return f"it has the values of {others[0]}"
-        return "its values are neither the ones before nor those of another weight (transposed, scaled, cut or mixed?)"
+        return "its values are neither those of the previous sync nor of another weight (mixed, scaled, cut?)"
 
 
-def _place(name: str) -> str:
+def _with_layer(name: str) -> str:
     found = re.search(r"layers\.(\d+)\.", name)
     return f"{name} (layer {found[1]})" if found else name
 
@@ -144,7 +145,7 @@ class WeightSyncVerifier:
     Args:
         cfg: the options; ``bf16``: the trainer computes in bfloat16.
         prompts: of the training data; canaries are the first few.
-        timer: books the time on ``sync_proof``.
+        timer: counts the time as ``sync_proof``.
     """
 
     def __init__(self, cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
@@ -171,7 +172,7 @@ class WeightSyncVerifier:
                 gaps, limit = self.canary.measure(), self.canary.limit
                 metrics = {"rollout/canary_gap": max(gaps)}
                 if not max(gaps) <= limit:
-                    fault = self._of_canary(gaps, limit)
+                    fault = self._canary_fault(gaps, limit)
         if fault is not None:
             raise WeightSyncError(f"weight sync {version}: {fault}. {REMEDY}")
         return metrics
@@ -181,11 +182,11 @@ class WeightSyncVerifier:
         version, so that a resumed run measures when an uninterrupted one does."""
         return self.wants_canary and (self.canary.band is None or version == 1 or version % self.every == 0)
 
-    def _of_canary(self, gaps: list[float], limit: float) -> str:
-        told = ", ".join(f"rank {rank} {gap:.3g}" for rank, gap in enumerate(gaps) if not gap <= limit)
+    def _canary_fault(self, gaps: list[float], limit: float) -> str:
+        large = ", ".join(f"rank {rank} {gap:.3g}" for rank, gap in enumerate(gaps) if not gap <= limit)
         named = self.fingerprints.fault()
         return (
-            f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {told}); " +
+            f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {large}); " +
             (named or "every weight that can be compared is equal to what was sent, so a cache outlived the update "
              "(prefixes, keys and values), the engine computes something else (type, attention, quantization)" +
              (", or adapters were gathered or merged wrongly" if self.fingerprints.merges else "")))

@@ -38,7 +38,7 @@ class WeightSlice:
         return self.view if self.order is None else self.view[:, self.order].view(self.shape)
 
 
-def _place(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> WeightSlice | None:
+def _slice_of(copy: Copy, order: Order = None, tensor: Tensor | None = None) -> WeightSlice | None:
     """Slice of ``copy``, whose elements are stored in its view, or in ``order`` in its slot in ``tensor``."""
     if copy.start is None:
         return None
@@ -51,11 +51,11 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], rearranged: Iterable[nn.Module],
+def _slices(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], rearranged: Iterable[nn.Module],
             reload: Load) -> dict[str, list[WeightSlice | None]]:
     """Slices of all copies, by name of the weight; for the arguments see :class:`WeightMap`."""
     hidden = {_address(parameter) for layer in derived for parameter in layer.parameters()}
-    places = {name: [None if _address(copy.view) in hidden else _place(copy) for copy in group]
+    slices = {name: [None if _address(copy.view) in hidden else _slice_of(copy) for copy in group]
               for name, group in copies.items()}  # yapf: disable
     layouts = Layouts(reload)
     for layer in rearranged:
@@ -64,18 +64,18 @@ def _places(copies: Mapping[str, Sequence[Copy]], derived: Iterable[nn.Module], 
         blocks = all(copy.start is not None for group in inside.values() for copy in group)
         orders = layouts.orders(layer, inside) if inside and blocks else None
         following = iter(orders or ())
-        places |= {name: [_place(copy, next(following), tensors[_address(copy.view)]) if orders else None
+        slices |= {name: [_slice_of(copy, next(following), tensors[_address(copy.view)]) if orders else None
                           for copy in group] for name, group in inside.items()}  # yapf: disable
-    return places
+    return slices
 
 
-def _joined(places: Iterable[WeightSlice]) -> list[WeightSlice]:
+def _joined(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
     """Join blocks of single experts into one, where all that differ in nothing else are at even distances."""
     groups: dict[tuple[object, ...], list[WeightSlice]] = {}
-    for one in sorted(places, key=lambda place: place.start):
+    for one in sorted(slices, key=lambda one: one.start):
         like = id(one.order), one.start[1:], one.shape, _address(one.view), one.view.stride()
         groups.setdefault(like, []).append(one)
-    return [place for group in groups.values() for place in _as_one(group)]
+    return [one for group in groups.values() for one in _as_one(group)]
 
 
 def _as_one(group: list[WeightSlice]) -> list[WeightSlice]:
@@ -125,8 +125,8 @@ class WeightMap:
         filled = {_address(copy.view) for some in copies.values() for copy in some}
         self.empty = [name for name, parameter in (model.named_parameters() if model else ())
                       if _address(parameter) not in filled and "scale" not in name]  # yapf: disable
-        places = _places(copies, derived, rearranged, reload or load)
-        here = {name: _joined(one for one in parts if one is not None) for name, parts in places.items()
+        slices = _slices(copies, derived, rearranged, reload or load)
+        here = {name: _joined(one for one in parts if one is not None) for name, parts in slices.items()
                 if None not in parts and len(set(taken[name])) == len(parts)}  # yapf: disable
         keys = {name: [one.key for one in parts] for name, parts in here.items()}
         everywhere = self._of_all_ranks((taken, keys))
@@ -153,8 +153,8 @@ class WeightMap:
         """Reason why no run can use an ``engine`` that skips a weight, or a part of one, or has an extra one."""
         said = f"{engine} has {self.empty[0]}, which the trainer sends nothing for" if self.empty else ""
         for name, count in list(self.lost.items())[:1]:
-            others = f", nor for all of {len(self.lost) - 1} others" if len(self.lost) > 1 else ""
-            said = f"{engine} has no place for {count} of the {self.shapes[name].numel()} elements of {name}{others}"
+            others = f", nor all of {len(self.lost) - 1} others" if len(self.lost) > 1 else ""
+            said = f"{engine} does not hold {count} of the {self.shapes[name].numel()} elements of {name}{others}"
         return said and (
             f"{said}: it would generate with random values. This release does not load the model as the trainer holds "
             "it; see python -m lightrft.cli.doctor for the versions that fit together, or use another --engine_type")
@@ -171,9 +171,9 @@ class WeightMap:
         values[here] = self._own([(self.held[names[i]][key], self.shapes[names[i]])
                                   for i, key, _ in parts if key in self.held[names[i]]])  # yapf: disable
         if self.group is not None:
-            theirs = values * torch.tensor([first for *_, first in parts], dtype=torch.int64)
-            dist.all_reduce(theirs, group=self.group)
-            values = torch.where(here, values, theirs)
+            first_of_each = values * torch.tensor([first for *_, first in parts], dtype=torch.int64)
+            dist.all_reduce(first_of_each, group=self.group)
+            values = torch.where(here, values, first_of_each)
         return torch.zeros(len(names),
                            dtype=torch.int64).index_add_(0, torch.tensor([i for i, *_ in parts], dtype=torch.int64),
                                                          values)
@@ -183,7 +183,7 @@ class WeightMap:
         """Fingerprints of slices of weights of these shapes. Slices with an order are copied to be read, so they are
         read one by one."""
         values = torch.zeros(len(held), dtype=torch.int64)
-        plain = [i for i, (place, _) in enumerate(held) if place.order is None]
+        plain = [i for i, (one, _) in enumerate(held) if one.order is None]
         for some in (plain, *([i] for i in sorted({*range(len(held))} - {*plain}))):
             if some:
                 pieces = [Piece(held[i][0].read(), None, held[i][1], held[i][0].start) for i in some]

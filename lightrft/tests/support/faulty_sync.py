@@ -46,8 +46,8 @@ def one_bit(tensor: Tensor) -> Tensor:
 
 
 FAULTS = {
-    "skipped": (skipped, "it still has the values of the sync before"),
-    "stale": (stale, "it still has the values of the sync before"),
+    "skipped": (skipped, "it still has the values of the previous sync"),
+    "stale": (stale, "it still has the values of the previous sync"),
     "transposed": (changed_at_target(torch.t), "transposed"),
     "scaled": (changed_at_target(lambda tensor: tensor * (1 + 1e-3)), "scaled"),
     "one bit": (changed_at_target(one_bit), "cut"),

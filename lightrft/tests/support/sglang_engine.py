@@ -315,7 +315,7 @@ def test_what_sglang_refuses_is_an_error(rig, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "update_weights_from_tensor", refused)
-        with pytest.raises(RuntimeError, match="did not take over the weights: the dog ate it"):
+        with pytest.raises(RuntimeError, match="did not load the weights: the dog ate it"):
             rig.sync()
         with pytest.raises(RuntimeError, match="has no weights yet"):
             rig.engine.generate(requests(), SamplingParams(NEW))

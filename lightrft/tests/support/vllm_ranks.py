@@ -76,7 +76,7 @@ def scores(model, prompt: list[int], response: list[int]) -> list[float]:
 def harm_one_copy(engine, names: list[str], expected: torch.Tensor, rank: int) -> None:
     """Weights that each rank has a copy of, wrong on rank 1 only: seen there, whoever of the group reads them."""
     norms = [name for name in names if "norm" in name]
-    weights = [next(iter(engine.places.held[name].values())).view for name in norms]
+    weights = [next(iter(engine.weight_map.held[name].values())).view for name in norms]
     for weight in weights if rank == 1 else ():
         weight.data[0] *= 1.001
     wrong = [name for name, same in zip(names, engine.fingerprints(names) == expected) if not same]
