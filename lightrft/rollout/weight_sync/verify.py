@@ -131,7 +131,7 @@ class Fingerprints:
         others = [other for other, fingerprint in self.trainer.items() if fingerprint == value]
         if others:
             return f"it has the values of {others[0]}"
-        return "its values are neither those of the previous sync nor of another weight (transposed, scaled, mixed?)"
+        return "it has neither the values of the previous sync nor another weight's (transposed, scaled, cut, mixed?)"
 
 
 def _with_layer(name: str) -> str:
