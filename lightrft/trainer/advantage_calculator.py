@@ -150,7 +150,11 @@ class AdvantageCalculator:
         if self.cfg.advantages_norm:
             adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased, spread=exp.spread)
         kept = adv[mask]
-        metrics = {f"advantage/{name}": value for name, value in moments(kept, exp.spread)._asdict().items()}
+        found = moments(kept, exp.spread)
+        metrics = {
+            "advantage/mean": found.mean, "advantage/std": found.std, "advantage/min": found.min, "advantage/max":
+            found.max
+        }
         if self.cfg.advantage_clip:
             clipped = (kept.abs() > self.cfg.advantage_clip).float()
             metrics["advantage/clip_frac"] = moments(clipped, exp.spread).mean

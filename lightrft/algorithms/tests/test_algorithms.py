@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 import lightrft.algorithms as suite
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
-from lightrft.algorithms.advantages.grpo_passk import added_to_best
+from lightrft.algorithms.advantages.group_relative import added_to_best
 from lightrft.algorithms.catalog import fields_of
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.tests.test_returns import naive_gae, naive_returns
