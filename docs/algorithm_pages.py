@@ -19,9 +19,9 @@ from matrix_report import REGISTRIES, aliases, by_run, draw_run, load, run_of  #
 from lightrft.algorithms.base import Advantage, Correction, Surrogate  # noqa: E402
 from lightrft.algorithms.catalog import COLUMNS, cells_of, fields_of, tuned_by  # noqa: E402
 from lightrft.config.options import show  # noqa: E402
-from lightrft.config.options import options  # noqa: E402
 from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
+from lightrft.config.tree import options  # noqa: E402
 
 FIELDS = ("equation", "paper", "degenerate", "deviation")
 

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.config.options import extend
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.tree import extend
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience

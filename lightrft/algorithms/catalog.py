@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction, Surrogate
-from lightrft.config.options import options
 from lightrft.config.schema import Config
+from lightrft.config.tree import options
 
 Entry = Advantage | Surrogate | Correction
 

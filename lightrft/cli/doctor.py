@@ -68,7 +68,8 @@ def _config(flags: list[str]) -> Config:
     if not flags:
         return Config()  # works without PyYAML too
     from lightrft.config.cli import exit_on_config_error, parse_config
-    from lightrft.config.options import ConfigError, check_ranges
+    from lightrft.config.options import ConfigError
+    from lightrft.config.tree import check_ranges
     with exit_on_config_error(PROG):
         parsed = parse_config(flags, PROG)
         if problems := list(check_ranges(parsed.config)):

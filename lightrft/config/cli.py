@@ -12,8 +12,9 @@ from lightrft.config.compat import ALIASES, refusal
 from lightrft.config.files import load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.layers import Layer, resolve
-from lightrft.config.options import RESERVED, ConfigError, build, did_you_mean, options
+from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.schema import Config
+from lightrft.config.tree import RESERVED, build, options
 from lightrft.utils.errors import UserError
 
 Provenance = dict[str, str]

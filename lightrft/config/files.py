@@ -5,7 +5,8 @@ from typing import Any
 import yaml
 
 from lightrft.config.compat import ALIASES, refusal
-from lightrft.config.options import ConfigError, did_you_mean, group_options, groups, options
+from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.tree import group_options, groups, options
 
 
 class _Loader(yaml.SafeLoader):

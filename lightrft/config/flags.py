@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 from lightrft.config.compat import ALIASES, REFUSED, refusal
-from lightrft.config.options import ConfigError, Option, group_options, groups, options, show
+from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
+from lightrft.config.tree import group_options, groups, options
 
 
 def convert_text(option: Option, text: str) -> Any:

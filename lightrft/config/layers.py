@@ -2,10 +2,11 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from lightrft.config.options import ConfigError, flatten, options, show
+from lightrft.config.options import ConfigError, show
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.stages import stage_options
+from lightrft.config.tree import flatten, options
 
 
 class Layer(NamedTuple):

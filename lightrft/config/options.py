@@ -1,19 +1,13 @@
-"""Declaration of options, their form as read from the dataclass tree, and the conversion and checks of their values."""
-import argparse
+"""Declaration of one option, its form as read from a dataclass, and the conversion and checks of its values."""
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
 from math import inf, isfinite
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
-from lightrft.config.compat import ALIASES
 from lightrft.utils.errors import UserError
 
-G = TypeVar("G")
-RESERVED = ("config", "plugin", "dry_run", "help")  # flags that are no options
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 # intervals of numeric options, for ``within``
 ANY, COUNT, POSITIVE, NON_NEGATIVE, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
@@ -52,11 +46,6 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def group(cls: type, free: bool = False) -> Any:
-    """Declare a group of a tree. With ``free``, a resumed run may change all of its options."""
-    return field(default_factory=lambda: extended(cls)(), metadata={"free": free})
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class Option:
         return [self._one(item) for item in items]
 
     def _one(self, value: Any) -> Any:
-        parsed = _PARSERS[self.kind](value)
+        parsed = PARSERS[self.kind](value)
         if parsed is None:
             raise ConfigError(self._complaint(EXPECTED[self.kind], value))
         if self.choices and parsed not in self.choices:
@@ -166,7 +155,7 @@ def _str(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-_PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: finite, str: _str}
+PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: finite, str: _str}
 
 
 def split_commas(text: str) -> list[str]:
@@ -214,146 +203,3 @@ def in_words(interval: str) -> str:
     if high == inf:
         return f"{'at least' if interval[0] == '[' else 'greater than'} {low:g}"
     return f"in {interval}"
-
-
-def _option(group: str, spec: Field, annotation: Any, free: bool) -> Option:
-    many = get_origin(annotation) is list
-    inner = get_args(annotation) or (annotation, )
-    kind = next(t for t in inner if t is not NoneType)
-    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-    known = dict(spec.metadata)
-    return Option(group, spec.name, kind, many, NoneType in inner, default, **known | {"free": known["free"] or free})
-
-
-def group_options(cls: type, group: str = "", free: bool = False) -> dict[str, Option]:
-    """Read the options of one group (a dataclass such as ``StrategyConfig``), by name; all are free with ``free``."""
-    hints = get_type_hints(cls)
-    return {spec.name: _option(group, spec, hints[spec.name], free) for spec in fields(cls)}
-
-
-def groups(tree: type) -> dict[str, type]:
-    """Map the field names of a tree (such as ``Config``) to the dataclasses of its groups, extensions included."""
-    hints = get_type_hints(tree)
-    return {spec.name: extended(hints[spec.name]) for spec in fields(tree)}
-
-
-def options(tree: Any) -> dict[str, Option]:
-    """Collect every option of a tree, or of an instance of one, by name.
-
-    Raises:
-        ConfigError: two groups have an option of the same name; names are flags.
-    """
-    found: dict[str, Option] = {}
-    instance = not isinstance(tree, type)
-    classes = {name: type(part) for name, part in vars(tree).items()} if instance else groups(tree)
-    for spec in fields(tree):
-        for name, option in group_options(classes[spec.name], spec.name, spec.metadata.get("free", False)).items():
-            if name in found:
-                raise ConfigError(f"--{name} is declared twice, in the groups {found[name].group} and {spec.name}; "
-                                  "rename one of them")
-            found[name] = option
-    return found
-
-
-_EXTENSIONS: dict[type, dict[str, type]] = {}  # group -> name of the extension -> dataclass
-
-
-def extend(group: type, extension: Any) -> tuple[str, ...]:
-    """Add the options of ``extension`` to a group of every tree of this process, and return their names.
-
-    Args:
-        extension: a dataclass derived from ``group``, with one line per option. A class that is defined again, as when
-            its module is reloaded, takes the place of the first.
-
-    Raises:
-        ConfigError: it is no such class, a line is not a complete option, or the name of one is taken.
-    """
-    title = f"{extension.__module__}.{extension.__qualname__}"
-    if "__dataclass_fields__" not in vars(extension) or not issubclass(extension, group):
-        raise ConfigError(f"{title}: options are declared in a @dataclass that is derived from {group.__name__}")
-    others = {key: one for key, one in _EXTENSIONS.get(group, {}).items() if key != title}
-    bases: list[Any] = [group, *others.values()]
-    taken = {spec.name: spec for cls in bases for spec in fields(cls)}
-    own = [spec for spec in fields(extension) if taken.get(spec.name) is not spec]
-    for spec in own:
-        if problem := _line_problem(spec, get_type_hints(extension)[spec.name], spec.name in taken):
-            raise ConfigError(f"{title}.{spec.name}: {problem}")
-    _EXTENSIONS[group] = others | {title: extension}
-    return tuple(spec.name for spec in own)
-
-
-def _line_problem(spec: Field, annotation: Any, taken: bool) -> str:
-    """Name the problem of a line of an extension, or return an empty string."""
-    if taken or spec.name in RESERVED or spec.name in ALIASES:
-        return f"there is an option --{spec.name} already; choose another name"
-    if "help" not in spec.metadata:
-        return "declare it with option(default, help)"
-    many = get_origin(annotation) is list
-    kinds = [t for t in get_args(annotation) or (annotation, ) if t is not NoneType]
-    if len(kinds) != 1 or kinds[0] not in _PARSERS:
-        return f"the type is {annotation}; nearest valid: bool, int, float, str, one of them | None, or a list of one"
-    if kinds[0] in (int, float) and not spec.metadata["within"]:
-        return "a number needs its interval, e.g. within=\"[0, 1]\""
-    return "the default of a list is a list" if many and not callable(spec.default_factory) else ""
-
-
-def extended(group: type) -> type:
-    """Return ``group``, or a dataclass derived from it that has the options of its extensions too."""
-    extensions = _EXTENSIONS.get(group)
-    return _combined((*reversed(extensions.values()), group)) if extensions else group
-
-
-@cache
-def _combined(bases: tuple[type, ...]) -> type:
-    group = bases[-1]
-    return make_dataclass(group.__name__, [], bases=bases,
-                          namespace={"__module__": group.__module__, "__doc__": group.__doc__})
-
-
-def build(tree: type, values: dict[str, Any]) -> Any:
-    """Build an instance of ``tree`` from converted values by option name; other options take their default."""
-    parts = {}
-    for group, cls in groups(tree).items():
-        parts[group] = cls(**{name: values[name] for name in group_options(cls, group) if name in values})
-    return tree(**parts)
-
-
-def flatten(config: Any) -> dict[str, Any]:
-    """Collect the value of every option of a tree instance, by name: the inverse of :func:`build`."""
-    flat: dict[str, Any] = {}
-    for group in groups(type(config)):
-        flat.update(vars(vars(config)[group]))
-    return flat
-
-
-def check_ranges(config: Any) -> Iterator[str]:
-    """Yield one sentence per value of a tree that is outside the interval of its option."""
-    values = flatten(config)
-    for name, option in options(config).items():
-        yield from option.range_problems(values[name])
-
-
-def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
-    """Build one group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
-
-    An option that is missing, or ``None`` where it has no such value, takes its default. Values are type-checked.
-
-    Raises:
-        ConfigError: with the option, the value and what was expected; also for a preset, which only
-            :func:`lightrft.config.cli.parse_config` can put between defaults and flags.
-    """
-    cls = extended(cls)
-    given, known = dict(vars(args)), group_options(cls)
-    for alias, (name, value) in ALIASES.items():
-        if given.get(alias) is True:
-            given.setdefault(name, value)
-    taken = {
-        name: given[name] for name, option in known.items()
-        if name in given and (given[name] is not None or option.optional)
-    }
-    values = {name: known[name].convert(value) for name, value in taken.items()}
-    for name, value in values.items():
-        if known[name].preset and value != known[name].default:
-            raise ConfigError(f"--{name} {show(value)}: a plain argparse parser cannot tell flags from defaults; "
-                              "parse with lightrft.config.cli.parse_config")
-    return cls(**values)

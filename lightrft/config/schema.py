@@ -7,10 +7,11 @@ only its own group. The groups that other trainers have too are in :mod:`lightrf
 from dataclasses import dataclass
 
 from lightrft.config.engines import ENGINES
-from lightrft.config.options import (ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, group, option)
+from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
+from lightrft.config.tree import group
 
 
 @dataclass
@@ -342,7 +343,7 @@ class Config(Tree):
     rollout: RolloutConfig = group(RolloutConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
-    algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, extended_in="algorithms")
     train: TrainConfig = group(TrainConfig)
     eval: EvalConfig = group(EvalConfig, free=True)
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)

@@ -1,10 +1,11 @@
 """Options of supervised fine-tuning: the groups it shares with the RL trainer, and its own."""
 from dataclasses import dataclass
 
-from lightrft.config.options import COUNT, NON_NEGATIVE, group, option
+from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
+from lightrft.config.tree import group
 
 
 @dataclass

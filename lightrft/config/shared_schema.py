@@ -2,7 +2,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, group_from_args, option
+from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
+from lightrft.config.tree import group_from_args
 
 
 @dataclass

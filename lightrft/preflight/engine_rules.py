@@ -11,9 +11,10 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.config.engines import ENGINES, INSTALL, native_arguments
 from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.layers import changed
-from lightrft.config.options import ConfigError, options
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
+from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.shared_rules import unread
 

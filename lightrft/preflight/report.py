@@ -4,10 +4,11 @@ from typing import Any
 
 from lightrft.config.engines import ENGINES
 from lightrft.config.layers import preset_values
-from lightrft.config.options import group_options, groups, options, show
+from lightrft.config.options import show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
+from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.cost import batch_summary, gpu_name, model_size, time_line
 from lightrft.preflight.memory import devices, memory_lines

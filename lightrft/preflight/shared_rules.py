@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.layers import changed
-from lightrft.config.options import Option, check_ranges, did_you_mean, flatten, options
+from lightrft.config.options import Option, did_you_mean
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
+from lightrft.config.tree import check_ranges, flatten, options
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")

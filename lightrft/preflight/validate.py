@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.layers import changed
-from lightrft.config.options import ConfigError, flatten, options, show
+from lightrft.config.options import ConfigError, show
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
+from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
 from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,

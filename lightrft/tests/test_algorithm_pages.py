@@ -18,9 +18,9 @@ import matrix_report  # noqa: E402
 
 from lightrft.algorithms.catalog import COLUMNS, fields_of, tuned_by  # noqa: E402
 from lightrft.config.cli import parse_config  # noqa: E402
-from lightrft.config.options import options  # noqa: E402
 from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
+from lightrft.config.tree import options  # noqa: E402
 from lightrft.preflight.validate import validate  # noqa: E402
 
 WRITTEN = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "algorithms").glob("*.md")}

@@ -9,9 +9,9 @@ import pytest
 
 import lightrft
 from lightrft.config.cli import parse_config
-from lightrft.config.options import group_options, options
 from lightrft.config.schema import Config, LogConfig
 from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
+from lightrft.config.tree import group_options, options
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor, load_tokenizer
 from lightrft.preflight.validate import validate

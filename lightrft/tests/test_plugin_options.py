@@ -1,5 +1,6 @@
 """A plugin with an option of its own: the file that ``docs/extending.md`` shows, from the flag to the gradient."""
 import argparse
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from lightrft.algorithms import POLICY_LOSSES, table
+from lightrft.algorithms.base import REGISTRIES
 from lightrft.cli import train
-from lightrft.config import options as config_options
+from lightrft.config import tree as config_tree
 from lightrft.config.cli import parse_config
-from lightrft.config.options import ConfigError, build, extend, flatten, group_from_args, group_options, option, options
+from lightrft.config.options import ConfigError, option
 from lightrft.config.schema import AlgorithmConfig, Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, extend, flatten, group_from_args, group_options, options
 from lightrft.preflight.report import option_table, report
 from lightrft.preflight.validate import changes, validate
 from lightrft.tests.support import runs
@@ -29,7 +32,7 @@ no_picture = runs.no_picture
 def forget(monkeypatch):
     """The folder of the plugin is found; what a test has registered is gone after it."""
     monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.setattr(config_options, "_EXTENSIONS", {})
+    monkeypatch.setattr(config_tree, "_EXTENSIONS", {})
     monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES._entries))
     yield
     sys.modules.pop("my_loss", None)
@@ -156,9 +159,30 @@ def test_a_mistake_of_a_plugin_names_it(tmp_path, monkeypatch, capsys):
 
 def test_a_group_keeps_its_words():
     extend(AlgorithmConfig, declared())
-    group = config_options.extended(AlgorithmConfig)
-    assert group.__doc__ == AlgorithmConfig.__doc__ and group is config_options.extended(AlgorithmConfig)
+    group = config_tree.extended(AlgorithmConfig)
+    assert group.__doc__ == AlgorithmConfig.__doc__ and group is config_tree.extended(AlgorithmConfig)
     assert [*group_options(group)] == [*group_options(AlgorithmConfig), "mine"]
+
+
+def test_a_file_of_the_package_is_read_before_it_is_imported(tmp_path):
+    """Help and the doctor know the options of an algorithm's file without torch."""
+    (tmp_path / "lightrft" / "algorithms" / "losses").mkdir(parents=True)
+    source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace("import torch", "raise AssertionError")
+    (tmp_path / "lightrft" / "algorithms" / "losses" / "new.py").write_text(source, encoding="utf-8")
+    config_tree._read_folder(AlgorithmConfig, tmp_path / "lightrft" / "algorithms")
+    first = Config()
+    assert first.algorithm.tilt == 0.5 and options(Config)["tilt"].within == "[0, 1]"
+    imported = declared("tilt", line=option(0.5, options(Config)["tilt"].help, within="[0, 1]"))
+    imported.__module__, imported.__qualname__ = "lightrft.algorithms.losses.new", "TiltedOptions"
+    assert extend(AlgorithmConfig, imported) == ("tilt", ) and Config() == first, "the import changes nothing"
+
+
+def test_bare_options_are_those_of_every_algorithm():
+    code = ("from lightrft.config.schema import Config\nfrom lightrft.config.tree import options\n"
+            "print(*options(Config))")
+    bare = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    own = {name for registry in REGISTRIES.values() for entry in map(registry.get, registry) for name in entry.own}
+    assert own <= set(bare.stdout.split())
 
 
 def test_it_trains_and_resumes(tmp_path, capsys):

@@ -2,8 +2,8 @@
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.options import flatten
 from lightrft.config.presets import RECIPES, SEMANTICS
+from lightrft.config.tree import flatten
 from lightrft.tests.support import runs
 from lightrft.trainer.session import check
 from lightrft.utils.errors import UserError

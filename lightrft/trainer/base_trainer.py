@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.options import flatten
 from lightrft.config.schema import CheckpointConfig
+from lightrft.config.tree import flatten
 from lightrft.preflight.validate import changes, lost_length
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager

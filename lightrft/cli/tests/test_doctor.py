@@ -13,8 +13,8 @@ from torch.distributed import TCPStore
 
 from lightrft.cli.doctor import PROG, asked_extras, main, plan
 from lightrft.config.engines import INSTALL
-from lightrft.config.options import build
 from lightrft.config.schema import Config
+from lightrft.config.tree import build
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
 from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm

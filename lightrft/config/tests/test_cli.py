@@ -8,9 +8,10 @@ import pytest
 
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, REFUSED
-from lightrft.config.options import ConfigError, Option, flatten, group_from_args, group_options, groups, options
+from lightrft.config.options import ConfigError, Option
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 

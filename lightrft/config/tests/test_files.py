@@ -4,9 +4,10 @@ import pytest
 
 from lightrft.config.cli import parse_config
 from lightrft.config.files import load_config, plugins_of, save_config, to_yaml
-from lightrft.config.options import ConfigError, build, options
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, options
 from lightrft.tests.support.option_values import every_option, other_value
 
 

@@ -7,9 +7,10 @@ import pytest
 
 from lightrft.config.cli import ParsedConfig, parse_config
 from lightrft.config.layers import changed, with_sources
-from lightrft.config.options import ConfigError, flatten, group_from_args, options
+from lightrft.config.options import ConfigError
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import AlgorithmConfig, Config
+from lightrft.config.tree import flatten, group_from_args, options
 from lightrft.preflight.report import recipe_table, resolved, semantics_table
 from lightrft.utils.cli_args import add_arguments
 

@@ -3,9 +3,10 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.options import ConfigError, build
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages, check_total, length_problems
+from lightrft.config.tree import build
 
 
 def test_every_step_has_its_length() -> None:

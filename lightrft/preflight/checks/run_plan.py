@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.engines import HF_CACHE_PART
-from lightrft.config.options import build, flatten, show
+from lightrft.config.options import show
 from lightrft.config.schema import Config
+from lightrft.config.tree import build, flatten
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.machine import existing
 from lightrft.preflight.cost import GIB, ModelSize, batch_summary, model_size

@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from lightrft.config.cli import parse_config
-from lightrft.config.options import ConfigError, options
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
+from lightrft.config.tree import options
 from lightrft.preflight import engine_rules
 from lightrft.preflight.engine_rules import engine_problems, native_arguments
 from lightrft.preflight.validate import validate

@@ -1,8 +1,8 @@
 """What lies on a device in each phase of a step, against numbers computed by hand."""
 import pytest
 
-from lightrft.config.options import build
 from lightrft.config.schema import Config
+from lightrft.config.tree import build
 from lightrft.preflight.cost import GIB, ModelSize
 from lightrft.preflight.memory import Device, memory, memory_lines, peak
 

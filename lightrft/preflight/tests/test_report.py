@@ -6,9 +6,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from lightrft.config.cli import parse_config
-from lightrft.config.options import build, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, options
 from lightrft.preflight.cost import (GIB, ModelSize, batch_sizes, batch_summary, model_size, peak_flops, step_flops,
                                      time_line)
 from lightrft.preflight.memory import UNKNOWN, memory_lines

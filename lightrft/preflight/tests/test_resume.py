@@ -1,9 +1,9 @@
 """What is said about options that differ between a checkpoint and the run that goes on from it."""
 import pytest
 
-from lightrft.config.options import build, flatten, group_options, groups, options
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, flatten, group_options, groups, options
 from lightrft.preflight.validate import changes, lost_length
 from lightrft.tests.support.option_values import other_value
 

@@ -7,9 +7,10 @@ import pytest
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import Advantage
-from lightrft.config.options import ConfigError, build, options
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, options
 from lightrft.preflight import shared_rules
 from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL

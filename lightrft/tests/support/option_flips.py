@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from lightrft.config.options import options
 from lightrft.config.schema import Config
+from lightrft.config.tree import options
 from lightrft.tests.support.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)

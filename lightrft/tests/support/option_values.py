@@ -1,7 +1,8 @@
 """Another valid value for every option of a tree, as the words after its flag and as a Python value."""
 from typing import Any
 
-from lightrft.config.options import Option, options
+from lightrft.config.options import Option
+from lightrft.config.tree import options
 
 SAMPLES = {bool: True, int: 7, float: 0.25, str: "other"}
 

@@ -1,0 +1,191 @@
+"""Option trees: dataclasses of groups, each a dataclass of options, and what plugins and algorithms add to a group."""
+import argparse
+import ast
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from lightrft.config import options as declaration
+from lightrft.config.compat import ALIASES
+from lightrft.config.options import PARSERS, ConfigError, Option, show
+
+G = TypeVar("G")
+RESERVED = ("config", "plugin", "dry_run", "help")  # flags that are no options
+PACKAGE = Path(__file__).parents[1]
+_EXTENSIONS: dict[type, dict[str, type]] = {}  # group -> name of the extension -> dataclass
+_FOLDERS: dict[type, str] = {}  # group -> folder whose files extend it
+
+
+def group(cls: type, free: bool = False, extended_in: str = "") -> Any:
+    """Declare a group of a tree.
+
+    Args:
+        free: a resumed run may change all of its options.
+        extended_in: a folder of the package whose files may declare further options of the group, see :func:`extend`.
+    """
+    if extended_in:
+        _FOLDERS[cls] = extended_in
+    return field(default_factory=lambda: extended(cls)(), metadata={"free": free})
+
+
+def _option(group: str, spec: Field, annotation: Any, free: bool) -> Option:
+    many = get_origin(annotation) is list
+    inner = get_args(annotation) or (annotation, )
+    kind = next(t for t in inner if t is not NoneType)
+    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+    known = dict(spec.metadata)
+    return Option(group, spec.name, kind, many, NoneType in inner, default, **known | {"free": known["free"] or free})
+
+
+def group_options(cls: type, group: str = "", free: bool = False) -> dict[str, Option]:
+    """Read the options of one group (a dataclass such as ``StrategyConfig``), by name; all are free with ``free``."""
+    hints = get_type_hints(cls)
+    return {spec.name: _option(group, spec, hints[spec.name], free) for spec in fields(cls)}
+
+
+def groups(tree: type) -> dict[str, type]:
+    """Map the field names of a tree (such as ``Config``) to the dataclasses of its groups, extensions included."""
+    hints = get_type_hints(tree)
+    return {spec.name: extended(hints[spec.name]) for spec in fields(tree)}
+
+
+def options(tree: Any) -> dict[str, Option]:
+    """Collect every option of a tree, or of an instance of one, by name.
+
+    Raises:
+        ConfigError: two groups have an option of the same name; names are flags.
+    """
+    found: dict[str, Option] = {}
+    instance = not isinstance(tree, type)
+    classes = {name: type(part) for name, part in vars(tree).items()} if instance else groups(tree)
+    for spec in fields(tree):
+        for name, option in group_options(classes[spec.name], spec.name, spec.metadata.get("free", False)).items():
+            if name in found:
+                raise ConfigError(f"--{name} is declared twice, in the groups {found[name].group} and {spec.name}; "
+                                  "rename one of them")
+            found[name] = option
+    return found
+
+
+def extend(group: type, extension: Any) -> tuple[str, ...]:
+    """Add the options of ``extension`` to a group of every tree of this process, and return their names.
+
+    Args:
+        extension: a dataclass derived from ``group``, with one line per option. A class that is declared again, as when
+            its file was read before it is imported, changes nothing unless its lines differ.
+
+    Raises:
+        ConfigError: it is no such class, a line is not a complete option, or the name of one is taken.
+    """
+    title = f"{extension.__module__}.{extension.__qualname__}"
+    if "__dataclass_fields__" not in vars(extension) or not issubclass(extension, group):
+        raise ConfigError(f"{title}: options are declared in a @dataclass that is derived from {group.__name__}")
+    known = _EXTENSIONS.get(group, {})
+    others = {key: one for key, one in known.items() if key != title}
+    bases: list[Any] = [group, *others.values()]
+    taken = {spec.name: spec for cls in bases for spec in fields(cls)}
+    own = [spec for spec in fields(extension) if taken.get(spec.name) is not spec]
+    for spec in own:
+        if problem := _line_problem(spec, get_type_hints(extension)[spec.name], spec.name in taken):
+            raise ConfigError(f"{title}.{spec.name}: {problem}")
+    if title not in known or group_options(known[title]) != group_options(extension):
+        _EXTENSIONS[group] = others | {title: extension}
+    return tuple(spec.name for spec in own)
+
+
+def _line_problem(spec: Field, annotation: Any, taken: bool) -> str:
+    """Name the problem of a line of an extension, or return an empty string."""
+    if taken or spec.name in RESERVED or spec.name in ALIASES:
+        return f"there is an option --{spec.name} already; choose another name"
+    if "help" not in spec.metadata:
+        return "declare it with option(default, help)"
+    many = get_origin(annotation) is list
+    kinds = [t for t in get_args(annotation) or (annotation, ) if t is not NoneType]
+    if len(kinds) != 1 or kinds[0] not in PARSERS:
+        return f"the type is {annotation}; nearest valid: bool, int, float, str, one of them | None, or a list of one"
+    if kinds[0] in (int, float) and not spec.metadata["within"]:
+        return "a number needs its interval, e.g. within=\"[0, 1]\""
+    return "the default of a list is a list" if many and not callable(spec.default_factory) else ""
+
+
+def extended(group: type) -> type:
+    """Return ``group``, or a dataclass derived from it that has the options of its extensions too."""
+    if group in _FOLDERS:
+        _read_folder(group, PACKAGE / _FOLDERS[group])
+    extensions = _EXTENSIONS.get(group)
+    return _combined((*reversed(extensions.values()), group)) if extensions else group
+
+
+@cache
+def _read_folder(group: type, folder: Path) -> None:
+    """Extend ``group`` by the dataclasses that the files of a folder derive from it.
+
+    Only these classes are executed. An import of the files would load torch, which ``--help`` does not wait for.
+    """
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body if f"({group.__name__}):" in text else ():
+            if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == [group.__name__]:
+                module = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
+                names = vars(declaration) | {"__name__": module, group.__name__: group}
+                exec(compile(ast.Module([node], []), path, "exec"), names)
+                extend(group, names[node.name])
+
+
+@cache
+def _combined(bases: tuple[type, ...]) -> type:
+    group = bases[-1]
+    return make_dataclass(group.__name__, [], bases=bases,
+                          namespace={"__module__": group.__module__, "__doc__": group.__doc__})
+
+
+def build(tree: type, values: dict[str, Any]) -> Any:
+    """Build an instance of ``tree`` from converted values by option name; other options take their default."""
+    parts = {}
+    for group, cls in groups(tree).items():
+        parts[group] = cls(**{name: values[name] for name in group_options(cls, group) if name in values})
+    return tree(**parts)
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Collect the value of every option of a tree instance, by name: the inverse of :func:`build`."""
+    flat: dict[str, Any] = {}
+    for group in groups(type(config)):
+        flat.update(vars(vars(config)[group]))
+    return flat
+
+
+def check_ranges(config: Any) -> Iterator[str]:
+    """Yield one sentence per value of a tree that is outside the interval of its option."""
+    values = flatten(config)
+    for name, option in options(config).items():
+        yield from option.range_problems(values[name])
+
+
+def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
+    """Build one group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
+
+    An option that is missing, or ``None`` where it has no such value, takes its default. Values are type-checked.
+
+    Raises:
+        ConfigError: with the option, the value and what was expected; also for a preset, which only
+            :func:`lightrft.config.cli.parse_config` can put between defaults and flags.
+    """
+    cls = extended(cls)
+    given, known = dict(vars(args)), group_options(cls)
+    for alias, (name, value) in ALIASES.items():
+        if given.get(alias) is True:
+            given.setdefault(name, value)
+    taken = {
+        name: given[name] for name, option in known.items()
+        if name in given and (given[name] is not None or option.optional)
+    }
+    values = {name: known[name].convert(value) for name, value in taken.items()}
+    for name, value in values.items():
+        if known[name].preset and value != known[name].default:
+            raise ConfigError(f"--{name} {show(value)}: a plain argparse parser cannot tell flags from defaults; "
+                              "parse with lightrft.config.cli.parse_config")
+    return cls(**values)
