@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightrft.models.attention import PackedLayout
-from lightrft.ops.packing import position_ids
+from lightrft.ops.segment import position_ids
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

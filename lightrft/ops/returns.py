@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.ops.packing import seq_ids
+from lightrft.ops.segment import seq_ids
 
 
 def _reverse_scan(x: Tensor, decay: Tensor) -> Tensor:

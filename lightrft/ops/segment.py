@@ -1,13 +1,12 @@
-"""Sums, means and spreads per sequence, per group of samples and over a mask. Values outside a mask may be NaN.
+"""Packed sequences, ``flat [T]`` with ``cu_seqlens [B + 1]`` (int32, from 0 to T): tokens, sums, means and spreads.
 
-A batch may be spread over ranks. Statistics over the whole batch then take its :class:`Spread`.
+Statistics are per sequence, per group of samples or over a mask; values outside a mask may be NaN. A batch may be
+spread over ranks. Statistics over the whole batch then take its :class:`Spread`.
 """
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lightrft.ops.packing import seq_ids
 
 
 class Spread:
@@ -35,6 +34,24 @@ class Spread:
 
 
 HERE = Spread()
+
+
+def seq_ids(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
+    """``cat([full(len_b, b)])``: the sequence each token belongs to, int64 [T]. ``total`` (T) saves a device sync."""
+    lens = cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
+
+
+def position_ids(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
+    """``cat([arange(len_b)])``: int64 [T], restarting at 0 in every sequence."""
+    starts = cu_seqlens[:-1].long()[seq_ids(cu_seqlens, total)]
+    return torch.arange(len(starts), device=starts.device) - starts
+
+
+def shift_right(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``cat([cat([0, x_b[:-1]])])``: what token t - 1 of the same sequence holds, 0 at the first; differentiable."""
+    padded = torch.cat([torch.zeros_like(x[:1]) if len(x) else x.new_zeros((1, *x.shape[1:])), x])
+    return padded.index_fill(0, cu_seqlens[:-1].long(), 0)[:len(x)]
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from lightrft.strategy import checkpoint as files
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.utils.sinks import backup_path
 from lightrft.utils.errors import UserError
+from lightrft.utils.sinks import backup_path
 
 logger = logging.getLogger(__name__)
+MARKER = "COMPLETE.json"
+CRC_BYTES = 64 << 20  # larger files are checked by their size alone
 FAILURES = (OSError, RuntimeError, CheckpointException)  # what a full disk, or a rank that met one, raises
 
 
@@ -100,16 +101,16 @@ class CheckpointManager:
         """Run the phases; after each, all ranks agree on whether to continue (a rank must not fail alone inside a
         collective)."""
         self._succeeded = False
-        temporary = self.folder / files.temporary_name(step)
+        temporary = self.folder / temporary_name(step)
         self._succeeded = (
-            self._phase(lambda: files.fresh(temporary) if self.strategy.is_main else None)
+            self._phase(lambda: fresh(temporary) if self.strategy.is_main else None)
             and self._phase(lambda: self._write_blobs(temporary, blobs))
             and self._phase(lambda: self._write_tensors(temporary / "tensors", tensors))
             and self._phase(lambda: self._finish(step, temporary, metrics) if self.strategy.is_main else None))
         if not self._succeeded:
             self.failures += 1
             if self.strategy.is_main:
-                files.remove(temporary)
+                remove(temporary)
 
     def _phase(self, work: Any) -> bool:
         """Run ``work``; return True if it succeeded on all ranks, else each failing rank logs a warning."""
@@ -119,7 +120,7 @@ class CheckpointManager:
         except FAILURES as failure:
             error = str(failure).strip().splitlines()[-1] if str(failure).strip() else type(failure).__name__
             logger.warning("rank %d could not save a checkpoint in %s (%s), earlier ones are kept: %s",
-                           self.strategy.rank, self.folder, files.room(self.folder), error)
+                           self.strategy.rank, self.folder, room(self.folder), error)
         try:
             return not any(self._gather(error))
         except RuntimeError as gone:
@@ -136,16 +137,16 @@ class CheckpointManager:
     @staticmethod
     def _write_blobs(folder: Path, blobs: dict[str, bytes]) -> None:
         for name, blob in blobs.items():
-            files.write(folder / name, blob)
+            write(folder / name, blob)
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Any]) -> None:
         dcp.save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), process_group=self.group,
                  no_dist=self.group is None)
 
     def _finish(self, step: int, temporary: Path, metrics: dict[str, float]) -> None:
-        files.complete(temporary, self.folder / files.step_name(step),
-                       {"step": step, "world_size": self.strategy.world_size, "metrics": metrics})
-        best_is_known = files.rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
+        complete(temporary, self.folder / step_name(step),
+                 {"step": step, "world_size": self.strategy.world_size, "metrics": metrics})
+        best_is_known = rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
         if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
@@ -158,7 +159,7 @@ class CheckpointManager:
         Otherwise old checkpoints of higher steps would rotate the new ones away, and be loaded instead of them.
         """
         if self.strategy.is_main:
-            files.back_up(self.folder)
+            back_up(self.folder)
         self.strategy.barrier()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class CheckpointManager:
         """Find the newest complete checkpoint, the same on all ranks; a collective. Incomplete ones are skipped with a
         warning."""
         self.wait()
-        found = files.newest(self.folder) if self.strategy.is_main else None
+        found = newest(self.folder) if self.strategy.is_main else None
         return self.strategy.all_gather_object(found)[0]
 
     def load(self, path: Path, prepared: dict[str, Prepared]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -188,7 +189,7 @@ class CheckpointManager:
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             self.strategy.load_state_dict(one, own)
-        ranks = range(files.marker(path)["world_size"])
+        ranks = range(marker(path)["world_size"])
         return _from_file(path / "global.pt"), [_from_file(path / f"rank_{rank:05d}.pt") for rank in ranks]
 
 
@@ -216,10 +217,6 @@ def _to_bytes(value: Any) -> bytes:
 
 def _from_file(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)
-
-
-MARKER = "COMPLETE.json"
-CRC_BYTES = 64 << 20  # larger files are checked by their size alone
 
 
 def step_name(step: int) -> str:

@@ -75,7 +75,7 @@ class Watchdog:
 
     Args:
         phase: returns the phase of this rank, e.g. ``timer.phase``; called in another thread. A new value is progress.
-        timeout_s: most seconds in one phase (call :meth:`tick` inside long ones).
+        timeout_s: most seconds in one phase.
         store: of :func:`connect_store`; None only with one process.
         stale_s: silence after which a rank counts as dead.
     """
@@ -87,16 +87,11 @@ class Watchdog:
         self.rank, self.world_size, self.phase = rank, world_size, phase
         self.timeout_s, self.stale_s = timeout_s, stale_s
         self._store: Any = store
-        self._ticks = 0
         self.speaks = True
         self._reporting = False
         self._stop = threading.Event()
         self._leaving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="lightrft-watchdog", daemon=True)
-
-    def tick(self) -> None:
-        """Record that the current phase makes progress."""
-        self._ticks += 1
 
     def __enter__(self) -> "Watchdog":
         if self.world_size > 1:
@@ -175,12 +170,12 @@ class Watchdog:
     def _run(self) -> None:
         """Beat, watch the neighbour, look for failures, once a second."""
         neighbour, seen, silence = (self.rank + 1) % self.world_size, b"", 0.0
-        place, since, count = "", time.monotonic(), 0
+        phase, since, count = "", time.monotonic(), 0
         while not self._stop.wait(BEAT_S):
             count += 1
-            here = f"{self.phase()}/{self._ticks}"
-            if here != place:
-                place, since = here, time.monotonic()
+            now = self.phase()
+            if now != phase:
+                phase, since = now, time.monotonic()
             try:
                 stuck = time.monotonic() - since
                 self._beat(count, stuck)

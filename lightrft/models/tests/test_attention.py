@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.models import attention
 from lightrft.models.attention import PackedLayout, packed_attention
-from lightrft.ops.packing import position_ids
+from lightrft.ops.segment import position_ids
 from lightrft.tests.support import naive_model, tiny
 
 MODULE = SimpleNamespace(layer_idx=3)

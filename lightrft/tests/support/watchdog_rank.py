@@ -28,12 +28,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     phases = ["warming up"]
     with Watchdog(world.rank, world.world_size, lambda: phases[-1], 5.0 if mode == "hang" else 60.0,
-                  connect_store(world)) as watchdog:
+                  connect_store(world)):
         dist.barrier()
         for step in range(4):
             phases.append(f"step {step}")
             time.sleep(0.5)
-            watchdog.tick()
         phases.append("waiting" if world.rank == 0 else "fault")
         if mode == "stop":
             get_logger().warning(f"READY {world.rank}")

@@ -4,7 +4,7 @@ from torch import Tensor
 from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
-from lightrft.ops.packing import shift_right
+from lightrft.ops.segment import shift_right
 from lightrft.trainer.logprob_pass import on_update_packs
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.types import Experience

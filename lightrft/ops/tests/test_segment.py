@@ -2,9 +2,8 @@
 import torch
 from hypothesis import given, settings
 
-from lightrft.ops.packing import position_ids, seq_ids, shift_right
-from lightrft.ops.segment import (expand, group_stats, last_token, masked_mean, masked_var, masked_whiten, segment_mean,
-                                  segment_sum)
+from lightrft.ops.segment import (expand, group_stats, last_token, masked_mean, masked_var, masked_whiten, position_ids,
+                                  segment_mean, segment_sum, seq_ids, shift_right)
 from lightrft.tests.support.ragged import SEEDS, batch, spans
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
