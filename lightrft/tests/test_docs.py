@@ -55,7 +55,9 @@ def test_the_layer_picture_is_the_enforced_one():
     assert picture == LAYERS
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", [
+    "README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "contributing.md")
+])  # its files are new, see its test
 def test_flags_modules_and_files_that_are_named_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     plugins = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("my_*.py"))
