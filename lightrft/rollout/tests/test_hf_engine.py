@@ -9,7 +9,7 @@ from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import KVPlan
 from lightrft.tests.support import tiny
-from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.utils.env import total_memory
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3"]
@@ -97,13 +97,13 @@ def test_lengths_differ_and_samples_differ():
     assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in reference()), "samples of a prompt are copies"
 
 
-@pytest.mark.parametrize("tokens, places, slots", [(39, 1, 1), (116, 2, 2), (200, 5, 5), (368, 7, 12)])
-def test_results_do_not_depend_on_the_budget(tokens, places, slots):
+@pytest.mark.parametrize("tokens, prompt_slots, slots", [(39, 1, 1), (116, 2, 2), (200, 5, 5), (368, 7, 12)])
+def test_results_do_not_depend_on_the_budget(tokens, prompt_slots, slots):
     """Few slots: groups are split, their prompt is shared later, slots are refilled and moved."""
     assert (max(map(len, prompts())), NEW) == (20, 20)
     small = engine(kv_bytes=tokens * 2 * 2 * 2 * 8 * 4)  # layers x (key, value) x heads x dim x float32
     assert same(small.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
-    assert small._cache.plan == KVPlan(places, 20, slots, 19), "the budget was not used as given"
+    assert small._cache.plan == KVPlan(prompt_slots, 20, slots, 19), "the budget was not used as given"
     held = sum(store.data.nbytes for store in (small._cache.prompts, small._cache.rows))
     assert held <= small.kv_bytes, "more than the budget"
 
@@ -124,9 +124,9 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
 
     class Counting(continuous.Prefill):
 
-        def __init__(self, cache, lengths, places):
+        def __init__(self, cache, lengths, prompt_slots):
             seen.extend(lengths)
-            super().__init__(cache, lengths, places)
+            super().__init__(cache, lengths, prompt_slots)
 
     monkeypatch.setattr(continuous, "Prefill", Counting)
     engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2).generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
@@ -184,9 +184,9 @@ def test_callback_comes_once_per_request_as_soon_as_it_is_done(kv_bytes):
 
 
 @pytest.mark.parametrize("kv_bytes", [1 << 24, 20000])
-def test_responses_are_told_as_soon_as_they_end(kv_bytes):
+def test_responses_are_reported_as_soon_as_they_end(kv_bytes):
     asked = [*requests(), Request([9], [])]
-    tells_responses_as_they_end(engine(kv_bytes=kv_bytes), asked, SamplingParams(NEW, stop_token_ids=STOPS))
+    reports_responses_as_they_end(engine(kv_bytes=kv_bytes), asked, SamplingParams(NEW, stop_token_ids=STOPS))
 
 
 def test_budget_error_names_the_numbers():

@@ -9,7 +9,7 @@ from lightrft.tests.support import tiny
 from lightrft.utils.errors import UserError
 
 TINY = 116 * 2 * 2 * 2 * 8 * 4  # two slots: prompts wait, and their samples start at different times
-MANY = {"stop_token_ids": tuple(range(30, 90))}  # responses end at many places
+MANY = {"stop_token_ids": tuple(range(30, 90))}  # responses end at many positions
 HOT = {"first_temperature": 8.0, "temperature": 0.7}
 
 
@@ -27,19 +27,19 @@ def follows(part, whole, begun):
 
 def rest(asked, whole, cut):
     """Requests for the samples of which ``cut(request, sample)`` tokens are there, and where each belongs."""
-    found, places = [], []
+    found, cuts = [], []
     for i, (request, group) in enumerate(zip(asked, whole)):
         begun = [(j, cut(i, j)) for j, done in enumerate(group) if cut(i, j) < len(done.token_ids)]
         found.append(Request(request.token_ids, [request.seeds[j] for j, _ in begun], (),
                              [group[j].token_ids[:k] for j, k in begun]))  # yapf: disable
-        places.append(begun)
-    return found, places
+        cuts.append(begun)
+    return found, cuts
 
 
 def check(asked, whole, cut, family="qwen2", kv_bytes=1 << 24, **params):
-    continued, places = rest(asked, whole, cut)
+    continued, cuts = rest(asked, whole, cut)
     parts = engine(family, kv_bytes).generate(continued, sampling(**params))
-    for group, begun, expected in zip(parts, places, whole, strict=True):
+    for group, begun, expected in zip(parts, cuts, whole, strict=True):
         for part, (j, k) in zip(group, begun, strict=True):
             assert part.finish_reason != "abort"
             follows(part, expected[j], k)
@@ -49,8 +49,8 @@ def check(asked, whole, cut, family="qwen2", kv_bytes=1 << 24, **params):
                                            (3, {"top_k": 5, "min_p": 0.1})])  # yapf: disable
 def test_every_cut_point(stride, params):
     whole = engine().generate(requests(), sampling(**params))
-    for place in range(0, NEW, stride):
-        check(requests(), whole, lambda i, j: place, **params)
+    for position in range(0, NEW, stride):
+        check(requests(), whole, lambda i, j: position, **params)
 
 
 @pytest.mark.parametrize("family,kv_bytes", [("mistral", 1 << 24), ("gemma2", 1 << 24), ("mistral", TINY)])

@@ -135,14 +135,14 @@ def _splitmix(state, mask=2**64 - 1):
     return z ^ z >> 31
 
 
-def test_draws_by_seed_and_place():
-    """Those of SplitMix64 whose state is a mixed seed; uniform, and no two places or seeds alike."""
+def test_draws_by_seed_and_position():
+    """Those of SplitMix64 whose state is a mixed seed; uniform, and no two positions or seeds alike."""
     assert _splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first number of the published seed 0
-    seeds, places = [0, 1, 7, 2**63 - 1, 1234567890123456789], [0, 1, 2, 40_000]
+    seeds, positions = [0, 1, 7, 2**63 - 1, 1234567890123456789], [0, 1, 2, 40_000]
     for seed in seeds:
-        for place in places:
-            expected = _splitmix(_splitmix(seed) + (place + 1) * 0x9E3779B97F4A7C15 & 2**64 - 1) >> 11
-            assert uniforms_at(torch.tensor([seed]), torch.tensor([place])).item() == expected * 2.0**-53
+        for position in positions:
+            expected = _splitmix(_splitmix(seed) + (position + 1) * 0x9E3779B97F4A7C15 & 2**64 - 1) >> 11
+            assert uniforms_at(torch.tensor([seed]), torch.tensor([position])).item() == expected * 2.0**-53
     u = uniforms_at(torch.arange(200).repeat_interleave(100), torch.arange(100).repeat(200))
     assert u.unique().numel() == 20_000 and 0 <= u.min() and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.01 and (u.histc(20, 0, 1) - 1000).abs().max() < 150

@@ -43,8 +43,8 @@ def in_its_environment(*words, limit_s=560, **environ):
     if sys.version_info < (3, 11) or sys.platform != "linux":
         pytest.skip("SGLang 0.5.23 has wheels for Linux and Python 3.11 or newer only")
     if not (PYTHON.parents[1] / ".installed").exists():
-        told = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
-        pytest.fail(told) if "CI" in os.environ else pytest.skip(told)
+        said = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
+        pytest.fail(said) if "CI" in os.environ else pytest.skip(said)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/{FOLDER}/sglang_cpu_shim", "PYTHONWARNINGS": "ignore"
     }
@@ -147,16 +147,16 @@ def test_weights_travel_in_buckets():
     """Each bucket is right when it comes; its memory serves the next one too, unless a weight is larger."""
     generator = torch.Generator().manual_seed(1)
     sent = [(str(i), torch.randn(size, generator=generator)) for i, size in enumerate([3, 5, 60, 1, 200, 7, 9])]
-    dtypes, seen, places = {"1": torch.bfloat16, "5": torch.float64}, [], set()
+    dtypes, seen, addresses = {"1": torch.bfloat16, "5": torch.float64}, [], set()
     for flat, inside in buckets(sent, dtypes, 300):
-        places.add(flat.data_ptr())
+        addresses.add(flat.data_ptr())
         assert flat.is_shared() and len(flat) in (300, 800)
         for name, view, start in inside:
             dtype = dtypes.get(name, torch.float32)
             held = flat[start:start + view.nbytes].view(dtype)
             assert torch.equal(held, dict(sent)[name].to(dtype)) and view.dtype == dtype
             seen.append(name)
-    assert seen == [name for name, _ in sent] and len(places) == 2
+    assert seen == [name for name, _ in sent] and len(addresses) == 2
     assert not list(buckets([], {}, 10))
 
 
@@ -216,7 +216,7 @@ def test_sockets_have_names_that_the_system_takes(short, monkeypatch):
             launch.claim()
 
 
-def test_a_missing_package_is_told_in_one_line(monkeypatch):
+def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ValueError, match=r"cannot import sglang .* run: pip install 'lightrft\[sglang\]'"):
         client.SGLangNative({"model_path": "x"}, {}, CPU)

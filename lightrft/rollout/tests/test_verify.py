@@ -218,8 +218,8 @@ def test_two_ranks_stop_together(tmp_path):
     codes = run.wait(30)
     assert codes == [1, 1], run.output
     assert time.monotonic() - start < 20
-    told = f"weight sync 1: {TARGET} (layer 1) differs between engine and trainer on rank 1: "
-    assert run.output.count(told) == 1 and "Traceback" not in run.output, run.output
+    reported = f"weight sync 1: {TARGET} (layer 1) differs between engine and trainer on rank 1: "
+    assert run.output.count(reported) == 1 and "Traceback" not in run.output, run.output
 
 
 def test_a_run_with_the_proof_is_the_same_run(tmp_path):

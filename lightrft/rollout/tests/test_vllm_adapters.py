@@ -125,17 +125,17 @@ def test_a_fault_is_named(name, rig):
     """In an adapter as it is sent, or in a base weight that nobody sent again."""
     rig.sync()
     rig.learn()
-    place = next(iter(rig.engine.weight_map.held[name].values())).view
-    kept = place.clone()
+    matrix = next(iter(rig.engine.weight_map.held[name].values())).view
+    kept = matrix.clone()
 
     def harmed(*args):
         yield from FakeStrategy.full_params(rig.strategy, *args)
-        place[1, 1] += 1e-3
+        matrix[1, 1] += 1e-3
 
     with pytest.raises(WeightSyncError, match=rf"{name} \(layer \d\) differs"):
         rig.sync(harmed)
     if ".lora_" not in name:
-        place.copy_(kept)
+        matrix.copy_(kept)
     rig.sync()
 
 

@@ -17,7 +17,7 @@ from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
 from lightrft.tests.support import runs, tiny, turns, vllm_ranks
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
-                                               refuses_requests, requests, tells_responses_as_they_end, tokens)
+                                               refuses_requests, requests, reports_responses_as_they_end, tokens)
 from lightrft.tests.support.launch import finish
 
 pytest.importorskip("vllm")
@@ -118,22 +118,22 @@ def test_ends(rig):
     assert reasons == {"stop", "length"}
 
 
-def test_finished_requests_are_told_at_once(rig):
+def test_finished_requests_are_reported_at_once(rig):
     rig.ready()
-    asked, told = requests(2), []
+    asked, reported = requests(2), []
     asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
     found = rig.vllm.generate(
-        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: told.append(
+        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: reported.append(
             (i, tokens([done]), rig.vllm.native.get_num_unfinished_requests())))
-    assert sorted(i for i, *_ in told) == [0, 1, 2, 3, 4, 5] and found[3] == []
-    assert all(done == tokens([found[i]]) for i, done, _ in told)
-    assert told[0][2] > 0 == told[-1][2], "they are told at the end only"
+    assert sorted(i for i, *_ in reported) == [0, 1, 2, 3, 4, 5] and found[3] == []
+    assert all(done == tokens([found[i]]) for i, done, _ in reported)
+    assert reported[0][2] > 0 == reported[-1][2], "they are reported at the end only"
 
 
-def test_responses_are_told_as_soon_as_they_end(rig):
+def test_responses_are_reported_as_soon_as_they_end(rig):
     rig.ready()
     asked = [*requests(4), Request([5], [])]
-    tells_responses_as_they_end(rig.vllm, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
+    reports_responses_as_they_end(rig.vllm, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
 
 
 def test_enough_is_enough(rig):

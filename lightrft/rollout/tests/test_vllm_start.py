@@ -93,7 +93,7 @@ def test_a_stream_of_weights_is_complete_and_fits():
             list(checked(stream, shapes))
 
 
-def test_a_missing_package_is_told_in_one_line(monkeypatch):
+def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -77,22 +77,22 @@ def weights(shapes, dtype):
 def test_elements_are_found_wherever_a_kernel_wants_them(pack, shapes, dtype):
     """Each weight reads as it was sent, and a change of any element of the engine's that is no padding shows."""
     model, sent = Model(PACKS[pack], dtype), weights(shapes, dtype)
-    places = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
+    mapped = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
                        model.reload)
-    assert model.loads <= 1 and not places.fault("X") and set(places.dtypes.values()) == {dtype}
+    assert model.loads <= 1 and not mapped.fault("X") and set(mapped.dtypes.values()) == {dtype}
     model.reload(iter(sent.items()))
     expected = fingerprints([Piece(one) for one in sent.values()])
-    assert torch.equal(places.fingerprints(list(sent)), expected)
+    assert torch.equal(mapped.fingerprints(list(sent)), expected)
     if shapes is FUSED:
-        assert all(len(parts) == 1 + ("up" in name) for name, parts in places.held.items()), "experts are not joined"
+        assert all(len(parts) == 1 + ("up" in name) for name, parts in mapped.held.items()), "experts are not joined"
     if pack == "as sent":
-        assert all(place.order is None for parts in places.held.values() for place in parts.values())
+        assert all(place.order is None for parts in mapped.held.values() for place in parts.values())
     seen = 0
     for parameter in model.layers[1].parameters():
         for element in parameter.view(-1):
             kept = element.clone()
             element.add_(1)
-            wrong = (places.fingerprints(list(sent)) != expected).nonzero()[:, 0].tolist()
+            wrong = (mapped.fingerprints(list(sent)) != expected).nonzero()[:, 0].tolist()
             assert len(wrong) <= 1 and all(list(sent)[i].startswith("1.") for i in wrong)
             seen += len(wrong)
             element.copy_(kept)
@@ -103,26 +103,26 @@ def test_numbers_of_many_digits():
     """More elements than a bfloat16 can count."""
     layer, swap = nn.Module(), torch.arange(5000).flip(0)
     layer.w = nn.Parameter(torch.zeros(1, 5000, 20, dtype=torch.bfloat16), requires_grad=False)
-    places = WeightMap(lambda stream: [layer.w[0].copy_(one[0]) for _, one in stream], {"w": layer.w.shape}, None, (),
+    mapped = WeightMap(lambda stream: [layer.w[0].copy_(one[0]) for _, one in stream], {"w": layer.w.shape}, None, (),
                        [layer], lambda stream: [layer.w[0].copy_(one[0][swap]) for _, one in stream])  # yapf: disable
-    order = places.held["w"][((0, 0, 0), (1, 5000, 20))].order
+    order = mapped.held["w"][((0, 0, 0), (1, 5000, 20))].order
     assert torch.equal(order, torch.arange(100_000).view(5000, 20)[swap].flatten())
 
 
 def test_elements_that_are_changed_are_not_found():
     model = Model(lambda plane: plane * 2, torch.float32)
     sent = weights(FUSED, torch.float32)
-    places = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
+    mapped = WeightMap(model.load, {name: one.shape for name, one in sent.items()}, None, (), model.layers,
                        model.reload)
-    assert places.dtypes == {} and not places.fault("X")
+    assert mapped.dtypes == {} and not mapped.fault("X")
 
 
 def test_a_layer_of_which_a_part_came_changed_cannot_be_read():
     """Its kernel may have moved the rest."""
     model, shapes = Model(shuffled, torch.float32), {f"0.{name}": shape for name, shape in FUSED.items()}
-    places = WeightMap(lambda stream: model.load((name, one * 2 if "down" in name else one) for name, one in stream),
+    mapped = WeightMap(lambda stream: model.load((name, one * 2 if "down" in name else one) for name, one in stream),
                        shapes, None, (), model.layers, model.reload)  # yapf: disable
-    assert places.dtypes == {} and not places.fault("X")
+    assert mapped.dtypes == {} and not mapped.fault("X")
 
 
 def test_layers_that_are_loaded_alike_are_measured_once():
@@ -142,15 +142,15 @@ def test_layers_that_are_loaded_alike_are_measured_once():
 def test_what_an_engine_passes_over_is_refused(skipped, said):
     model, shapes = Model(None, torch.float32), APART if "third" in skipped[0] else FUSED
     shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
-    places = WeightMap(lambda stream: model.load(one for one in stream if one[0] not in skipped), shapes)
-    assert places.fault("X").startswith(said)
+    mapped = WeightMap(lambda stream: model.load(one for one in stream if one[0] not in skipped), shapes)
+    assert mapped.fault("X").startswith(said)
 
 
 def test_an_expert_that_an_engine_passes_over_is_refused():
     held = torch.zeros(E - 1, H, I)
-    places = WeightMap(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
+    mapped = WeightMap(lambda stream: [held[i].copy_(one[i]) for _, one in stream for i in range(E - 1)],
                        {"down": FUSED["down"]})  # yapf: disable
-    assert places.fault("X").startswith("X does not hold 12 of the 60 elements of down: ") and not places.dtypes
+    assert mapped.fault("X").startswith("X does not hold 12 of the 60 elements of down: ") and not mapped.dtypes
 
 
 def test_a_parameter_that_nothing_fills_is_refused():

@@ -127,20 +127,21 @@ def names_a_fault(rig, kind):
     assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
 
 
-def tells_responses_as_they_end(engine, asked, params):
+def reports_responses_as_they_end(engine, asked, params):
     """Each once, before its request, and the first ones of a request while its others are still generated."""
     order = []
     groups = engine.generate(asked, params, lambda i, done: order.append([(i, None, done)]),
                              lambda ended: order.append(ended))
-    when = {(i, j): (turn, told) for turn, ended in enumerate(order) for i, j, told in ended}
-    assert len(when) == sum(map(len, order)) == len(asked) + sum(len(request.seeds) for request in asked), "told twice"
+    when = {(i, j): (turn, reported) for turn, ended in enumerate(order) for i, j, reported in ended}
+    assert len(when) == sum(map(len, order)) == len(asked) + sum(len(request.seeds)
+                                                                 for request in asked), "reported twice"
     early = 0
     for i, group in enumerate(groups):
         turns = [when[i, j][0] for j in range(len(group))]
         assert [when[i, j][1] for j in range(len(group))] == group == when[i, None][1]
-        assert max(turns, default=-1) < when[i, None][0], "the request was told before its last response"
+        assert max(turns, default=-1) < when[i, None][0], "the request was reported before its last response"
         early += len(set(turns)) > 1
-    assert early, "no response was told before the last one of its request had ended"
+    assert early, "no response was reported before the last one of its request had ended"
 
 
 EXPERT_FAULTS = {
@@ -177,6 +178,6 @@ def names_faults_of_experts(rig):
                 return now
 
             broken(name, last)
-        broken(name, lambda now, before: now.roll(1, 0))  # experts change places
+        broken(name, lambda now, before: now.roll(1, 0))  # experts are exchanged
     broken(router, lambda now, before: now * (1 + 1e-3))
     rig.proof.wants_canary = True

@@ -33,7 +33,7 @@ def stale(stream: Named, engine: HFEngine) -> Named:
 
 
 def swapped(stream: Named, engine: HFEngine) -> Named:
-    """Two layers change places."""
+    """Two layers are exchanged."""
     names = {TARGET: TWIN, TWIN: TARGET}
     return ((names.get(name, name), tensor) for name, tensor in stream)
 

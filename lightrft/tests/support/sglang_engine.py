@@ -26,7 +26,7 @@ from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
-                                               refuses_requests, requests, tells_responses_as_they_end, tokens)
+                                               refuses_requests, requests, reports_responses_as_they_end, tokens)
 from lightrft.tests.support.faulty_sync import TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, state
 from lightrft.types import Prompt
@@ -137,22 +137,22 @@ def test_the_longest_request_fits(rig):
     assert len(done.token_ids) == NEW or done.finish_reason == "stop"
 
 
-def test_finished_requests_are_told_at_once(rig):
+def test_finished_requests_are_reported_at_once(rig):
     rig.ready()
-    asked, told = requests(2), []
+    asked, reported = requests(2), []
     asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
     found = rig.engine.generate(
-        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: told.append(
+        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: reported.append(
             (i, tokens([done]), len(rig.engine.native.manager.rid_to_state))))
-    assert sorted(i for i, *_ in told) == [0, 1, 2, 3, 4, 5] and found[3] == []
-    assert all(done == tokens([found[i]]) for i, done, _ in told)
-    assert told[0][0] == 3 and told[1][2] > 0 == told[-1][2], "they are told at the end only"
+    assert sorted(i for i, *_ in reported) == [0, 1, 2, 3, 4, 5] and found[3] == []
+    assert all(done == tokens([found[i]]) for i, done, _ in reported)
+    assert reported[0][0] == 3 and reported[1][2] > 0 == reported[-1][2], "they are reported at the end only"
 
 
-def test_responses_are_told_as_soon_as_they_end(rig):
+def test_responses_are_reported_as_soon_as_they_end(rig):
     rig.ready()
     asked = [*requests(4), Request([5], [])]
-    tells_responses_as_they_end(rig.engine, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
+    reports_responses_as_they_end(rig.engine, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
 
 
 def test_enough_is_enough(rig):
@@ -328,7 +328,7 @@ def test_arguments_of_its_own_must_exist():
 
 
 def test_schedulers_do_not_hear_what_stops_a_run(rig):
-    """A launcher tells all processes of a rank; the trainer may want another rollout before it leaves."""
+    """A launcher signals all processes of a rank; the trainer may want another rollout before it leaves."""
     rig.ready()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(rig.engine.native.processes[0].pid, number)
@@ -364,7 +364,7 @@ def own_files():
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
-    """It tells the scheduler's own error. Sockets are closed: the garbage collector would wait for them for ever."""
+    """It reports the scheduler's own error. Sockets are closed: the garbage collector would wait for them for ever."""
     before, children, files = state(), multiprocessing.active_children(), own_files()
     with pytest.raises(UserError, match="SGLang cannot run .*: ValueError: Unsupported activation: relu6"):
         Rig(tiny.save_model(tmp_path, hidden_act="relu6", **SIZES))

@@ -14,7 +14,7 @@ from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.faulty_sync import TARGET, break_sync
 from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
@@ -69,8 +69,8 @@ class Ranks:
         with torch.no_grad():
             scored = self.prepared.model(exp)[0][exp.loss_mask].double()
         self.strategy.free_full(self.prepared.model)
-        told = torch.tensor([value for _, one in rows for value in one.logprobs], dtype=torch.float64)
-        return (scored - told).abs().mean().item()
+        reported = torch.tensor([value for _, one in rows for value in one.logprobs], dtype=torch.float64)
+        return (scored - reported).abs().mean().item()
 
 
 def facts(ranks, tp_size):
@@ -87,7 +87,7 @@ def facts(ranks, tp_size):
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
         check(responses, ranks.reference.generate(REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
-        tells_responses_as_they_end(engine, REQUESTS[mine], replace(sampled, stop_token_ids=tuple(range(4, 40))))
+        reports_responses_as_they_end(engine, REQUESTS[mine], replace(sampled, stop_token_ids=tuple(range(4, 40))))
         drawn = engine.generate(REQUESTS[mine], sampled)
         assert ranks.gap(REQUESTS[mine], drawn) < EXACT
         asked = REQUESTS if ranks.strategy.rank == 0 else []
@@ -112,7 +112,7 @@ def facts(ranks, tp_size):
 
 
 def main(folder: str) -> None:
-    """Both ways to place SGLang, one after the other."""
+    """Both ways to start SGLang, one after the other."""
     environment, ranks = dict(os.environ), Ranks(folder)
     for tp_size in (2, 1):
         facts(ranks, tp_size)

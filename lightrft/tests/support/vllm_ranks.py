@@ -14,7 +14,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support.engine_rig import tells_responses_as_they_end
+from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.weight_sync_ranks import changed
 
@@ -42,12 +42,12 @@ def counted(engine):
 
 def stop_early(engine, asked, model, wanted: int) -> None:
     """It stops once every rank has had the requests that it wants; what was cut off goes on, and nothing is lost."""
-    steps, told = counted(engine), []
+    steps, reported = counted(engine), []
     whole, passes = engine.generate(asked, FIRE), len(steps)
-    parts = engine.generate(asked, FIRE, lambda i, _: told.append(i) or len(told) >= wanted)
-    assert len(told) >= wanted and len(steps) < 2 * passes, "no pass was saved"
+    parts = engine.generate(asked, FIRE, lambda i, _: reported.append(i) or len(reported) >= wanted)
+    assert len(reported) >= wanted and len(steps) < 2 * passes, "no pass was saved"
     cut = [(i, j) for i, group in enumerate(parts) for j, done in enumerate(group) if done.finish_reason == "abort"]
-    assert not {i for i, _ in cut} & set(told), "a request was called finished"
+    assert not {i for i, _ in cut} & set(reported), "a request was called finished"
     rest = [replace(asked[i], seeds=[asked[i].seeds[j]], prefixes=[parts[i][j].token_ids]) for i, j in cut]
     for (i, j), (more, ) in zip(cut, engine.generate(rest, FIRE), strict=True):
         begun = parts[i][j]
@@ -124,7 +124,7 @@ def main(folder: str, tp: int, early: bool) -> None:
         responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
         check(responses, reference.generate(REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
-        tells_responses_as_they_end(engine, REQUESTS[mine], replace(SAMPLED, stop_token_ids=tuple(range(4, 40))))
+        reports_responses_as_they_end(engine, REQUESTS[mine], replace(SAMPLED, stop_token_ids=tuple(range(4, 40))))
         sampled = engine.generate(REQUESTS[mine], SAMPLED)
         check(
             engine.generate(REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
