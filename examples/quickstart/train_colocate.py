@@ -1,4 +1,4 @@
-"""GRPO on the quickstart task: arguments -> strategy -> models -> trainer -> fit.
+"""GRPO on the quickstart task: the trainer of :mod:`lightrft.cli.train` with the defaults of this task.
 
     torchrun --nproc-per-node 2 examples/quickstart/train_colocate.py --pretrain MODEL --prompt_data A --eval_data B
 
@@ -6,11 +6,7 @@
 """
 from pathlib import Path
 
-from lightrft.config.cli import parse_config
-from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.models.loader import load_tokenizer
-from lightrft.trainer.session import training_session
-from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
+from lightrft.cli.train import main
 
 DEFAULTS = {
     "reward": [str(Path(__file__).with_name("reward.py")) + ":accuracy"],
@@ -35,19 +31,5 @@ DEFAULTS = {
     "strategy": "fsdp",
 }
 
-
-def main() -> None:
-    """Train with the defaults above; flags win."""
-    parsed = parse_config(prog="train_colocate.py", defaults=DEFAULTS)
-    config = parsed.config
-    with training_session(parsed) as session:
-        tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
-        prompts = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len)
-        held_out = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len,
-                                  "eval") if config.data.eval_data else []
-        models = build_models(config, session.strategy)
-        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer).fit()
-
-
 if __name__ == "__main__":
-    main()
+    main(defaults=DEFAULTS, prog="train_colocate.py")

@@ -3,16 +3,17 @@ from collections.abc import Sequence
 
 from lightrft.config.cli import parse_config
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.models.loader import check_context, load_actor, load_tokenizer
-from lightrft.trainer.session import training_session
-from lightrft.trainer.sft_trainer import SFTTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: every option of the SFT tree, ``--config`` and ``--dry_run``."""
     parsed = parse_config(argv, prog="python -m lightrft.cli.train_sft", tree=SFTConfig,
                           description="Supervised fine-tuning on conversations; the loss covers assistant turns only.")
+    # imported after the command line is read: --help and mistakes do not wait for torch
+    from lightrft.datasets.sft_dataset import SFTDataset
+    from lightrft.models.loader import check_context, load_actor, load_tokenizer
+    from lightrft.trainer.session import training_session
+    from lightrft.trainer.sft_trainer import SFTTrainer
     config, data = parsed.config, parsed.config.data.as_data_config()
     with training_session(parsed) as session:
         check_context(config.model.pretrain, max_len=config.data.max_len)

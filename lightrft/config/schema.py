@@ -351,3 +351,27 @@ class Config(Tree):
 
     BATCH = "rollout_batch_size"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
+
+    @property
+    def bypasses(self) -> bool:
+        """Return True if the engine's log-probs replace those of the old policy."""
+        return self.algorithm.rollout_correction == "bypass"
+
+    def forward_passes(self, num_samples: int, critic: bool) -> list[str]:
+        """List the no-grad passes over a rollout of ``num_samples`` samples before its update, in order.
+
+        The pass of the old policy is left out if nothing reads its log-probs before the update and the update makes a
+        single optimizer step. The first forward pass of the update then provides them.
+
+        Args:
+            critic: a critic is trained.
+        """
+        a = self.algorithm
+        again = self.train.max_epochs > 1 or num_samples > self.train.train_batch_size
+        read = a.high_entropy_token_ratio > 0 or a.init_kl_coef > 0 and not a.use_kl_loss
+        wanted = {
+            "old_logprobs": not self.bypasses and (again or read),
+            "ref": a.init_kl_coef > 0,
+            "values": critic,
+        }
+        return [name for name, is_wanted in wanted.items() if is_wanted]

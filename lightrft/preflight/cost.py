@@ -11,9 +11,6 @@ from lightrft.utils.errors import UserError
 
 GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40": 181e12, "A10": 125e12
-}
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -97,19 +94,9 @@ def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
     return size.total * (train + 2 * passes * b.tokens + 2 * b.tokens)
 
 
-def peak_flops(device: str) -> float | None:
-    """Dense bfloat16 operations per second of a GPU by its name; None when it is not in the table."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
-
-
-def gpu_name() -> str:
-    """Name of the first GPU of this machine, or an empty string."""
-    import torch
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
 def time_line(config: Config, world_size: int, size: ModelSize | None, device: str, critic: bool = False) -> str:
     """The time estimate as text, with its assumptions."""
+    from lightrft.utils.env import peak_flops
     peak = peak_flops(device)
     if size is None or peak is None:
         why = "the model's size is not known" if size is None else f"no table has the speed of {device or 'a CPU'}"

@@ -9,7 +9,6 @@ import yaml
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.config.engines import ENGINES, INSTALL, native_arguments
-from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -201,5 +200,5 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
     critic = c.algorithm.advantage_estimator in ADVANTAGES and trains_critic(c)
-    if not wanted_passes(c, r.rollout_batch_size * r.n_samples_per_prompt, critic):
+    if not c.forward_passes(r.rollout_batch_size * r.n_samples_per_prompt, critic):
         yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"

@@ -10,9 +10,10 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.cost import batch_summary, gpu_name, model_size, time_line
+from lightrft.preflight.cost import batch_summary, model_size, time_line
 from lightrft.preflight.memory import devices, memory_lines
 from lightrft.preflight.validate import warnings
+from lightrft.utils.env import gpu_name
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:

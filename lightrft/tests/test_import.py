@@ -3,6 +3,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import lightrft
 
 HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matplotlib", "datasets")
@@ -17,6 +19,14 @@ def run(code):
 
 def test_importing_the_package_loads_nothing_heavy():
     run(f"import sys, lightrft, lightrft.config.schema\nassert not set({HEAVY}) & set(sys.modules), 'heavy'")
+
+
+@pytest.mark.parametrize("script,flag", [("train", "--policy_loss"), ("train_sft", "--train_data")])
+def test_help_loads_nothing_heavy(script, flag):
+    """Nor does a mistake in the command line."""
+    for word, code in ((flag + "x", 2), ("--help", 0)):
+        run(f"import sys\nfrom lightrft.cli.{script} import main\ntry:\n    main([{word!r}])\n"
+            f"except SystemExit as end:\n    assert end.code == {code} and not set({HEAVY}) & set(sys.modules)")
 
 
 def test_every_module_and_public_name_loads_without_the_optional_packages():

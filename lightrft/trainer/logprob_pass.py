@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightrft.config.forward_passes import bypasses, wanted_passes
 from lightrft.config.schema import Config
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
@@ -105,14 +104,14 @@ class LogprobPass:
 
     def wanted(self, num_samples: int) -> list[Pass]:
         """Return the passes over a rollout of ``num_samples`` samples."""
-        names = wanted_passes(self.config, num_samples, self.critic is not None)
+        names = self.config.forward_passes(num_samples, self.critic is not None)
         return [each for each in self.known if each.name in names]
 
     def fill(self, shards: Shards, buffer: ReplayBuffer, timer: Timer) -> None:
         """Compute the missing fields of this rank's sequences; a collective."""
         self.offloader.reload()
         exp = shards.exp
-        if bypasses(self.config):
+        if self.config.bypasses:
             exp.old_logprobs = exp.rollout_logprobs
         missing = [each for each in self.wanted(shards.size) if vars(exp)[each.fields[0]] is None]
         passes = self._passes(buffer) if missing else []

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.base import POLICY_LOSSES
-from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators
@@ -97,7 +96,7 @@ class PolicyUpdate:
 
     def _compare_all(self, sums: MetricSums, rollout: Rollout) -> None:
         """Add the mismatch of all samples if a pass ran before the update; else the first optimizer step adds it."""
-        if rollout.exp.old_logprobs is None or bypasses(self.config):
+        if rollout.exp.old_logprobs is None or self.config.bypasses:
             return
         for mini in rollout.buffer.epoch(0):
             for part in mini.micro_batches:
@@ -145,7 +144,7 @@ class PolicyUpdate:
 
         def loss_of(exp: Experience) -> Tensor:
             logprobs, entropy = self.actor.model(exp, temperature=self.config.rollout.temperature, entropy=True)
-            if first_step and (exp.old_logprobs is None or bypasses(self.config)):
+            if first_step and (exp.old_logprobs is None or self.config.bypasses):
                 self._compare_engine(sums, replace(exp, old_logprobs=logprobs.detach()))
             loss, metrics = self.policy_loss(logprobs, entropy, exp, denominators, *coefs)
             sums.add_tokens({f"policy/{key}": value for key, value in metrics.items()}, exp.loss_mask)
@@ -256,7 +255,7 @@ class TokenSelection:
         if self.selects is None:
             return
         held, own = shards.held, sorted(sample for part in mini.micro_batches for sample in part)
-        known = fresh and held.old_logprobs is not None and not bypasses(self.config)
+        known = fresh and held.old_logprobs is not None and not self.config.bypasses
         logprobs = held.old_logprobs if known else self._current(shards, mini)
         slots = shards.slots(own)
         tokens = held.tokens_of(slots)

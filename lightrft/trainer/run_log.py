@@ -8,15 +8,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
-from lightrft.preflight.cost import gpu_name, peak_flops
 from lightrft.config.files import to_yaml
 from lightrft.config.schema import Config
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.shared_schema import Tree
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.utils.curve import plot_curve, read_metrics
-from lightrft.utils.env import peak_memory_gib
+from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
 from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
@@ -58,7 +57,7 @@ class RunLog:
     """Log of a run's metrics. It writes on rank 0; on the other ranks every call is a no-op."""
     kind = "supervised fine-tuning"
 
-    def __init__(self, config: Config | SFTConfig, strategy: StrategyBase, aliases: str = "none") -> None:
+    def __init__(self, config: Tree, strategy: StrategyBase, aliases: str = "none") -> None:
         self.config, self.strategy, self.aliases = config, strategy, aliases
         self.folder = Path(config.checkpoint.save_path)
         self.sinks: MetricSinks | None = None

@@ -223,12 +223,3 @@ def test_exit_code_of_a_real_process() -> None:
     code = "from lightrft.config.cli import parse_config; parse_config()"
     done = subprocess.run([sys.executable, "-c", code, "--sede", "1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "did you mean --seed" in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_help_loads_no_torch(tree: type) -> None:
-    code = (f"import sys\nfrom lightrft.config.cli import parse_config\nfrom {tree.__module__} import {tree.__name__}\n"
-            f"try:\n    parse_config(['--help'], tree={tree.__name__})\n"
-            "except SystemExit:\n    assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "--learning_rate" in done.stdout.replace("actor_", ""), done.stderr

@@ -1,7 +1,6 @@
 """Which passes run between rollout and update."""
 import pytest
 
-from lightrft.config.forward_passes import wanted_passes
 from lightrft.config.schema import Config
 
 OLD, REF, VALUES = "old_logprobs", "ref", "values"
@@ -23,4 +22,4 @@ def test_the_passes_that_something_needs(values, samples, critic, expected):
     config = Config()
     for name, value in {"train_batch_size": 64, **values}.items():
         setattr(config.train if hasattr(config.train, name) else config.algorithm, name, value)
-    assert wanted_passes(config, samples, critic) == expected
+    assert config.forward_passes(samples, critic) == expected

@@ -1,7 +1,6 @@
 """Checks of the first step: engine, trainer and reference must agree, or all later numbers are meaningless."""
 from torch import Tensor
 
-from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
 from lightrft.ops.segment import shift_right
@@ -57,7 +56,7 @@ def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, dev
     dropout = config.model.lora_dropout > 0  # the update then computes other numbers than the passes before it
     full_support = config.rollout.top_p == 1 and not config.rollout.top_k and not config.rollout.min_p
     facts = []
-    if not dropout and not bypasses(config):  # else the ratio is the mismatch
+    if not dropout and not config.bypasses:  # else the ratio is the mismatch
         facts += [("policy/first_ratio_gap", limit["passes"], "the old log-probs and the update see different numbers")]
     if full_support and not dropout:
         measured = "same_policy" if SamePolicy(config).apart else "mismatch"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.base import POLICY_LOSSES
-from lightrft.config.forward_passes import bypasses
 from lightrft.config.schema import Config
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum
@@ -202,7 +201,7 @@ class SelfTest:
         """Make the batch off-policy, with the tokens that a selecting policy loss chooses."""
         algorithm = self.config.algorithm
         selects = POLICY_LOSSES.get(algorithm.policy_loss).selects
-        moved = off_policy(batch, bypasses(self.config))
+        moved = off_policy(batch, self.config.bypasses)
         return moved if selects is None else replace(moved, selected=selects(batch.rollout_logprobs, moved, algorithm,
                                                                              0))
 
