@@ -19,7 +19,7 @@ class TiltedOptions(AlgorithmConfig):
 
 @policy_loss("tilted", skips_zero=True, reads=(), options=TiltedOptions)
 def tilted(logprobs: Tensor, exp: Experience, cfg: TiltedOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted importance sampling: what went wrong teaches less than what went right.
+    """Importance sampling with a smaller weight for tokens whose advantage is negative.
 
     Equation: loss_t = -w_t * rho_t * A_t, w_t = tilt where A_t < 0, else 1
     """
