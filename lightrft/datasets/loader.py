@@ -2,9 +2,10 @@
 
 The order of the rows is a pure function of (sizes, probabilities, seed), so that a position alone restores it.
 """
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 from zlib import crc32
 
 import numpy as np
@@ -90,6 +91,22 @@ class MixedDataset(Sequence[Item]):
     """
     sizes: list[int]
     probs: list[float]
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """The row at ``index``."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item:
+        ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]:
+        ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        return [self.item(i)
+                for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self.item(index)
 
 
 class PromptLoader(Generic[Item]):

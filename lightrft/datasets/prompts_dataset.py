@@ -1,6 +1,5 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
-from typing import overload
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -89,7 +88,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         for entry, rows in enumerate(parts):
             self._add(entry, rows, cfg, prompt_max_len)
         if split == "train":
-            self._tell_bare_text(cfg)
+            self._report_bare_text(cfg)
         if not self._ids:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
@@ -107,7 +106,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         if records and missing(records[0].reference):
             get_logger().info("%s: no row has a reference answer; rewards that need one cannot score", rows.where(0))
 
-    def _tell_bare_text(self, cfg: DataConfig) -> None:
+    def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""
         bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
@@ -117,17 +116,8 @@ class PromptsDataset(MixedDataset[Prompt]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt:
-        ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]:
-        ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> Prompt:
+        """The prompt at ``index``."""
         record = self._records[index]
         return Prompt(uid=self._uids[index], token_ids=self._ids[index].tolist(), text=self._texts[index],
                       messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,

@@ -1,6 +1,5 @@
 """Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -181,17 +180,8 @@ class SFTDataset(MixedDataset[SFTExample]):
     def __len__(self) -> int:
         return len(self._encoded)
 
-    @overload
-    def __getitem__(self, index: int) -> SFTExample:
-        ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[SFTExample]:
-        ...
-
-    def __getitem__(self, index: int | slice) -> SFTExample | list[SFTExample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> SFTExample:
+        """The demonstration at ``index``."""
         ids, mask = self._encoded[index]
         return SFTExample(self._uids[index], ids.tolist(), mask.tolist())
 

@@ -27,7 +27,7 @@ SHORT = 64  # tokens; longer sequences are not padded (measured: the gather cost
 _STEP = 16  # widths of the padded rows are multiples of this
 
 
-class KVCache(Protocol):
+class AttentionCache(Protocol):
     """Interface of the rollout engine's ``kv_cache=``: it stores keys and values and attends to all that it stored."""
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
@@ -225,9 +225,9 @@ def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                      scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-                     softcap: float | None = None, packing: PackedLayout | None = None, kv_cache: KVCache | None = None,
-                     s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-                     **unused: Any) -> tuple[Tensor, None]:
+                     softcap: float | None = None, packing: PackedLayout | None = None,
+                     kv_cache: AttentionCache | None = None, s_aux: Tensor | None = None,
+                     position_bias: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
     """The attention function registered as "packed": [1, h, T, d] -> [1, T, h, d].
 
     Raises:

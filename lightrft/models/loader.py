@@ -21,7 +21,7 @@ from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
 from lightrft.models.lora import add_lora, hf_name
 from lightrft.models.packed_model import Critic
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.logging import get_logger
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -44,7 +44,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
+        raise UserError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {path!r} has no eos token, so responses could never end: set \"eos_token\" in its "
@@ -62,7 +62,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateError as error:
-        raise UserError(f"chat template {name!r} does not render: {_first_line(error)}") from error
+        raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
 
 
 def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
@@ -178,15 +178,11 @@ def _config(path: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder else " (no such folder here, so taken as a hub id)"
-        raise UserError(f"cannot load a model from {path!r}{where}: {_first_line(error)}") from error
+        raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float) and value:
             setattr(config, key, 0.0)
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager
@@ -212,7 +208,7 @@ def _weights(auto_class: Any, path: str, config: PretrainedConfig, dtype: torch.
                 _folder(path) or path, config=config, dtype=dtype, attn_implementation=PACKED, output_loading_info=True,
                 **kwargs)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot load the weights of {path!r}: {_first_line(error)}") from error
+        raise UserError(f"cannot load the weights of {path!r}: {first_line(error)}") from error
     missing = sorted(set(info["missing_keys"]) - set(new))
     if missing:
         raise UserError(

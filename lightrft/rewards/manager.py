@@ -8,7 +8,7 @@ from typing import cast
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
-from lightrft.rewards.spec import file_part, named_part, parse_entry, Part, recipe_for, remote_part, Submit
+from lightrft.rewards.spec import file_part, named_part, parse_entry, RewardPart, recipe_for, remote_part, Submit
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 WARN_S = 60.0  # seconds of waiting for rewards until a warning
 
-Weighted = list[tuple[Part, float]]
+Weighted = list[tuple[RewardPart, float]]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Handle:
     """
     rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
-    together: dict[str, tuple[Part, list[int]]] = field(default_factory=dict)
+    together: dict[str, tuple[RewardPart, list[int]]] = field(default_factory=dict)
     budgets: dict[str, GroupBudget] = field(default_factory=dict)  # by part
 
 
@@ -53,7 +53,7 @@ class RewardManager:
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
-        self._named: dict[str, Part] = {}
+        self._named: dict[str, RewardPart] = {}
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
         self._under_way: "dict[Future[list[Outcome]], str]" = {}  # name of the part
@@ -74,7 +74,7 @@ class RewardManager:
 
     def begin(self, responses: list[tuple[Handle, int, RewardInput]]) -> None:
         """Add finished responses, each with its number, and start the parts that judge each response on its own."""
-        alone: dict[str, tuple[Part, list[tuple[Handle, int]]]] = {}
+        alone: dict[str, tuple[RewardPart, list[tuple[Handle, int]]]] = {}
         self._waited_s = 0.0
         for handle, row, item in responses:
             recipe = self.parts_of(item)
@@ -152,14 +152,14 @@ class RewardManager:
             parts.append((part, entry.weight))
         return parts + ([(remote_part(self.remote), 1.0)] if self.remote is not None else [])
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> RewardPart:
         if name not in self._named:
             part = self._named[name] = named_part(name, self.pool)
             if part.warm is not None:
                 part.warm()
         return self._named[name]
 
-    def _start(self, part: Part, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
+    def _start(self, part: RewardPart, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
         budget = self._budgets.setdefault(part.name, RewardBudget(self.cfg.reward_timeout_s))
         for handle, _ in members:
             handle.budgets.setdefault(part.name, GroupBudget(self.cfg.reward_timeout_s, budget))

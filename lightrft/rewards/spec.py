@@ -21,7 +21,7 @@ Submit = Callable[[list[RewardInput], list[GroupBudget]], list[Future[list[Outco
 
 
 @dataclass(frozen=True)
-class Entry:
+class RewardEntry:
     """One parsed ``--reward`` entry: a registered ``name``, or a file and optionally its function."""
     name: str
     weight: float = 1.0
@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardPart:
     """One reward part: ``fast`` decides in this process or returns None; then ``submit`` (worker or server) decides.
 
     ``together``: the part may compare the responses to a prompt and needs all of them; else ``submit`` gives a future
@@ -48,7 +48,7 @@ class Part:
         return self.fast is not None
 
 
-def parse_entry(text: str) -> Entry:
+def parse_entry(text: str) -> RewardEntry:
     """Parse ``name``, ``name=weight`` or ``path.py[:function][=weight]``; ``ValueError`` for anything else."""
     match = re.fullmatch(r"(?P<what>.+?)(?:=(?P<weight>[^=]*))?", text.strip())
     if match is None:
@@ -62,19 +62,19 @@ def parse_entry(text: str) -> Entry:
             f"--reward {text!r}: the weight {match['weight']!r} is no number. Remedy: for example {match['what']}=0.5")
     file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", match["what"])
     if file:
-        return Entry(
+        return RewardEntry(
             Path(file["path"]).stem, weight, str(Path(file["path"]).expanduser().resolve()), file["function"] or "")
-    return Entry(match["what"], weight)
+    return RewardEntry(match["what"], weight)
 
 
-def named_part(name: str, pool: WorkerPool) -> Part:
+def named_part(name: str, pool: WorkerPool) -> RewardPart:
     """Return a registered reward. Built-in ones try to decide in this process; others run in the workers."""
     reward = REWARDS.get(name)
     if name == "math":
         spec = Spec("math")
-        return Part(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
+        return RewardPart(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
     if name in FAST:
-        return Part(name, FAST[name])
+        return RewardPart(name, FAST[name])
     try:
         spec = Spec("callable", function=name, pickled=pickle.dumps(reward))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -82,30 +82,30 @@ def named_part(name: str, pool: WorkerPool) -> Part:
             f"reward {name!r} cannot be sent to a worker process ({error}). Remedy: make it a function or a class "
             "at the top of an importable module") from error
     pool.load(spec).result()
-    return Part(name, submit=partial(pool.submit_together, spec), together=True)
+    return RewardPart(name, submit=partial(pool.submit_together, spec), together=True)
 
 
-def file_part(entry: Entry, pool: WorkerPool) -> Part:
+def file_part(entry: RewardEntry, pool: WorkerPool) -> RewardPart:
     """Check a user's file and load it in a worker now. Raises ``ValueError`` with file, line and remedy if unfit."""
     check_source(Path(entry.path))
     spec = Spec("file", entry.path, entry.function)
     info = pool.load(spec).result()
-    return Part(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
-                together=info.batched)
+    return RewardPart(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
+                      together=info.batched)
 
 
-def remote_part(remote: RemoteReward) -> Part:
+def remote_part(remote: RemoteReward) -> RewardPart:
     """Return the reward servers as the part ``remote``."""
-    return Part("remote", submit=remote.submit)
+    return RewardPart("remote", submit=remote.submit)
 
 
-Recipe = list[tuple[str, float]]
+RewardRecipe = list[tuple[str, float]]
 
-_MATH_WITH_FORMAT: Recipe = [("math", 0.9), ("format", 0.1)]
-_EXACT: Recipe = [("exact", 1.0)]
-_MATH: Recipe = [("math", 1.0)]
+_MATH_WITH_FORMAT: RewardRecipe = [("math", 0.9), ("format", 0.1)]
+_EXACT: RewardRecipe = [("exact", 1.0)]
+_MATH: RewardRecipe = [("math", 1.0)]
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, RewardRecipe] = {
     "gsm8k_rule": _MATH_WITH_FORMAT,
     "openai/gsm8k": _MATH_WITH_FORMAT,
     "geo3k_rule": _MATH_WITH_FORMAT,
@@ -122,7 +122,7 @@ RECIPES: dict[str, Recipe] = {
 """Label or data source -> [(reward part, weight)]. Plugins may add entries."""
 
 
-def recipe_for(item: RewardInput) -> Recipe:
+def recipe_for(item: RewardInput) -> RewardRecipe:
     """Return the recipe of a row; ``ValueError`` with the known ones if neither label nor data source has one."""
     for key in (item.label, item.data_source):
         if key in RECIPES:

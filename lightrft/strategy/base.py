@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
-from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, Part, clip, offload_optimizer, part, reload_optimizer,
-                                         set_schedule_step, squared_norm)
+from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, offload_optimizer, own_slice,
+                                         reload_optimizer, set_schedule_step, squared_norm)
 
 Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
 ADAPTER_BUCKET_BYTES = 64 << 20
@@ -223,14 +223,14 @@ class StrategyBase(ABC):
         stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
         return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
 
-    def part(self, param: nn.Parameter) -> Part:
+    def own_slice(self, param: nn.Parameter) -> ParamSlice:
         """The elements of ``param`` for which this rank is responsible."""
-        return part(param)
+        return own_slice(param)
 
-    def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
+    def own_slices(self, model: nn.Module) -> Iterator[tuple[str, ParamSlice]]:
         """This rank's part of every parameter, under the names and in the order of :meth:`full_params` (LoRA apart). No
         collective: nothing moves. One rank is responsible for each element, whoever else holds it."""
-        found = ((name, self.part(param)) for name, param in model.named_parameters())
+        found = ((name, self.own_slice(param)) for name, param in model.named_parameters())
         return model.export_params(found, False) if isinstance(model, ExportsParams) else found
 
     def free_full(self, model: nn.Module) -> None:

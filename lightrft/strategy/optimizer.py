@@ -22,7 +22,7 @@ class OptimSpec:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamSlice:
     """Consecutive elements ``tensor`` of a flattened parameter, for which one rank is responsible.
 
     ``shape``: shape of the whole parameter; ``start``: number of its elements that come before them.
@@ -31,8 +31,8 @@ class Part:
     shape: torch.Size
     start: int
 
-    def __mul__(self, factor: float) -> "Part":
-        return Part(self.tensor * factor, self.shape, self.start)
+    def __mul__(self, factor: float) -> "ParamSlice":
+        return ParamSlice(self.tensor * factor, self.shape, self.start)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -51,15 +51,15 @@ def is_whole(param: Tensor) -> bool:
     return not isinstance(param, DTensor) and "ds_shape" not in vars(param)
 
 
-def part(tensor: Tensor) -> Part:
+def own_slice(tensor: Tensor) -> ParamSlice:
     """The elements of ``tensor`` for which this rank is responsible; none where a rank of another replica is."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor.detach().view(-1), tensor.shape, 0)
+        return ParamSlice(tensor.detach().view(-1), tensor.shape, 0)
     mesh = tensor.device_mesh
     first = mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     replica = mesh.ndim == 2 and mesh.get_local_rank(0) > 0
     own = local(tensor)[:0] if replica else local(tensor)
-    return Part(own.reshape(-1), tensor.shape, min(first, tensor.shape[0]) * tensor.shape[1:].numel())
+    return ParamSlice(own.reshape(-1), tensor.shape, min(first, tensor.shape[0]) * tensor.shape[1:].numel())
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:

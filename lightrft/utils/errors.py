@@ -23,6 +23,11 @@ class UserError(ExpectedError, ValueError):
     exit_code = 2
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextmanager
 def disk_full_is_expected(folder: str) -> Iterator[None]:
     """Turn an ``OSError`` of a full disk into an :class:`ExpectedError` that names ``folder`` and the remedy."""

@@ -2,7 +2,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, first_line
 
 VERDICTS = ("ok", "warn", "fail")
 
@@ -28,11 +28,6 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         yield Finding("fail", name, f"cannot be checked: {type(error).__name__}: {first_line(error)}",
                       "mend what the lines above name, or reinstall: pip install --force-reinstall lightrft")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config.schema import Config
-from lightrft.preflight.checks import Finding, first_line
+from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.memory import Device, devices
+from lightrft.utils.errors import first_line
 
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
 GROUP_TIMEOUT_S = 60

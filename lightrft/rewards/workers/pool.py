@@ -23,6 +23,7 @@ from lightrft.rewards.workers.worker import Info, Spec
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
 MAX_CHUNK = 8  # responses per message, for functions that score one by one
 MAX_CALL = 64  # responses per call of a function that takes lists; a larger group is cut
+Row = tuple[RewardInput, GroupBudget]
 
 
 class LoadError(UserError):
@@ -37,7 +38,7 @@ class WorkerDied(RuntimeError):
 class Task:
     """Responses for one reward, each with its group's time budget; scored in one call (``together``) or one by one."""
     spec: Spec
-    rows: list[tuple[RewardInput, GroupBudget]]
+    rows: list[Row]
     together: bool
     future: "Future[list[Outcome]]" = field(default_factory=Future)
     info: "Future[Info]" = field(default_factory=Future)
@@ -155,17 +156,17 @@ class WorkerPool:
 
     def _run(self, slot: int) -> None:
         while tasks := self._backlog.take(MAX_CHUNK):
-            whole = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
+            chunk = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
             with CaptureException() as captured:
-                outcomes = self._score(slot, whole)
+                outcomes = self._score(slot, chunk)
             if captured.cause is not None:
                 cause = "load" if isinstance(captured.cause, LoadError) else "shutdown" if self._closed else "internal"
-                outcomes = [Outcome(None, cause, captured.text)] * len(whole.rows)
-            if not whole.info.done():
-                whole.info.set_exception(captured.cause or RuntimeError("the reward workers have been shut down"))
-            left = iter(outcomes)
+                outcomes = [Outcome(None, cause, captured.text)] * len(chunk.rows)
+            if not chunk.info.done():
+                chunk.info.set_exception(captured.cause or RuntimeError("the reward workers have been shut down"))
+            remaining = iter(outcomes)
             for task in tasks:
-                task.future.set_result(list(islice(left, len(task.rows))))
+                task.future.set_result(list(islice(remaining, len(task.rows))))
         self._discard(slot)
 
     def _score(self, slot: int, task: Task) -> list[Outcome]:
@@ -175,17 +176,17 @@ class WorkerPool:
         outcome are sent again, one by one.
         """
         done: list[Outcome] = []
-        singly = task.spec in self._suspects
+        one_by_one = task.spec in self._suspects
         while not self._closed:
             rest = task.rows[len(done):]
             if rest and rest[0][1].deadline_s() == 0:
                 done.append(NOT_TRIED)
             else:
-                asked = rest[:1] if singly else rest
-                scored, failure = self._attempt(slot, task, asked)
+                sent = rest[:1] if one_by_one else rest
+                scored, failure = self._attempt(slot, task, sent)
                 done += scored
-                if failure is not None and len(asked) > 1:
-                    singly = True
+                if failure is not None and len(sent) > 1:
+                    one_by_one = True
                     if not task.together:
                         self._suspects.add(task.spec)
                 elif failure is not None:
@@ -194,37 +195,36 @@ class WorkerPool:
                 return done
         return done + [Outcome(None, "shutdown")] * (len(task.rows) - len(done))
 
-    def _attempt(self, slot: int, task: Task, asked: list[tuple[RewardInput,
-                                                                GroupBudget]]) -> tuple[list[Outcome], Outcome | None]:
+    def _attempt(self, slot: int, task: Task, sent: list[Row]) -> tuple[list[Outcome], Outcome | None]:
         """Return the outcomes that the worker sent, and its failure if it timed out or died (else None)."""
         scored: list[Outcome] = []
-        worker = self._ready(slot, task, [item for item, _ in asked])
+        worker = self._ready(slot, task, [item for item, _ in sent])
         start = time.monotonic()
         try:
-            while len(scored) < len(asked):
-                budget = asked[len(scored)][1]
+            while len(scored) < len(sent):
+                budget = sent[len(scored)][1]
                 deadline = budget.deadline_s() or budget.limit_s / 10
                 outcomes = worker.receive(deadline)
-                for _, budget in asked[len(scored):len(scored) + len(outcomes)]:
+                for _, budget in sent[len(scored):len(scored) + len(outcomes)]:
                     budget.answered()
                 scored += outcomes
                 start = time.monotonic()
             return scored, None
         except TimeoutError:
             failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
-            asked[len(scored)][1].timeouts += 1
+            sent[len(scored)][1].timeouts += 1
         except WorkerDied as error:
             failure = Outcome(None, "worker_died", str(error))
-        asked[len(scored)][1].reward.lose((time.monotonic() - start) / self.count)
+        sent[len(scored)][1].reward.lose((time.monotonic() - start) / self.count)
         self._discard(slot)
         return scored, failure
 
-    def _ready(self, slot: int, task: Task, asked: list[RewardInput]) -> Worker:
-        """Return a worker that has loaded the reward and is scoring ``asked``; replace one that died while idle."""
+    def _ready(self, slot: int, task: Task, sent: list[RewardInput]) -> Worker:
+        """Return a worker that has loaded the reward and is scoring ``sent``; replace one that died while idle."""
         for fresh in ([False, True] if slot in self._workers else [True]):
             worker = self._spawn(slot) if fresh else self._workers[slot]
             with CaptureException() as captured:
-                info = worker.start(task.spec, asked)
+                info = worker.start(task.spec, sent)
             if captured.cause is None:
                 if not task.info.done():
                     task.info.set_result(info)

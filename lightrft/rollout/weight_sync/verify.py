@@ -17,7 +17,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.strategy.optimizer import Part
+from lightrft.strategy.optimizer import ParamSlice
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
@@ -78,11 +78,11 @@ class Fingerprints:
         if self.merges:
             names = self._readable(self._seen)
             return names, torch.stack([self._seen[name] for name in names]) if names else None
-        parts = dict(self.strategy.parts(self.prepared.model))
+        parts = dict(self.strategy.own_slices(self.prepared.model))
         names = self._readable(parts)
         return names, self._of_parts([parts[name] for name in names], names) if names else None
 
-    def _of_parts(self, parts: list[Part], names: list[str]) -> Tensor:
+    def _of_parts(self, parts: list[ParamSlice], names: list[str]) -> Tensor:
         """Fingerprints of ``parts``, int64 [parts], each in the dtype in which the engine holds it."""
         pieces = [(index, piece) for index, (part, name) in enumerate(zip(parts, names))
                   for piece in slice_pieces(part.tensor, self.dtypes[name], part.shape, part.start)]  # yapf: disable

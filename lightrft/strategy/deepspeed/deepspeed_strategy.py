@@ -17,7 +17,7 @@ from lightrft.strategy.base import Prepared, autocast, untied_state
 from lightrft.strategy.deepspeed import Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, Part, create_scheduler, set_schedule_step, to_host
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, set_schedule_step, to_host
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
@@ -170,14 +170,14 @@ class DeepspeedStrategy(DistributedStrategy):
             for name, flat in collectives.gather_bucket(bucket, self.device):
                 yield name, flat[:params[name].ds_numel].view(params[name].ds_shape)
 
-    def part(self, param: Any) -> Part:
-        """Override :meth:`StrategyBase.part`; each rank is responsible for an equal share of undivided weights."""
+    def own_slice(self, param: Any) -> ParamSlice:
+        """Override :meth:`StrategyBase.own_slice`; each rank is responsible for an equal share of undivided weights."""
         if self._divides_weights():
             start, count = span(param, self.rank)
-            return Part(param.ds_tensor.detach()[:count], param.ds_shape, start)
+            return ParamSlice(param.ds_tensor.detach()[:count], param.ds_shape, start)
         size = -(-param.numel() // self.world_size)
         start = min(self.rank * size, param.numel())
-        return Part(param.detach().view(-1)[start:start + size], param.shape, start)
+        return ParamSlice(param.detach().view(-1)[start:start + size], param.shape, start)
 
     # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:

@@ -24,7 +24,7 @@ Named = tuple[str, Tensor]
 NO_MICRO_BATCH = -1  # stages 1 and 2 count micro-batches from here
 
 
-class Slice(NamedTuple):
+class PartitionSlice(NamedTuple):
     """Slice of a flattened parameter, ``count`` elements from ``start`` on, stored in partition ``index`` from
     ``offset`` on."""
     index: int  # type: ignore[assignment]  # hides the method of tuples
@@ -52,7 +52,7 @@ class Partitions(ABC):
         self.slices = dict(self._slices())
 
     @abstractmethod
-    def _slices(self) -> Iterator[tuple[str, Slice]]:
+    def _slices(self) -> Iterator[tuple[str, PartitionSlice]]:
         """Name and slice of every trained parameter."""
 
     @abstractmethod
@@ -105,13 +105,13 @@ class Stage1Or2(Partitions):
             self.zero._update_model_bit16_weights(index)
         self._share()
 
-    def _slices(self) -> Iterator[tuple[str, Slice]]:
+    def _slices(self) -> Iterator[tuple[str, PartitionSlice]]:
         for index, group in enumerate(self.zero.bit16_groups):
             size = int(self.zero.partition_size[index])
             offset = -self.rank * size  # of the parameter's first element in this rank's piece
             for param in group:
                 first, end = max(0, offset), min(size, offset + param.numel())
-                yield self.names[param], Slice(index, min(first, size), max(0, -offset), max(0, end - first))
+                yield self.names[param], PartitionSlice(index, min(first, size), max(0, -offset), max(0, end - first))
                 offset += param.numel()
 
     def _reduced(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -138,12 +138,12 @@ class Stage3(Partitions):
         self.masters = zero.fp32_partitioned_groups_flat
         super().__init__(zero, names, rank, offloaded)
 
-    def _slices(self) -> Iterator[tuple[str, Slice]]:
+    def _slices(self) -> Iterator[tuple[str, PartitionSlice]]:
         for index, group in enumerate(self.zero.fp16_groups):
             offset = 0
             for param in group:
                 start, count = span(param, self.rank)
-                yield self.names[param], Slice(index, offset, start, count)
+                yield self.names[param], PartitionSlice(index, offset, start, count)
                 offset += param.ds_tensor.numel()
 
     def _reduced(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -14,7 +14,7 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
-from lightrft.strategy.optimizer import OptimSpec, Part, create_optimizer, create_scheduler
+from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
 
 MIB = 1 << 20
 
@@ -173,10 +173,10 @@ class FSDPV2Strategy(DistributedStrategy):
         for bucket in collectives.buckets(named, bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
 
-    def parts(self, model: nn.Module) -> Iterator[tuple[str, Part]]:
-        """Override :meth:`StrategyBase.parts`: full weights are freed first."""
+    def own_slices(self, model: nn.Module) -> Iterator[tuple[str, ParamSlice]]:
+        """Override :meth:`StrategyBase.own_slices`: full weights are freed first."""
         self.free_full(model)
-        return super().parts(model)
+        return super().own_slices(model)
 
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:
         """Override :meth:`StrategyBase.state_dict`: full weights are freed first."""

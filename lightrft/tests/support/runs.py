@@ -15,7 +15,7 @@ from lightrft.models.loader import load_tokenizer
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.spec import Part
+from lightrft.rewards.spec import RewardPart
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
@@ -62,9 +62,9 @@ class Judge(RewardManager):
 
     def __init__(self, cfg: Any, score: Callable[[RewardInput], Outcome] = letters) -> None:
         super().__init__(cfg)
-        self.part = Part("judge", fast=score)
+        self.part = RewardPart("judge", fast=score)
 
-    def parts_of(self, item: RewardInput) -> list[tuple[Part, float]]:
+    def parts_of(self, item: RewardInput) -> list[tuple[RewardPart, float]]:
         """One part for every row."""
         return [(self.part, 1.0)]
 

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft.strategy.optimizer import OptimSpec, Part
+from lightrft.strategy.optimizer import OptimSpec, ParamSlice
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
 MICRO_BATCHES = 4
@@ -54,7 +54,7 @@ def share(step: int, rank: int, world_size: int, device: torch.device, count: in
     return batches + [micro_batch(step, 0, device, empty=True)] * (rounds - len(mine))
 
 
-def placed(part: Part) -> Tensor:
+def placed(part: ParamSlice) -> Tensor:
     """The whole parameter, with zeros where other ranks hold it."""
     whole = torch.zeros(part.shape)
     whole.view(-1)[part.start:part.start + len(part.tensor)] = part.tensor

@@ -5,7 +5,7 @@ import torch
 from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
-from lightrft.rewards.spec import Part
+from lightrft.rewards.spec import RewardPart
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.scores import RewardTable, ScoredSample
@@ -40,7 +40,7 @@ class TwoParts(runs.Judge):
 
     def parts_of(self, item):
         """Parts by data source."""
-        short = Part("short", fast=lambda item: Outcome(1 / (1 + len(item.response))))
+        short = RewardPart("short", fast=lambda item: Outcome(1 / (1 + len(item.response))))
         return [(self.part, 1.0), (short, 0.25)] if item.data_source == "even" else [(self.part, 2.0)]
 
 
