@@ -22,8 +22,8 @@ class Outputs(NamedTuple):
     picture: Path
 
 
-PLACES = Outputs(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
-                 ROOT / "docs" / "images" / "learning_matrix.png")
+OUTPUTS = Outputs(ROOT / "docs" / "data" / "learning_matrix.json", ROOT / "docs" / "benchmarks.md",
+                  ROOT / "docs" / "images" / "learning_matrix.png")
 
 
 def aliases() -> dict[str, list[list[str]]]:
@@ -52,7 +52,7 @@ def single_runs() -> list[str]:
 
 def load() -> Results:
     """Load the committed results; empty before the matrix was run."""
-    return json.loads(PLACES.data.read_text(encoding="utf-8")) if PLACES.data.exists() else []
+    return json.loads(OUTPUTS.data.read_text(encoding="utf-8")) if OUTPUTS.data.exists() else []
 
 
 def write(results: Results, path: Path) -> None:
@@ -72,12 +72,12 @@ def merge(old: Results, new: Results) -> Results:
 def publish(results: Results) -> None:
     """Write data, table and picture into the docs; runs that were not repeated stay."""
     merged = merge(load(), results)
-    PLACES.data.parent.mkdir(exist_ok=True)
-    write(merged, PLACES.data)
-    page = PLACES.page.read_text(encoding="utf-8")
+    OUTPUTS.data.parent.mkdir(exist_ok=True)
+    write(merged, OUTPUTS.data)
+    page = OUTPUTS.page.read_text(encoding="utf-8")
     before, after = page.split(START)[0], page.split(END)[1]
-    PLACES.page.write_text(f"{before}{START}{section(merged)}{END}{after}", encoding="utf-8")
-    draw_all(merged, PLACES.picture)
+    OUTPUTS.page.write_text(f"{before}{START}{section(merged)}{END}{after}", encoding="utf-8")
+    draw_all(merged, OUTPUTS.picture)
 
 
 def by_run(results: Results) -> dict[str, Results]:

@@ -124,7 +124,7 @@ class Verl:
 
     @staticmethod
     def _counts(batch: Any) -> dict[str, int]:
-        """What its trainer passes: the sequences of the whole mini-batch, those without a token included."""
+        """Sequences of the whole mini-batch, which its trainer passes; those without a token count too."""
         return {"global_batch_size": len(batch.lens)}
 
     def correction(self, batch: Any, level: str, threshold: Any) -> Tensor:

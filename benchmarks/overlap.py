@@ -33,7 +33,7 @@ PROMPT = 128
 
 
 class Ways:
-    """The same rollout and passes in either order."""
+    """Two orders of the same rollout and passes: in sequence and overlapped."""
 
     def __init__(self, groups: int, samples: int, slots: int, tokens: int) -> None:
         rng, self.samples, self.tokens = random.Random(1), samples, tokens

@@ -44,7 +44,7 @@ def llm_around(native: Any, path: str) -> Any:
 
 
 class Ways:
-    """The same prompts generated in three ways; each returns the number of its tokens."""
+    """Three ways to generate the same prompts; each returns the number of its tokens."""
 
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list

@@ -1,7 +1,7 @@
-"""What the pages of ``docs/algorithms`` and their index take from the code: facts, options, how to run, curves.
+"""Generated parts of the pages of ``docs/algorithms`` and of their index: facts, options, commands and curves.
 
-A page is written by hand where words and formulas are needed and includes its generated part, one section for each
-advantage estimator, policy loss, correction and recipe that goes by the name of the page.
+The text and the formula of a page are written by hand. The page includes its generated part, which has one section for
+each advantage estimator, policy loss, correction and recipe with the name of the page.
 """
 import re
 import sys
@@ -35,12 +35,12 @@ class Entry(NamedTuple):
 
 
 def slug(name: str) -> str:
-    """The file name of a page."""
+    """Return the file name of a page."""
     return name.replace("++", "_pp")
 
 
 def entries() -> list[Entry]:
-    """Every registered algorithm that the package brings."""
+    """List every registered algorithm of the package."""
     return [
         Entry(option, names, slug(next((name for name in names if name in RECIPES), names[0])),
               REGISTRIES[option].get(names[0])) for option, found in aliases().items() for names in found
@@ -48,7 +48,7 @@ def entries() -> list[Entry]:
 
 
 def pages() -> dict[str, str]:
-    """page -> the generated part of its text."""
+    """Map each page to the generated part of its text."""
     found = dict.fromkeys([*map(slug, RECIPES), *(entry.page for entry in entries())])
     return {page: "\n".join(_page(page)) for page in found}
 
@@ -106,12 +106,12 @@ def _measured(run: str) -> Iterator[str]:
 
 
 def picture(run: str) -> str:
-    """The file name of a run's curve."""
+    """Return the file name of a run's curve."""
     return f"{slug(run).replace('=', '-')}.png"
 
 
 def index() -> str:
-    """Markdown: the table of algorithms, with links to the pages and what was measured."""
+    """Render the table of algorithms as Markdown, with links to the pages and the measured accuracy."""
     columns, results = [*COLUMNS, "held-out accuracy after"], by_run(load())
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for entry in entries():
@@ -124,12 +124,12 @@ def index() -> str:
 
 
 def draw(folder: Path) -> None:
-    """The curve of every measured run, where there is none newer than the results."""
-    from matrix_report import PLACES
+    """Draw the curve of every measured run, unless there is one newer than the results."""
+    from matrix_report import OUTPUTS
     folder.mkdir(parents=True, exist_ok=True)
     for run, seeds in by_run(load()).items():
         png = folder / picture(run)
-        if not png.exists() or png.stat().st_mtime < PLACES.data.stat().st_mtime:
+        if not png.exists() or png.stat().st_mtime < OUTPUTS.data.stat().st_mtime:
             draw_run(seeds, png)
 
 

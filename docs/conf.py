@@ -1,4 +1,4 @@
-"""Sphinx: prose in Markdown, the tables of options and algorithms and the API pages generated from the package."""
+"""Configuration of Sphinx: pages in Markdown; tables of options and algorithms and the API page are generated."""
 import pkgutil
 import re
 import sys
@@ -39,7 +39,7 @@ def _tables() -> dict[str, str]:
 
 
 def _api() -> str:
-    """One page with every module of the package, tests left out."""
+    """Render one page with every module of the package except tests."""
     lines = ["API", "===", ""]
     for info in pkgutil.walk_packages(lightrft.__path__, "lightrft."):
         if info.ispkg or "tests" in info.name:
@@ -49,7 +49,7 @@ def _api() -> str:
 
 
 def generate(app: object) -> None:
-    """Write ``docs/generated``; a file is touched only when its text changes, so live builds do not loop."""
+    """Write ``docs/generated``; a file is written only if its text changes, so live builds do not loop."""
     from algorithm_pages import draw
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def generate(app: object) -> None:
 
 
 def plain_text(app, what, name, obj, options, lines):
-    """Docstrings are written for people: keep bars and stars, and make the fields of the algorithm files a list."""
+    """Keep bars and stars of docstrings as they are, and turn the fields of the algorithm files into a list."""
     for number, line in enumerate(lines):
         line = re.sub(r"(``.*?``)|([|]|[*](?! ))", lambda match: match[1] or "\\" + match[2], line)
         if name.startswith("lightrft.algorithms."):  # of a module, or of a function in a file of several algorithms

@@ -25,7 +25,8 @@ CHAT_TEMPLATE = ("{% for message in messages %}{% if message['role'] == 'assista
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """One token per character and per tag, 64 in all; a question is followed by a newline, an answer by ``<eos>``.
+    """Build a tokenizer with one token per character and per tag, 64 in all; a question ends with a newline, an answer
+    with ``<eos>``.
 
     It is Qwen2's byte-level BPE without merges, because ``AutoTokenizer`` forces that class on folders that hold a
     Qwen2 model.
@@ -39,7 +40,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 136k parameters with random weights."""
+    """Build a Qwen2 of 136k parameters with random weights."""
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2,
                          num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
                          tie_word_embeddings=True, initializer_range=0.1, bos_token_id=None,
@@ -69,7 +70,7 @@ def write_data(folder: Path, seed: int, train_rows: int, test_rows: int, sft_row
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder of the run")
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights and the problems")

@@ -64,10 +64,10 @@ def test_flags_and_pages_that_a_page_names_exist(page):
 
 
 def test_the_docs_show_the_committed_matrix():
-    text, results = matrix_report.PLACES.page.read_text(encoding="utf-8"), matrix_report.load()
+    text, results = matrix_report.OUTPUTS.page.read_text(encoding="utf-8"), matrix_report.load()
     shown = text.split(matrix_report.START)[1].split(matrix_report.END)[0]
     assert shown == matrix_report.section(results), "run: python benchmarks/learning_matrix.py --all --docs"
-    assert matrix_report.PLACES.picture.exists() == bool(results)
+    assert matrix_report.OUTPUTS.picture.exists() == bool(results)
     runs = {*RECIPES, *matrix_report.single_runs()}
     assert {found["run"] for found in results} <= runs, "measured what is gone"
     assert all(found["end"] - found["start"] >= learning_matrix.REQUIRED_GAIN for found in results

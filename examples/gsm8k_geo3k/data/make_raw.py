@@ -1,4 +1,4 @@
-"""Write the word problems of ``raw_200.jsonl``: 25 stories of our own, eight sets of numbers each, as in GSM8K.
+"""Write the word problems of ``raw_200.jsonl``: 25 original stories with eight sets of numbers each, as in GSM8K.
 
     python examples/gsm8k_geo3k/data/make_raw.py
 
@@ -295,7 +295,7 @@ def average(r, who, other):
 
 
 def variants(write: Callable[[random.Random, str, str], Story], rng: random.Random) -> list[Story]:
-    """``VARIANTS`` problems of one story, each with other numbers."""
+    """Return ``VARIANTS`` problems of one story, each with other numbers."""
     found: dict[tuple[str, ...], Story] = {}
     while len(found) < VARIANTS:
         problem = write(rng, *rng.sample(NAMES, 2))
@@ -304,7 +304,7 @@ def variants(write: Callable[[random.Random, str, str], Story], rng: random.Rand
 
 
 def rows(seed: int = 0) -> list[dict[str, str]]:
-    """All problems; of each story the last variants are held out."""
+    """Return all problems; of each story the last variants are held out."""
     rng, out = random.Random(seed), []
     for write in STORIES:
         for number, (question, steps, final) in enumerate(variants(write, rng)):
@@ -314,7 +314,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Write the file beside this script."""
+    """Write the file alongside this script."""
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows())
     Path(__file__).with_name("raw_200.jsonl").write_text("".join(lines), encoding="utf-8")
 

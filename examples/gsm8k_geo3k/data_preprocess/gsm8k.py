@@ -1,4 +1,4 @@
-"""GSM8K's raw files -> train.parquet and test.parquet in the schema of this project.
+"""Convert GSM8K's raw files to train.parquet and test.parquet in the schema of this project.
 
     python examples/gsm8k_geo3k/data_preprocess/gsm8k.py --local_dataset_path RAW --local_save_dir ~/data/gsm8k
 
@@ -12,7 +12,7 @@ from lightrft.datasets.sources import convert
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_dataset_path", default="openai/gsm8k@main", help="raw file, folder or hub id")
     parser.add_argument("--local_save_dir", type=Path, default=Path("~/data/gsm8k"), help="where the parquet files go")
