@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import torch.distributed as dist
 
-from lightrft.rollout.engine import (Arrived, Completion, Ended, Finished, NextTurn, Request, SamplingParams)
+from lightrft.rollout.engine import Arrived, Completion, Ended, Finished, NextTurn, Request, SamplingParams
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
 from lightrft.utils.errors import UserError
 
@@ -14,9 +14,9 @@ Key = tuple[int, int]  # request, index among its seeds
 class CompletionCollector:
     """Collector of the responses of all ranks that share an engine (``group``; None: this rank alone).
 
-    An engine generates a response in parts: a part ends with a turn, or with the first token where that has its own
-    temperature. :meth:`store` appends each part to its response and decides whether the response continues. The
-    callbacks see only this rank's requests, counted from 0.
+    An engine generates a response in parts. A part ends with a turn, or with the first token where that has its own
+    temperature. :meth:`take` appends each part to its response and decides whether the response continues; the engine
+    then generates the next part after :meth:`begun`. The callbacks see only this rank's requests, counted from 0.
 
     Args:
         requests: of this rank; ``self.requests`` are those of the group. A collective of ``group``.
@@ -52,7 +52,7 @@ class CompletionCollector:
         return (prefixes[j] if prefixes else []) + self.responses[i][j].token_ids
 
     def take(self, parts: Ended) -> tuple[list[int], list[Key]]:
-        """Store parts that have ended and report the responses that are finished.
+        """Store parts that have ended, and report the responses that are finished to ``on_arrived``.
 
         Returns:
             The requests that are complete now, and the responses that continue.
@@ -64,7 +64,7 @@ class CompletionCollector:
         return [i for i in dict.fromkeys(i for i, _ in finished) if not self.left[i]], resumed
 
     def store(self, parts: Ended) -> tuple[list[Key], list[Key]]:
-        """Append parts to their responses. Return the responses that are finished, and those that continue."""
+        """Append parts to their responses; report nothing. Return the finished responses, and those that continue."""
         for i, j, part in parts:
             self.responses[i][j].extend(part)
         turns, finished, resumed = self._turns(parts), list[Key](), list[Key]()
@@ -104,7 +104,10 @@ class CompletionCollector:
         return turns
 
     def enough(self, complete: list[int]) -> bool:
-        """Report requests; True if no rank needs a further token. A collective unless ``complete`` is empty."""
+        """Report complete requests; return whether generation may stop, because no rank needs a further token.
+
+        A collective of ``group`` unless ``complete`` is empty.
+        """
         own = [i for i in complete if i in self.mine]
         self.open -= len(own)
         if self.on_finished is not None:

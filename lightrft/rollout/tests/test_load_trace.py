@@ -1,4 +1,4 @@
-"""What is seen of a loader."""
+"""Traces of loaders: copies of parts of a weight, and their targets."""
 import torch
 
 from lightrft.rollout.weight_sync.load_trace import trace_loader

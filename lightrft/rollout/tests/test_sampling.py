@@ -136,7 +136,7 @@ def _splitmix(state, mask=2**64 - 1):
 
 
 def test_draws_by_seed_and_position():
-    """Those of SplitMix64 whose state is a mixed seed; uniform, and no two positions or seeds alike."""
+    """Numbers of SplitMix64 whose state is a mixed seed; uniform, and no two positions or seeds alike."""
     assert _splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first number of the published seed 0
     seeds, positions = [0, 1, 7, 2**63 - 1, 1234567890123456789], [0, 1, 2, 40_000]
     for seed in seeds:

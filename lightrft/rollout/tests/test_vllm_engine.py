@@ -199,7 +199,7 @@ def test_turns(rig, temperature):
 
 
 def test_a_cut_turn(rig):
-    """What follows the cut draws with other seeds, as every prefix does."""
+    """Tokens after a cut are drawn with other seeds, as after every prefix."""
     rig.ready()
     found = list(turns.cut_turns(rig.vllm, requests()))
     assert any(begun.appended for _, _, begun, *_ in found), "no cut in a later turn"

@@ -1,4 +1,4 @@
-"""What vLLM would be started with, and how requests travel between the ranks of one engine; vLLM is not needed."""
+"""Arguments that start vLLM, and records on their way between the ranks of an engine; vLLM is not needed."""
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""Where loaders that are like those of engines put the elements of a weight; in this process, without an engine."""
+"""Maps of weights that loaders like those of engines fuse, shard and rearrange; in this process, without an engine."""
 import pytest
 import torch
 from safetensors.torch import load_file

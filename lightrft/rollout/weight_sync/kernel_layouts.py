@@ -64,10 +64,10 @@ class Layouts:
     def _measure(self, tensors: list[Tensor], copies: Mapping[str, Sequence[Copy]],
                  blocks: list[_Block]) -> list[Order] | None:
         kinds = {block.kind: block for block in reversed(blocks)}
-        lying = self._numbers_in([slot(tensors[one.tensor], one.slot) for one in kinds.values()], tensors, copies,
-                                 blocks)  # yapf: disable
+        stored = self._numbers_in([slot(tensors[one.tensor], one.slot) for one in kinds.values()], tensors, copies,
+                                  blocks)  # yapf: disable
         orders = {}
-        for (kind, block), numbers in zip(kinds.items(), lying):
+        for (kind, block), numbers in zip(kinds.items(), stored):
             wanted, (known, at) = block.numbers().to(numbers.device), numbers.sort()
             order = at[torch.searchsorted(known, wanted).clamp_(max=len(at) - 1)]
             if not torch.equal(numbers[order], wanted):
