@@ -134,10 +134,15 @@ def take(exp: Experience, part: list[int]) -> Experience:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: all its samples, and ``cut``, which plans the micro-batches of samples on every rank."""
-    samples: list[int]
+    """One optimizer step: its samples in bound units, and ``cut``, which plans the micro-batches of all ranks."""
+    units: list[list[int]]
     cut: Callable[[list[int]], Plan]
     rank: int
+
+    @cached_property
+    def samples(self) -> list[int]:
+        """All samples."""
+        return [sample for unit in self.units for sample in unit]
 
     @cached_property
     def plan(self) -> Plan:
@@ -158,8 +163,8 @@ class MiniBatch:
         return Denominators(counts.sum().item(), ((counts > 0) | all_seqs).sum().item(), norm)
 
     def of(self, live: torch.Tensor) -> Plan:
-        """Plan the samples where ``live`` [B] is True; each rank has at least one micro-batch, which may be empty."""
-        samples = [sample for sample in self.samples if live[sample]]
+        """Plan the units with a sample where ``live`` [B] is True; each rank gets a micro-batch, perhaps an empty one."""
+        samples = [sample for unit in self.units if live[unit].any() for sample in unit]
         return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 
 
@@ -185,9 +190,7 @@ class ReplayBuffer:
         if number not in self._epochs:
             units = bind(list(range(len(self.lens))), self.bound)
             chosen = mini_batches(len(units), self.size, f"{self.seed}/{number}")
-            self._epochs[number] = [
-                MiniBatch([sample for i in part for sample in units[i]], self._cut, self.rank) for part in chosen
-            ]
+            self._epochs[number] = [MiniBatch([units[i] for i in part], self._cut, self.rank) for part in chosen]
         return self._epochs[number]
 
     def homes(self) -> list[list[int]]:

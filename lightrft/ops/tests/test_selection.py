@@ -6,6 +6,7 @@ from torch.distributions import Bernoulli, kl_divergence
 from lightrft.ops.divergence import binary_kl
 from lightrft.ops.selection import covariance, draw, largest, share
 from lightrft.tests.support.threads import World
+from lightrft.trainer.shards import RankSpread
 
 MASK, ONE = torch.tensor([True, False, True, True]), torch.tensor([0, 4])
 
@@ -59,13 +60,14 @@ def test_it_is_the_same_however_the_batch_is_spread():
         order = torch.where(mask, x, -torch.inf).argsort(descending=True, stable=True)[:count]
         assert torch.equal(chosen[0], torch.zeros_like(mask).index_fill(0, order, True) & mask), "the naive order"
 
-        def choose(spread):
-            own = torch.tensor([0, *(lens[b] for b in owners[spread.rank])]).cumsum(0)
-            mine, kept = cut(x, spread.rank), cut(mask, spread.rank)
+        def choose(strategy):
+            index = torch.tensor(owners[strategy.rank], dtype=torch.long)
+            spread, own = RankSpread(strategy, index, len(lens)), torch.tensor([0, *(lens[b] for b in index)]).cumsum(0)
+            mine, kept = cut(x, strategy.rank), cut(mask, strategy.rank)
             assert share(0.5, kept, spread) == share(0.5, mask)
             return (largest(mine, count, kept, own, spread), draw(kept, count, 7, own,
                                                                   spread), covariance(mine, 2 * mine, kept, spread))
 
-        for rank, (top, drawn, cov) in enumerate(World(4).run(choose, owners, len(lens))):
+        for rank, (top, drawn, cov) in enumerate(World(4).run(choose)):
             assert torch.equal(top, cut(chosen[0], rank)) and torch.equal(drawn, cut(chosen[1], rank))
             torch.testing.assert_close(cov, cut(covariance(x, 2 * x, mask), rank))

@@ -1,50 +1,56 @@
-"""Ranks as threads: a spread batch whose collectives are real, in one process."""
+"""Ranks as threads of one process: a strategy whose collectives are real, without models."""
+import copy
 import threading
 
 import torch
 
-from lightrft.ops.segment import Spread
+from lightrft.strategy.base import StrategyBase
 
 
-class ThreadSpread(Spread):
-    """Spread of a batch over threads; ``own_index`` are the sequences of this one."""
+class ThreadStrategy(StrategyBase):
+    """The collectives of one thread among ``world``."""
 
-    def __init__(self, world, rank, own_index, size):
-        self.world, self.rank, self.index, self.size = world, rank, torch.tensor(own_index, dtype=torch.long), size
+    def __init__(self, world, rank):
+        self.world, self.rank, self.world_size = world, rank, len(world.slots)
 
-    def own(self, values):
-        return values[self.index]
-
-    def gather(self, values):
-        whole = torch.zeros(self.size, dtype=values.dtype).index_copy(0, self.index, values)
-        return self.total(whole)
-
-    def total(self, value):
+    def all_gather_object(self, value):
+        """Every rank gets copies, as pickling would make."""
         self.world.slots[self.rank] = value
         self.world.barrier.wait()
-        found = sum(self.world.slots[1:], self.world.slots[0])
+        found = [copy.deepcopy(each) for each in self.world.slots]
         self.world.barrier.wait()
         return found
 
+    def all_reduce(self, value, op="sum"):
+        found = torch.stack(self.all_gather_object(value))
+        return {"sum": found.sum, "max": found.amax, "min":
+                found.amin}[op](0).to(torch.int64 if op == "sum" and value.dtype == torch.bool else value.dtype)
+
+    def exchange(self, outgoing):
+        return [each[self.rank] for each in self.all_gather_object(outgoing)]
+
+
+ThreadStrategy.__abstractmethods__ = frozenset()
+
 
 class World:
-    """Threads that run one function each."""
+    """``size`` threads that run one function each."""
 
     def __init__(self, size):
         self.slots, self.barrier = [None] * size, threading.Barrier(size, timeout=60)
 
-    def run(self, function, owners, size):
-        """``[function(spread)]`` of every rank; ``owners[rank]`` are its sequences of a batch of ``size``."""
-        found, errors = [None] * len(owners), []
+    def run(self, function):
+        """``[function(strategy)]`` of every rank."""
+        found, errors = [None] * len(self.slots), []
 
         def work(rank):
             try:
-                found[rank] = function(ThreadSpread(self, rank, owners[rank], size))
+                found[rank] = function(ThreadStrategy(self, rank))
             except BaseException as error:
                 errors.append(error)
                 self.barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(rank, )) for rank in range(len(owners))]
+        threads = [threading.Thread(target=work, args=(rank, )) for rank in range(len(self.slots))]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -53,7 +53,7 @@ class Cut:
 
     def mini_batch(self, rank: int) -> MiniBatch:
         """Return the optimizer step of ``rank``."""
-        return MiniBatch([i for own in self.parts for part in own for i in part], lambda samples: self.parts, rank)
+        return MiniBatch([[i] for own in self.parts for part in own for i in part], lambda samples: self.parts, rank)
 
     def moved(self) -> "Cut":
         """Return this cut with each micro-batch on another rank."""

@@ -1,0 +1,175 @@
+"""A rollout batch that is spread over ranks: every sequence is where it is needed, whole, and nothing is lost."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.algorithms import ADVANTAGES
+from lightrft.tests.support.ragged import ours
+from lightrft.config.schema import AlgorithmConfig, RewardConfig
+from lightrft.tests.support.threads import World
+from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
+from lightrft.trainer.samples import pack_samples
+from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.types import Prompt, Sample
+
+GROUPS, SIZE = 5, 2
+LENGTHS = [3, 9, 4, 4, 7, 1, 12, 2, 5, 6]  # response tokens
+
+
+def sample(number):
+    """A sample whose tokens tell its number."""
+    n = LENGTHS[number]
+    return Sample(Prompt(str(number // SIZE), [1, 2], "p"), number // SIZE, number % SIZE, [1, 2] + [number + 10] * n,
+                  [False] * 2 + [True] * n, [0.0] * 2 + [-number / 10] * n, [-1] * 2 + [0] * n,
+                  "length" if number == 6 else "stop")  # yapf: disable
+
+
+def score(number):
+    """Rewards, one of them missing, and parts that not every sample has."""
+    if number == 7:
+        return ScoredSample(number // SIZE, number % SIZE, None, {"a": None}, {"a": 1.0}, "lost", greedy_length=3)
+    parts = {"a": number / 3} | ({"b": 0.5 - number % 3} if number > 3 else {})
+    return ScoredSample(number // SIZE, number % SIZE, sum(parts.values()), parts, dict.fromkeys(parts, 1.0),
+                        greedy_reward=number // SIZE / 10, greedy_length=3)  # yapf: disable
+
+
+def mine(strategy):
+    """The samples that a rank generates: groups dealt one by one."""
+    groups = range(strategy.rank, GROUPS, strategy.world_size)
+    return [group * SIZE + index for group in groups for index in range(SIZE)]
+
+
+def shards_of(strategy):
+    shards = Shards(strategy, pack_samples([sample(number) for number in mine(strategy)], SIZE))
+    buffer = ReplayBuffer(shards.lens, 4, MicroBatchLimits(2, 1000), strategy.rank, strategy.world_size, "0")
+    shards.move(buffer.homes())
+    return shards, buffer
+
+
+def whole():
+    return pack_samples([sample(number) for number in range(GROUPS * SIZE)], SIZE)
+
+
+def check(exp, numbers):
+    """``exp`` holds exactly the sequences ``numbers``, with every field."""
+    expected = whole().select(numbers)
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(vars(exp)[name], value), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_sequence_moves_to_its_home(ranks):
+
+    def work(strategy):
+        shards, buffer = shards_of(strategy)
+        check(shards.exp, buffer.homes()[strategy.rank])
+        for mini in buffer.epoch(0):
+            for part in mini.micro_batches:
+                if part:
+                    check(shards.take(part), part)
+                else:
+                    assert not shards.take(part).loss_mask.any(), "a dummy, also where no sequence lives"
+        return buffer.homes()[strategy.rank]
+
+    homes = World(ranks).run(work)
+    assert sorted(number for home in homes for number in home) == list(range(GROUPS * SIZE))
+    assert ranks < 7 or [] in homes, "no rank is without a sequence"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_an_epoch_borrows_what_it_trains_and_returns_it(ranks):
+
+    def work(strategy):
+        shards, buffer = shards_of(strategy)
+        shards.exp.old_logprobs = shards.exp.rollout_logprobs * 2
+        for epoch in (1, 2):
+            plans = [mini.plan for mini in buffer.epoch(epoch)]
+            wanted = [sorted({i for plan in plans for part in plan[rank] for i in part}) for rank in range(ranks)]
+            shards.borrow(wanted)
+            for number in wanted[strategy.rank]:
+                one = shards.take([number])
+                check(one, [number])
+                assert torch.equal(one.old_logprobs, one.rollout_logprobs * 2), "a field that was set after the move"
+        shards.borrow(buffer.homes())
+        return shards.held.num_seqs, len(buffer.homes()[strategy.rank])
+
+    for held, home in World(ranks).run(work):
+        assert held == max(home, 1), "copies of an epoch are kept"
+
+
+def test_a_few_sequences_can_be_everywhere():
+    for exp in World(3).run(lambda strategy: shards_of(strategy)[0].collect([8, 0, 3])):
+        check(exp, [8, 0, 3])
+
+
+@pytest.mark.parametrize("more", [{}, {"reward_clip": 0.5, "overlong_buffer": True, "mask_truncated": True}], ids=str)
+@pytest.mark.parametrize("name", ours(ADVANTAGES))
+def test_advantages_do_not_depend_on_the_ranks(name, more):
+    """Every estimator, with the KL in the reward, running statistics and high-entropy tokens."""
+
+    def work(strategy):
+        shards, _ = shards_of(strategy)
+        exp, numbers = shards.exp, torch.tensor(mine(strategy), dtype=torch.long)
+        for field, factor in (("old_logprobs", 1.1), ("ref_logprobs", 0.7), ("values", -0.3), ("entropies", 0.9)):
+            vars(exp)[field] = torch.where(exp.loss_mask, factor * exp.token_ids.float().sin(), 0.0)
+        cfg = AlgorithmConfig(advantage_estimator=name, high_entropy_token_ratio=0.4, whiten_flat_groups=True,
+                              advantages_norm=not ADVANTAGES.get(name).whitens, advantage_clip=1.0)
+        reward = RewardConfig(reward_running_norm=True, **more)
+        calculator, batch = get_advantage_calculator(cfg, reward, 14), shards.batch()
+        spread = RankSpread(strategy, numbers, shards.size)
+        table = RewardTable.gather([score(number) for number in numbers.tolist()], strategy, spread)
+        metrics = table.fill(batch, calculator.estimator) | calculator(batch, 0.2)
+        shards.update(batch)
+        return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()
+
+    (one, metrics, state), = World(1).run(work)
+    assert one.advantages.any() and metrics["reward/unscored/lost"] == 1
+    for ranks in (2, 3, 7):
+        for other, found, moments in World(ranks).run(work):
+            assert found == pytest.approx(metrics, abs=1e-5) and moments == state
+            for field, value in vars(one).items():
+                if isinstance(value, torch.Tensor):
+                    torch.testing.assert_close(vars(other)[field], value, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_bound_sequences_share_a_micro_batch():
+    """Pairs and groups, also where the limits would part them; the plan covers everything once, and ranks agree."""
+    lens, bound = [5, 50, 7, 8, 60, 9, 30, 31, 6, 40], [0, 1, 0, 2, 1, 2, 3, 3, 4, 1]
+    for limits in (MicroBatchLimits(1, 1000), MicroBatchLimits(3, 1000), MicroBatchLimits(0, 60)):
+        for ranks in (1, 2, 3):
+            plan = plan_mini_batch(list(range(10)), lens, ranks, limits, bound)
+            where = {i: (rank, k) for rank, parts in enumerate(plan) for k, part in enumerate(parts) for i in part}
+            assert sorted(where) == list(range(10)) and len({len(parts) for parts in plan}) == 1
+            for unit in set(bound):
+                assert len({where[i] for i in range(10) if bound[i] == unit}) == 1, (limits, ranks, plan)
+    buffer = ReplayBuffer(torch.tensor(lens), 2, MicroBatchLimits(2, 1000), 0, 1, "s", bound)
+    for epoch in (0, 1):
+        minis = buffer.epoch(epoch)
+        assert sorted(i for mini in minis for i in mini.samples) == list(range(10))
+        assert [len({bound[i] for i in mini.samples}) for mini in minis] == [2, 2, 1], "two units per optimizer step"
+    live = torch.zeros(10, dtype=torch.bool)
+    live[4] = True
+    mini = next(mini for mini in buffer.epoch(0) if 4 in mini.samples)
+    assert sorted(i for part in mini.of(live)[0] for i in part) == [1, 4, 9], "a unit is dropped as a whole or not"
+
+
+@pytest.mark.dist
+def test_the_memory_benchmark_finds_the_same_advantages_with_less_traffic():
+    script = Path(__file__).parents[3] / "benchmarks" / "gather_memory.py"
+    shape = ["--ranks", "2", "--prompts", "8", "--samples", "2", "--tokens", "256"]
+    done = subprocess.run([sys.executable, str(script), *shape], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    gathered, moved = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:])
+    assert gathered[4] == moved[4] == "equal" and float(moved[3]) < float(gathered[3])
+
+
+def test_an_empty_batch_has_shards():
+    shards, = World(1).run(lambda strategy: Shards(strategy, pack_samples([], SIZE)))
+    shards.borrow([[]])
+    assert shards.size == 0 and shards.held.num_seqs == 0
