@@ -10,6 +10,7 @@ from lightrft.config.schema import Config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.samples import Response, reward_input, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt, Sample
 
@@ -37,9 +38,10 @@ class Evaluator:
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
-                 tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
+                 tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt],
+                 environment: Environment | None = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
-        self.tokenizer, self.prompts = tokenizer, prompts
+        self.tokenizer, self.prompts, self.environment = tokenizer, prompts, environment
         cfg, rollout = config.eval, config.rollout
         self.sampling = SamplingParams(rollout.generate_max_len, cfg.eval_temperature, cfg.eval_top_p,
                                        stop_token_ids=stop_token_ids(rollout.stop, tokenizer))
@@ -66,7 +68,9 @@ class Evaluator:
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         n = self.config.eval.eval_n_samples
         requests = [Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.media) for _, p in mine]
-        completions, version = self.engine.generate(requests, self.sampling), self.engine.weight_version
+        turns = next_turn(self.environment, self.tokenizer, lambda i, k: (mine[i][1], []))
+        completions = self.engine.generate(requests, self.sampling, next_turn=turns)
+        version = self.engine.weight_version
         ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(mine, completions)
                  for j, done in enumerate(responses))
         return to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)

@@ -17,6 +17,7 @@ from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
+from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
@@ -85,8 +86,9 @@ class GreedyBaseline:
     group and no metric of samples.
     """
 
-    def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.engine, self.rewards, self.tokenizer = engine, rewards, tokenizer
+    def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase,
+                 environment: Environment | None = None) -> None:
+        self.engine, self.rewards, self.tokenizer, self.environment = engine, rewards, tokenizer, environment
 
     def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, tuple]]:
         """Answer the prompts of this rank's ``samples`` greedily and start scoring.
@@ -99,8 +101,10 @@ class GreedyBaseline:
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         prompts = {sample.group_id: sample.prompt for sample in samples}
-        requests = [Request(prompt.token_ids, [0], prompt.media) for prompt in prompts.values()]
-        done = self.engine.generate(requests, params)
+        asked = list(prompts.values())
+        requests = [Request(prompt.token_ids, [0], prompt.media) for prompt in asked]
+        turns = next_turn(self.environment, self.tokenizer, lambda i, k: (asked[i], []))
+        done = self.engine.generate(requests, params, next_turn=turns)
         version = self.engine.weight_version
         ended = ((*prompt, 0, Response.of(one[0], version)) for prompt, one in zip(prompts.items(), done))
         greedy = to_samples(self.tokenizer, ended, params.stop_token_ids)
@@ -132,12 +136,17 @@ class GenerationRun:
         asked = requests if self.quota or self.late else []  # ranks that share an engine must call it together
         each = self._arrived if maker.reports_each(self.groups) else None
         finished = self._finished if maker.overlaps else None
-        found = maker.engine.generate(asked, maker.sampling, finished, each)
+        turns = next_turn(maker.environment, maker.tokenizer, self._so_far)
+        found = maker.engine.generate(asked, maker.sampling, finished, each, turns)
         for i in sorted(set(range(len(found))) - self.done):
             self.groups[i].add(found[i], self.version, self.opened[i])
             if not self.groups[i].open:  # nothing is overlapped, or it finished while the engine stopped
                 self._complete(i)
         return [group[j] for group in self.samples for j in sorted(group)]
+
+    def _so_far(self, i: int, k: int) -> tuple[Prompt, list[int]]:
+        group = self.groups[i]
+        return group.prompt, group.responses[self.opened[i][k]].token_ids
 
     def _arrived(self, ended: list[tuple[int, int, Completion]]) -> None:
         for i, k, completion in ended:
@@ -195,16 +204,18 @@ class FastExperienceMaker:
     Args:
         greedy: the estimator needs a greedy response per prompt.
         overlapped: forward passes that run while the engine generates.
+        environment: answers responses, which then go on with another turn.
     """
     overlaps = True
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
-                 timer: Timer, greedy: GreedyBaseline | None = None,
-                 overlapped: OverlappedPasses | None = None) -> None:
+                 timer: Timer, greedy: GreedyBaseline | None = None, overlapped: OverlappedPasses | None = None,
+                 environment: Environment | None = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
-        self.greedy, self.overlapped, self.reward_listener = greedy, overlapped, RewardListener(rewards)
+        self.greedy, self.overlapped, self.environment = greedy, overlapped, environment
+        self.reward_listener = RewardListener(rewards)
         self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
         rollout = config.rollout
         self.size = rollout.n_samples_per_prompt

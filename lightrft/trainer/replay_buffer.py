@@ -163,7 +163,7 @@ class MiniBatch:
         return Denominators(counts.sum().item(), ((counts > 0) | all_seqs).sum().item(), norm)
 
     def of(self, live: torch.Tensor) -> Plan:
-        """Plan the units with a sample where ``live`` [B] is True; each rank gets a micro-batch, perhaps an empty one."""
+        """Plan the units with a sample where ``live`` [B] is True; each rank gets a micro-batch, which may be empty."""
         samples = [sample for unit in self.units if live[unit].any() for sample in unit]
         return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 

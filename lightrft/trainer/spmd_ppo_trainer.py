@@ -18,6 +18,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.controllers import get_kl_controller
+from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
@@ -79,11 +80,12 @@ class SPMDPPOTrainer(PPOTrainer):
         prompts: training prompts; ``eval_prompts``: held-out ones.
         timer: timer of the session (the watchdog reads it).
         rewards: scores responses (default: the rewards that the options ask for).
+        environment: answers responses, which then go on with another turn (default: one turn).
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
-                 rewards: RewardManager | None = None) -> None:
+                 rewards: RewardManager | None = None, environment: Environment | None = None) -> None:
         train = config.train
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
         total = train.max_steps or loader.steps(train.num_episodes, partial=config.rollout.dynamic_sampling)
@@ -101,15 +103,16 @@ class SPMDPPOTrainer(PPOTrainer):
         _try_rewards(config, rewards, prompts)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
-        greedy = GreedyBaseline(engine, rewards, tokenizer) if needs_greedy else None
+        greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
         offloader = ModelOffloader(config, strategy, [each for each in (actor, critic, reference) if each], timer)
         logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader), config.rollout
         overlapped = OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
                                       timer) if rollout.overlap_passes else None
         calculator = get_advantage_calculator(config.algorithm, config.reward, rollout.generate_max_len)
         maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
-                                    overlapped)
-        evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts) if eval_prompts else None
+                                    overlapped, environment)
+        evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts,
+                              environment) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
         update = PolicyUpdate(config, strategy, actor, critic, timer)
         log, kl = RolloutLog(config, strategy), get_kl_controller(config.algorithm)

@@ -122,7 +122,7 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
     made.maker.listeners.append(heard)
     generate = made.engine.generate
 
-    def patient(requests, sampling, finished, arrived):
+    def patient(requests, sampling, finished, arrived, turns):
 
         def told(ended):
             events.extend(("ended", i, j) for i, j, _ in ended)
@@ -132,7 +132,7 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
                 assert wait_for(lambda: any(text in texts for texts in asked(log))), f"nobody was asked for {text!r}"
                 events.append(("scored", i, j))
 
-        return generate(requests, sampling, finished, told)
+        return generate(requests, sampling, finished, told, turns)
 
     made.engine.generate = patient
     done = rollout(made)

@@ -75,9 +75,9 @@ def test_rewards_and_passes_start_before_generation_ends(engine, home, tmp_path)
         lambda *_: (seen.append(threading.current_thread().name), begun.set())[1])
     made.maker.rewards.begin = lambda them: at["begin"].extend([steps[0]] * len(them)) or begin(them)
 
-    def patient(requests, sampling, finished, arrived):
+    def patient(requests, sampling, finished, arrived, turns):
         return generate(requests, sampling, lambda i, done:
-                        (finished(i, done), begun.wait(30), at["pass"].append(steps[0]))[0], arrived)
+                        (finished(i, done), begun.wait(30), at["pass"].append(steps[0]))[0], arrived, turns)
 
     made.engine.generate = patient
     rollout(made)
@@ -113,8 +113,8 @@ def test_an_error_in_either_thread_ends_the_run_with_its_own_message(where, home
         made.prepared["critic"].model.register_forward_pre_hook(fail)
     else:
         generate = made.engine.generate
-        made.engine.generate = lambda requests, sampling, finished, arrived: generate(
-            requests, sampling, lambda *a: (finished(*a), fail())[0], arrived)
+        made.engine.generate = lambda requests, sampling, finished, arrived, turns: generate(
+            requests, sampling, lambda *a: (finished(*a), fail())[0], arrived, turns)
     with pytest.raises(RuntimeError, match=f"{'a pass' if where == 'pass' else 'the engine'} went wrong"):
         rollout(made)
     assert made.timer.phase().startswith(("rollout", "early_passes"))

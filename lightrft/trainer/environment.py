@@ -1,0 +1,46 @@
+"""Environments: what answers a response, so that it goes on with another turn (a tool, a user, a game)."""
+from collections.abc import Callable
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.rollout.engine import Continuation, Ended, NextTurn
+from lightrft.types import Prompt
+
+
+class Environment(Protocol):
+    """Answers the turns of a policy. It is called on the rank that generates the response, and keeps no state of it.
+
+    Its answers are tokens of the response that no policy drew: they are not in the loss, have no log-prob, and count
+    as response length. Rewards see the whole response. Evaluation plays the same environment.
+    """
+
+    def turn(self, prompt: Prompt, response: str) -> str | None:
+        """Return the text to append to ``response``, which has just drawn a stop token; None ends it.
+
+        Args:
+            response: all turns so far, with earlier answers and special tokens.
+        """
+
+
+def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase,
+              so_far: Callable[[int, int], tuple[Prompt, list[int]]]) -> NextTurn | None:
+    """Return the callback of an engine that asks ``environment``; None without one.
+
+    Args:
+        so_far: prompt, and the tokens that a response had before this call, by request and index among its seeds.
+    """
+    if environment is None:
+        return None
+
+    def ask(ended: Ended) -> list[Continuation | None]:
+        begun = [so_far(i, k) for i, k, _ in ended]
+        texts = tokenizer.batch_decode([tokens + done.token_ids for (_, tokens), (*_, done) in zip(begun, ended)],
+                                       skip_special_tokens=False)  # yapf: disable
+        answers = [environment.turn(prompt, text) for (prompt, _), text in zip(begun, texts)]
+        return [
+            None if answer is None else Continuation(tokenizer.encode(answer, add_special_tokens=False))
+            for answer in answers
+        ]
+
+    return ask

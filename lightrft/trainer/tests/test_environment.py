@@ -1,0 +1,99 @@
+"""An environment that answers: whole runs on responses of several turns, with the mask, the log-probs and the text."""
+import pytest
+import torch
+
+from lightrft.rewards.base import Outcome
+from lightrft.tests.support import runs
+from lightrft.trainer.samples import ResponseGroup
+
+no_picture = runs.no_picture
+ANSWER = "(go on)"
+STOPS = list("aeiouxyz")  # so that turns end
+
+
+class Twice:
+    """Answers the first two turns of a response."""
+
+    def __init__(self):
+        self.asked = []
+
+    def turn(self, prompt, response):
+        self.asked.append((prompt.text, response))
+        return ANSWER if response.count(ANSWER) < 2 else None
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def trainer(home, folder, score=runs.letters, **options):
+    cfg = runs.config_of(home, folder, stop=STOPS, generate_max_len=40, save_trajectories=True, **options)
+    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
+    made.maker.environment = Twice()
+    if made.maker.greedy:
+        made.maker.greedy.environment = made.maker.environment
+    return made
+
+
+def spans(mask):
+    """The runs [start, stop) of True."""
+    edges = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)]).long().diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def test_answers_are_in_the_response_and_not_in_the_loss(home, tmp_path):
+    seen = []
+    made = trainer(home, tmp_path, lambda item: seen.append(item.response) or runs.letters(item), max_epochs=2)
+    made.sync_weights(0)
+    made.prepared["actor"].model.eval()
+    done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
+    answer, turns = made.tokenizer.encode(ANSWER), set()
+    for number, scored in enumerate(done.scored):
+        exp = done.exp.select([number])
+        prompt = len(made.tokenizer.encode(scored.prompt))
+        assert torch.equal(exp.loss_mask, exp.weight_versions >= 0) and not exp.loss_mask[:prompt].any()
+        gaps = [exp.token_ids[a:b].tolist() for (_, a), (b, _) in zip(spans(exp.loss_mask), spans(exp.loss_mask)[1:])]
+        assert gaps == [answer] * len(gaps) and scored.response.count(ANSWER) == len(gaps)
+        assert torch.equal(exp.rollout_logprobs != 0, exp.loss_mask)
+        assert (exp.rollout_logprobs - exp.old_logprobs).abs().max() < 1e-5, "not the log-prob of the whole sequence"
+        turns.add(len(gaps))
+    assert 2 in turns and sorted(seen) == sorted(scored.response for scored in done.scored)
+    assert {prompt for prompt, _ in made.maker.environment.asked} == set(runs.PROMPTS[:4])
+
+
+@pytest.mark.parametrize("more", [{}, {"oversample": 1.5, "max_steps": 4}, {"dynamic_sampling": True},
+                                  {"advantage_estimator": "gae", "init_kl_coef": 0.1, "max_epochs": 2},
+                                  {"advantage_estimator": "remax"}, {"overlap_passes": True, "max_epochs": 2},
+                                  {"use_fire": True}], ids=str)  # yapf: disable
+def test_runs_of_several_turns_train(more, home, tmp_path):
+    made = trainer(home, tmp_path, **{"max_steps": 2, "n_samples_per_prompt": 2} | more)
+    made.fit()
+    done = runs.Run(made, tmp_path)
+    rows = [row for step in range(1, len(done.lines) + 1) for row in done.rollout(step)]
+    assert any(row["response"].count(ANSWER) == 2 for row in rows)
+    assert all(line["policy/grad_norm"] > 0 for line in done.lines)
+    if not more:  # every token is of the current weights, at the training temperature
+        assert all(line["rollout/mismatch/abs_logp_mean"] < 1e-5 for line in done.lines)
+
+
+def test_evaluation_plays_the_environment(home, tmp_path):
+    made = trainer(home, tmp_path, lambda item: Outcome(float(item.response.count(ANSWER))),
+                   eval_data=[str(home / "test.jsonl")], eval_temperature=1.0)  # yapf: disable
+    made.sync_weights(0)
+    assert made.evaluate()["eval/all/avg@1"] == 0, "without an environment"
+    made.evaluator.environment = Twice()
+    assert made.evaluate()["eval/all/avg@1"] > 0
+
+
+def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path):
+    made = trainer(home, tmp_path, oversample=1.5, max_steps=2)
+    made.sync_weights(0)
+    group = ResponseGroup.new(0, made.loader.dataset[0], 1)
+    begun = made.tokenizer.encode("b" + ANSWER)
+    group.responses[0].token_ids, group.responses[0].logprobs = begun, [-1.0] + [0.0] * (len(begun) - 1)
+    group.responses[0].appended, group.responses[0].weight_versions = [(1, len(begun))], [0] + [-1] * (len(begun) - 1)
+    made.prepared["actor"].model.eval()
+    made.maker.advance([group], "draw", 1, set())
+    assert all(text.startswith("b" + ANSWER) for _, text in made.maker.environment.asked)
+    assert made.maker.environment.asked and not group.open
