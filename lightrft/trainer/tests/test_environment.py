@@ -71,7 +71,7 @@ def test_runs_of_several_turns_train(more, home, tmp_path):
     made.fit()
     done = runs.Run(made, tmp_path)
     rows = [row for step in range(1, len(done.lines) + 1) for row in done.rollout(step)]
-    assert any(row["response"].count(ANSWER) == 2 for row in rows)
+    assert any(ANSWER in row["response"] for row in rows)
     assert all(line["policy/grad_norm"] > 0 for line in done.lines)
     if not more:  # every token is of the current weights, at the training temperature
         assert all(line["rollout/mismatch/abs_logp_mean"] < 1e-5 for line in done.lines)
