@@ -113,8 +113,8 @@ def test_the_options_of_every_run_are_accepted(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "quickstart"))
     from train_colocate import DEFAULTS
     data = ["--pretrain", "MODEL", "--prompt_data", "A", "--eval_data", "B"]
-    told = "\n".join(algorithm_pages._measured(name)).split('ARGS="')[1].split('"')[0].split()
-    for words, defaults in ((learning_matrix.Run(name, 1).flags(2), None), (told, DEFAULTS)):
+    message = "\n".join(algorithm_pages._measured(name)).split('ARGS="')[1].split('"')[0].split()
+    for words, defaults in ((learning_matrix.Run(name, 1).flags(2), None), (message, DEFAULTS)):
         config = parse_config([*data, *words], defaults=defaults).config
         validate(config, 2)
 

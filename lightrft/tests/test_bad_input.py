@@ -53,8 +53,8 @@ def assert_refused(run: Launched, *words: str, code: int = 2, told_by: int = 0) 
     codes = run.wait()
     assert codes == [code] * len(run.processes), f"{codes}\n{run.output}"
     assert "Traceback" not in run.output, run.output
-    told = [len(errors(run.log(rank))) for rank in range(len(run.logs))]
-    assert told[told_by] == 1 and sum(told) == 1, run.output
+    expected = [len(errors(run.log(rank))) for rank in range(len(run.logs))]
+    assert expected[told_by] == 1 and sum(expected) == 1, run.output
     for word in words:
         assert word in run.log(told_by), f"{word!r} is missing in\n{run.log(told_by)}"
     assert no_orphans(run.logs[0].parent)
@@ -253,7 +253,7 @@ REWARDS = {
     "syntax": ("def reward_func(queries, prompts, labels)\n    return 1\n", ("reward.py, line 1", "correct the file")),
     "import": ("import no_such_module\n", ("reward.py raises while it is imported", "no_such_module")),
     "unclear": ("def one(a): return 1\ndef two(a): return 2\n", ("cannot tell which function", "path.py:function")),
-    "raises": (HEAD + "raise KeyError('pumpkin')\n", ("could be scored: exception", "pumpkin", "--no_reward_probe")),
+    "raises": (HEAD + "raise KeyError('broken')\n", ("could be scored: exception", "broken", "--no_reward_probe")),
     "none": (HEAD + "return None\n", ("could be scored: none", "--no_reward_probe")),
     "short": (HEAD + "return [1.0] * (len(queries) + 1)\n", ("could be scored: wrong_length", "rewards for")),
     "nan": (HEAD + "return [float('nan')] * len(queries)\n", ("could be scored: not_finite", "the reward is nan")),
@@ -373,7 +373,7 @@ def broken_fixture(home: Path) -> dict[str, Launched]:
 
 
 @pytest.mark.parametrize("kind,what,stack", [
-    ("raise", "rank 1 raised RuntimeError: the loss of this rank is a pumpkin", "in faulty"),
+    ("raise", "rank 1 raised RuntimeError: the loss of this rank is broken", "in faulty"),
     ("exit", "rank 1 died without a word", "its stack is unknown"),
     ("kill", "rank 1 died without a word", "its stack is unknown"),
     ("hang", "rank 1 made no progress for", "time.sleep(1000)"),

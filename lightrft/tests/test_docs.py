@@ -146,7 +146,7 @@ def test_the_sample_demonstrations_are_understood():
 
 
 def test_the_reward_files_of_the_docs_score(tmp_path):
-    blocks, told = code_blocks("rewards.md", "python"), []
+    blocks, message = code_blocks("rewards.md", "python"), []
     chat = [{"role": "user", "content": "2+3?"}]
     columns = {"answer": "5", "extra_info": {"index": 0}}
     rows = [RewardInput("2+3?", text, reference="5", columns=columns) for text in (r"\boxed{5}", "6")]
@@ -157,13 +157,13 @@ def test_the_reward_files_of_the_docs_score(tmp_path):
         scorer, name, _ = load(str(path))
         namespace = {}
         exec(text, namespace)
-        told.append(signature_of(namespace[name]))
+        message.append(signature_of(namespace[name]))
         for batch in (rows, chats):
             outcomes = list(scorer(batch))
             assert [outcome.value for outcome in outcomes] == [1.0, 0.0], name
         extra = {"reward_func": {"length": 9.0}, "compute_score": {"boxed": 1.0}, "completions": {}}
-        assert outcomes[0].extra == extra[told[-1]]
-    assert told == list(SIGNATURES)
+        assert outcomes[0].extra == extra[message[-1]]
+    assert message == list(SIGNATURES)
 
 
 def test_the_causes_of_unscored_rewards():

@@ -189,12 +189,12 @@ def quickstart(tmp_path_factory):
 
 def test_quickstart_refuses_before_the_warm_up(tmp_path):
     few = "--train_rows 64 --test_rows 16 --sft_rows 128"
-    for words, code, told in ((["--learning_rat", "3"], 2, "did you mean --actor_learning_rate"),
-                              (["--train_batch_size", "7"], 2, "must be a multiple"),
-                              (["--dry_run", "--seed=5"], 0, "[flag]"), (["--help"], 0, "usage: ")):  # yapf: disable
+    for words, code, message in ((["--learning_rat", "3"], 2, "did you mean --actor_learning_rate"),
+                                 (["--train_batch_size", "7"], 2, "must be a multiple"),
+                                 (["--dry_run", "--seed=5"], 0, "[flag]"), (["--help"], 0, "usage: ")):  # yapf: disable
         run = subprocess.run(["bash", str(QUICKSTART / "run_quickstart.sh"), *words], capture_output=True, text=True,
                              timeout=100, env=shell({"OUT": str(tmp_path), "PREPARE_ARGS": few}))
-        assert run.returncode == code and told in run.stdout + run.stderr and "2/3" not in run.stdout, run.stderr
+        assert run.returncode == code and message in run.stdout + run.stderr and "2/3" not in run.stdout, run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data"]
 
 

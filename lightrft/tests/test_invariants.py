@@ -1,4 +1,4 @@
-"""What must not change the result: how a batch is cut, packed and spread over ranks, and which passes are skipped."""
+"""Choices that must not change the result: cuts, packs and ranks of a batch, and passes that are skipped."""
 import os
 import subprocess
 import sys

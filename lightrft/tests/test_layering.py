@@ -29,7 +29,7 @@ def imported(tree):
 
 
 def upward(part, names):
-    """Those of ``names`` that a module of the package part ``part`` may not import."""
+    """Names that a module of the package part ``part`` may not import."""
     theirs = [(name, name.split(".")[1]) for name in names if name.startswith("lightrft.")]
     return [name for name, other in theirs if other in LAYERS and other != part and LAYERS[other] >= LAYERS[part]]
 
@@ -49,6 +49,18 @@ def test_imports_point_down(part):
 def test_the_check_sees_siblings_and_lazy_imports():
     tree = ast.parse("def f():\n    from lightrft import models\n    import lightrft.utils.env")
     assert upward("strategy", imported(tree)) == ["lightrft.models"] and not upward("trainer", imported(tree))
+
+
+def test_no_file_imports_itself_through_others():
+    """Also not inside a package, and not inside functions."""
+    modules = {".".join(("lightrft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+               for path in FILES}  # yapf: disable
+    graph = {name: set(imported(ast.parse(path.read_text(encoding="utf-8")))) & modules.keys() - {name, "lightrft"}
+             for name, path in modules.items()}
+    while free := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph, f"import circles among {sorted(graph)}"
 
 
 def test_only_strategy_rollout_and_the_watchdog_talk_to_other_ranks():

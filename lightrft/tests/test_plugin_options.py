@@ -74,13 +74,13 @@ def test_files_and_flags_set_it(text, tmp_path):
     assert "tilt" + " " * 29 + "0.75" in report(parsed.config, parsed.provenance, 1)
 
 
-@pytest.mark.parametrize("argv,told", [
+@pytest.mark.parametrize("argv,message", [
     ([*PLUGIN, "--tild", "0.3"], "unknown flag --tild (did you mean --tilt?)"),
     ([*PLUGIN, "--tilt", "much"], "--tilt: expected a number, got 'much'"),
     (["--tilt", "0.3"], "unknown flag --tilt"),
 ])
-def test_mistakes_are_named(argv, told, capsys):
-    assert told in error_of(capsys, argv)
+def test_mistakes_are_named(argv, message, capsys):
+    assert message in error_of(capsys, argv)
 
 
 def test_mistakes_in_a_file_are_named(capsys, tmp_path):
@@ -120,7 +120,7 @@ def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
     return dataclass(type("Mine", (base, ), {"__annotations__": {name: annotation}, name: line}))
 
 
-@pytest.mark.parametrize("made,told", [
+@pytest.mark.parametrize("made,message", [
     (lambda: declared("eps_clip"), "there is an option --eps_clip already"),
     (lambda: declared("plugin"), "there is an option --plugin already"),
     (lambda: declared("fsdp"), "there is an option --fsdp already"),
@@ -131,8 +131,8 @@ def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
     (lambda: declared(base=object), "derived from AlgorithmConfig"),
     (lambda: type("Mine", (AlgorithmConfig, ), {}), "a @dataclass"),
 ])
-def test_declarations_that_are_refused(made, told):
-    with pytest.raises(ConfigError, match=told):
+def test_declarations_that_are_refused(made, message):
+    with pytest.raises(ConfigError, match=message):
         extend(AlgorithmConfig, made())
     assert "mine" not in options(Config)
 
@@ -153,8 +153,8 @@ def test_a_mistake_of_a_plugin_names_it(tmp_path, monkeypatch, capsys):
     source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace(', within="[0, 1]"', "")
     (tmp_path / "my_other_loss.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    told = error_of(capsys, ["--plugin", "my_other_loss"])
-    assert "--plugin my_other_loss: my_other_loss.TiltedOptions.tilt: a number needs its interval" in told
+    message = error_of(capsys, ["--plugin", "my_other_loss"])
+    assert "--plugin my_other_loss: my_other_loss.TiltedOptions.tilt: a number needs its interval" in message
 
 
 def test_a_group_keeps_its_words():

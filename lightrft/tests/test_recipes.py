@@ -61,9 +61,9 @@ def test_what_contradicts_a_recipe_is_refused_before_anything_starts(command, wo
     parsed = parse_config(command.split(), "prog", base)
     with pytest.raises(SystemExit) as error:
         check(parsed)
-    told = capsys.readouterr().err
-    assert error.value.code == 2 and all(word in told for word in words), told
-    assert "problems in the configuration" not in told or "n_samples_per_prompt 1" in command, told
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and all(word in message for word in words), message
+    assert "problems in the configuration" not in message or "n_samples_per_prompt 1" in command, message
     assert not (tmp_path / "run").exists()
 
 
@@ -80,8 +80,8 @@ def test_a_loss_without_a_ratio_warns_of_several_steps(command, steps, home, tmp
     base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}
     with pytest.raises(SystemExit):
         check(parse_config([*command.split(), "--dry_run"], "prog", base))
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(told) == (steps > 0) and all(f"for {steps} optimizer steps" in line for line in told), told
+    message = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(message) == (steps > 0) and all(f"for {steps} optimizer steps" in line for line in message), message
 
 
 @pytest.mark.parametrize("command", [

@@ -1,4 +1,4 @@
-"""What each meaning of ``--semantics`` computes, as numbers by hand and against naive formulas."""
+"""Meanings of ``--semantics``: numbers computed by hand, and naive formulas."""
 import math
 
 import pytest

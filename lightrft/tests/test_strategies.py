@@ -22,7 +22,7 @@ def lines(tmp_path_factory):
 
 
 def numbers(line):
-    """The metrics that do not depend on time or place."""
+    """The metrics that do not depend on time or memory."""
     aside = ("time/", "perf/", "rollout/tokens_per_s", "rollout/mismatch", "rollout/canary")
     return {key: value for key, value in line.items() if not key.startswith(aside)}
 

@@ -11,7 +11,7 @@ LENS = [3, 1, 4, 2]
 
 
 def make() -> Experience:
-    """Four sequences with every field set; a value tells its field, its sequence and its place."""
+    """Four sequences with every field set; a value shows its field, its sequence and its position."""
     cu = torch.tensor([0, *LENS]).cumsum(0).to(torch.int32)
     seq = torch.repeat_interleave(torch.arange(4), torch.tensor(LENS))
     token, sequence = 10 * seq + torch.arange(10) - cu[seq], torch.arange(4)

@@ -145,10 +145,10 @@ def test_other_sequences_of_the_micro_batch_do_not_matter(name, seed):
     assert {"ratio", "clip_frac_low", "clip_frac_high"} <= set(metrics)
     order = list(range(exp.num_seqs))[::-1]
     for b, (start, end) in enumerate(spans(exp.cu_seqlens)):
-        alone, _, told = run(name, new[start:end], exp.select([b]), CFG)
+        alone, _, message = run(name, new[start:end], exp.select([b]), CFG)
         torch.testing.assert_close(alone, loss[start:end], rtol=1e-12, atol=1e-12)
         for key, value in metrics.items():
-            torch.testing.assert_close(told[key], value[start:end], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(message[key], value[start:end], rtol=1e-12, atol=1e-12)
     turned = torch.cat([new[start:end] for start, end in spans(exp.cu_seqlens)[::-1]])
     back = torch.cat([loss[start:end] for start, end in spans(exp.cu_seqlens)[::-1]])
     torch.testing.assert_close(run(name, turned, exp.select(order), CFG)[0], back, rtol=1e-12, atol=1e-12)

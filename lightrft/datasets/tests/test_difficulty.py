@@ -28,7 +28,7 @@ def rows(values=RATES):
 
 
 @pytest.mark.parametrize("low,high", [(0.25, 0.75), (None, 0.5), (0.5, None), (0.25, 0.25)])
-def test_rows_outside_are_left_out_counted_and_told(build, low, high, capsys):
+def test_rows_outside_are_left_out_and_counted(build, low, high, capsys):
     data = build(rows(), difficulty_min=low, difficulty_max=high)
     kept = [i for i, rate in enumerate(RATES) if (low is None or rate >= low) and (high is None or rate <= high)]
     assert [prompt.text for prompt in data] == [f"p{i}" for i in kept]
@@ -46,11 +46,11 @@ def test_numbers_in_extra_info_and_as_text(build, value):
     assert len(build([{"prompt": "p", "extra_info": {"rate": value}}], difficulty_min=0.5)) == 1
 
 
-@pytest.mark.parametrize("value,told", [(None, "the row has none"), ("", "the row has none"),
-                                        ("hard", "'hard' is not a"), (True, "True is not a"), ([0.5], "is not a"),
-                                        ("nan", "is not a")])
-def test_a_row_without_a_number_stops_the_run(build, value, told):
-    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: --difficulty_key rate: .*{told}.*Complete or remove"):
+@pytest.mark.parametrize("value,message", [(None, "the row has none"), ("", "the row has none"),
+                                           ("hard", "'hard' is not a"), (True, "True is not a"), ([0.5], "is not a"),
+                                           ("nan", "is not a")])
+def test_a_row_without_a_number_stops_the_run(build, value, message):
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: --difficulty_key rate: .*{message}.*Complete or remove"):
         build(rows([value] * 2), difficulty_min=0.5)
 
 

@@ -62,11 +62,11 @@ def test_lookup_order_and_key_options(build):
     assert build([LIGHTRFT | {"reward_model": None}])[0].reference == "two"
 
 
-@pytest.mark.parametrize("option, told", [("input_key", "prompt, target, extra_info"),
-                                          ("reference_key", "prompt, target, extra_info, split")])
-def test_a_named_column_that_no_row_has(build, option, told):
+@pytest.mark.parametrize("option, expected", [("input_key", "prompt, target, extra_info"),
+                                              ("reference_key", "prompt, target, extra_info, split")])
+def test_a_named_column_that_no_row_has(build, option, expected):
     rows = [{"prompt": "1+1?", "target": "2", "extra_info": {"split": "a"}, "blank": ""}] * 2
-    with pytest.raises(DataError, match=f"--{option} 'quesion': no row of .*rows.jsonl has it. .*: {told}$"):
+    with pytest.raises(DataError, match=f"--{option} 'quesion': no row of .*rows.jsonl has it. .*: {expected}$"):
         build(rows, **{option: "quesion"})
     assert build([VERL | {"prompt": "p"}], reference_key="ground_truth")[0].reference == "2"
     assert build([PLAIN, PLAIN | {"question": "other"}], input_key="question")[0].text == "1+1?"
@@ -74,7 +74,7 @@ def test_a_named_column_that_no_row_has(build, option, told):
 
 @pytest.mark.parametrize("row, options, tells", [(PLAIN, {}, 1), (VERL, {}, 0), (PLAIN, {"apply_chat_template": 1}, 0),
                                                  (PLAIN, {"input_template": "Q: {}"}, 0)])  # yapf: disable
-def test_an_unused_chat_template_is_told_once(build, capsys, row, options, tells):
+def test_an_unused_chat_template_is_reported_once(build, capsys, row, options, tells):
     build([row | {"extra_info": None}] * 3, **options)
     assert capsys.readouterr().err.count("--apply_chat_template renders them") == tells
 

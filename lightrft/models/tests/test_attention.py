@@ -186,8 +186,8 @@ def test_a_flash_attn_that_cannot_be_imported_is_not_used(name, installed, monke
     rows = [x[0].transpose(0, 1) for x in qkv([5], dtype=torch.bfloat16)]
     layout = PackedLayout.build(torch.tensor([0, 5]))
     assert [attention._attend_cuda(*rows, layout, None, None, None) for _ in range(2)] == ["varlen", "varlen"]
-    told = [line for line in capsys.readouterr().err.splitlines() if "flash_attn" in line]
-    assert len(told) == 1 and "WARNING" in told[0] and "torch's varlen kernel" in told[0]
+    reported = [line for line in capsys.readouterr().err.splitlines() if "flash_attn" in line]
+    assert len(reported) == 1 and "WARNING" in reported[0] and "torch's varlen kernel" in reported[0]
 
 
 def test_a_flash_attn_that_works_is_used(installed, capsys):

@@ -232,8 +232,8 @@ def test_no_tokenizer(tmp_path):
 # -- context ----------------------------------------------------------------------------------------------------------
 def test_lengths_beyond_the_context(path):
     check_context(str(path), prompt_max_len=500, generate_max_len=12)
-    told = "--prompt_max_len 500 .* --generate_max_len 13 = 513 .*the 512 positions.*Lower --prompt_max_len or"
-    with pytest.raises(UserError, match=told):
+    expected = "--prompt_max_len 500 .* --generate_max_len 13 = 513 .*the 512 positions.*Lower --prompt_max_len or"
+    with pytest.raises(UserError, match=expected):
         check_context(str(path), prompt_max_len=500, generate_max_len=13)
     with pytest.raises(UserError, match="^--max_len 513 is more than the 512 positions"):
         check_context(str(path), max_len=513)

@@ -187,17 +187,17 @@ def test_language_model_loss_is_the_mean_over_kept_tokens():
     torch.testing.assert_close(loss, -new[exp.loss_mask].mean())
 
 
-@pytest.mark.parametrize("returned,told", [
+@pytest.mark.parametrize("returned,message", [
     (lambda loss: (loss, {}), r"'mine' returns no metric ratio, clip_frac_low, clip_frac_high: .* ratio_metrics\("),
     (lambda loss: (loss, {"ratio": loss, "clip_frac_high": loss}), "'mine' returns no metric clip_frac_low: "),
     (lambda loss: (loss.mean(), dict.fromkeys(["ratio", "clip_frac_low", "clip_frac_high"], loss)),
      r"'mine' returns a loss of shape \[\]: return one number per token, \[15\] here"),
 ])  # yapf: disable
-def test_a_policy_loss_that_breaks_its_contract_is_told(returned, told):
+def test_a_policy_loss_that_breaks_its_contract_is_refused(returned, message):
     policy_loss("mine")(lambda logprobs, exp, cfg: returned(-exp.advantages * logprobs))
     exp, new, _ = make()
     try:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             run(PolicyLoss(AlgorithmConfig(policy_loss="mine"), 1.0), exp, new, None)
     finally:
         del POLICY_LOSSES._entries["mine"]

@@ -1,4 +1,4 @@
-"""What holds for every policy loss x aggregation x correction: the cut, the order and the padding do not matter."""
+"""Properties of every policy loss x aggregation x correction: the cut, the order and the padding do not matter."""
 import math
 from dataclasses import fields, replace
 from itertools import product
@@ -109,7 +109,7 @@ def test_random_batches_are_invariant(cfg, samples, seed, fresh, high_entropy_ma
 @settings(PROFILE, max_examples=100)
 @given(COMBINATIONS, st.sampled_from(ESTIMATORS), SAMPLES, SEEDS)
 def test_the_order_of_the_rollout_does_not_matter(cfg, estimator, samples, seed):
-    """From rewards to gradients; a seeded choice of tokens is made by their places, so it moves with its samples."""
+    """From rewards to gradients; a seeded choice of tokens is made by their positions, so it moves with its samples."""
     exp, new, entropy = rollout(samples, seed)
     exp.loss_mask = action_mask(exp)
 

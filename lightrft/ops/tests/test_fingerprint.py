@@ -16,8 +16,8 @@ def noise(shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def one(tensor, *place):
-    return fingerprints([Piece(tensor, *place)])[0]
+def one(tensor, *layout):
+    return fingerprints([Piece(tensor, *layout)])[0]
 
 
 def naive(tensor):

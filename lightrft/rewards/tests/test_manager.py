@@ -76,11 +76,11 @@ def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):
     assert (right.total, plain.total) == (2.5, 2.0), "weighted sums"
 
 
-@pytest.mark.parametrize("entry, told", [("exakt", "did you mean 'exact'"), ("exact=much", "is no number"),
-                                         ("exact=nan", "is no number"), ("", "empty"),
-                                         ("nowhere.py", "does not exist")])
-def test_unfit_entries_are_refused_at_once(make_manager, entry, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("entry, expected", [("exakt", "did you mean 'exact'"), ("exact=much", "is no number"),
+                                             ("exact=nan", "is no number"), ("", "empty"),
+                                             ("nowhere.py", "does not exist")])
+def test_unfit_entries_are_refused_at_once(make_manager, entry, expected):
+    with pytest.raises(ValueError, match=expected):
         make_manager(entry)
 
 
@@ -121,15 +121,15 @@ def test_a_hanging_expression_costs_itself_only(make_manager):
     assert sum(manager.counters.values()) == 1, "counted once"
 
 
-def test_a_long_wait_is_told_with_what_is_left(make_manager, tmp_path, monkeypatch, caplog):
+def test_a_long_wait_is_reported_with_the_open_answers(make_manager, tmp_path, monkeypatch, caplog):
     file = tmp_path / "slow.py"
     file.write_text(SLEEPER.format(seconds=0.4))
     manager = make_manager(file, "exact")
     monkeypatch.setattr(manager_module, "WARN_S", 0.1)
     score(manager, [RewardInput("", "a", reference="a")])
-    told = [record.message for record in caplog.records if "slower than generation" in record.message]
-    assert told and all("answers to go: 1 of compute_score." in text and "--reward_workers (1)" in text
-                        for text in told)
+    expected = [record.message for record in caplog.records if "slower than generation" in record.message]
+    assert expected and all("answers to go: 1 of compute_score." in text and "--reward_workers (1)" in text
+                            for text in expected)
     caplog.clear()
     score(manager, [])
     assert not caplog.records, "nothing was waited for"

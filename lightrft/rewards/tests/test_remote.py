@@ -82,7 +82,7 @@ def test_the_faster_server_gets_more_and_both_work(serve, make_manager):
         manager.submit(ITEMS)
     scores = score(manager)
     assert [s.total for s in scores] == [s.total for s in first] == [float(i)
-                                                                     for i in range(24)], "every answer in its place"
+                                                                     for i in range(24)], "the answers are in order"
     assert len(fast_bodies) > 1.5 * len(slow_bodies) > 0, (len(fast_bodies), len(slow_bodies))
 
 

@@ -86,7 +86,7 @@ def test_the_function_is_chosen_by_name_and_weighted(scores):
         scores(source)
 
 
-@pytest.mark.parametrize("source, function, told", [
+@pytest.mark.parametrize("source, function, expected", [
     ("def f(completions:\n    pass\n", "", r"mine.py, line 1: .*Remedy"),
     ("import nothing_of_that_name\n", "",
      r"mine.py raises while it is imported(.|\n)*line 1(.|\n)*nothing_of_that_name"),
@@ -97,8 +97,8 @@ def test_the_function_is_chosen_by_name_and_weighted(scores):
     ("import os\nos._exit(1)\n", "", "ended while it imported"),
     ("x = 1\n", "", "Its functions: none"),
 ])
-def test_an_unfit_file_stops_before_training(scores, source, function, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_unfit_file_stops_before_training(scores, source, function, expected):
+    with pytest.raises(ValueError, match=expected):
         scores(source, function=function)
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_sent_to_a_worker_is_unscored(scores):
     items = [RewardInput("", "a", columns={"lock": lambda: 0})]
     result, manager = scores("def f(completions):\n    return [1.0] * len(completions)\n", items)
     assert [s.error for s in result] == ["internal"], result
-    assert manager.collect(manager.submit(ITEMS))[0].total == 1.0, "the worker goes on"
+    assert manager.collect(manager.submit(ITEMS))[0].total == 1.0, "the worker continues"
 
 
 def test_none_for_the_whole_batch_is_unscored(scores):

@@ -65,7 +65,7 @@ def test_zero_on_one_rank(folder: Path) -> None:
 
 
 def read_by_one_process(folder: Path, names: list[str]) -> None:
-    """What two ranks saved is bitwise what one process loads."""
+    """One process loads bitwise what two ranks saved."""
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
     case = Case(strategy, folder)

@@ -84,7 +84,7 @@ def unused_gradients_are_not_used_again() -> None:
 
 
 def moved_weights_are_the_same() -> None:
-    """What leaves the device and returns has other storage; masters must follow it."""
+    """Weights that leave the device and return have other storage; masters must follow it."""
     for options in (dict(zero_stage=2), dict(zero_stage=3), dict(zero_stage=3, adam_offload=True)):
         case = case_of(**options)
         prepared, twin = case.prepare(), case.prepare()

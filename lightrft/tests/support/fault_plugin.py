@@ -34,7 +34,7 @@ def faulty(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Ten
     loss, metrics = POLICY_LOSSES.get("ppo").fn(logprobs, exp, cfg)
     kind = due()
     if kind == "raise":
-        raise RuntimeError("the loss of this rank is a pumpkin")
+        raise RuntimeError("the loss of this rank is broken")
     if kind == "exit":
         os._exit(7)
     if kind == "kill":
@@ -50,7 +50,7 @@ def faulty(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Ten
 
 def failing_reference(self: LogprobPass, exp: Experience) -> None:
     """The pass of the reference, on the rank where it fails."""
-    raise RuntimeError("the reference of this rank is a pumpkin")
+    raise RuntimeError("the reference of this rank is broken")
 
 
 def own_denominators(self: MiniBatch, kept: Tensor, norm: float, all_seqs: bool = False) -> Denominators:

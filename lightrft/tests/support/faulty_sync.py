@@ -18,7 +18,7 @@ def changed_at_target(change):
 
 
 def held(engine: HFEngine, name: str) -> Tensor:
-    """What the engine has now."""
+    """The engine's present value."""
     return engine.model.get_parameter(name).detach().clone()
 
 

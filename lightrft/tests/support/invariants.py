@@ -1,4 +1,4 @@
-"""What test_invariants measures of a run, on any number of ranks; started by it in its process or by torchrun."""
+"""Measurements of a run on any number of ranks; test_invariants starts them in its process or by torchrun."""
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -83,7 +83,7 @@ def plain(exp: Experience) -> dict[str, Tensor]:
 
 
 def facts(home: Path, folder: Path, options: dict[str, Any], runs_of: tuple[int, ...]) -> dict[str, Any]:
-    """What must be the same on any number of ranks: the first rollout, its gradients, and runs of some steps."""
+    """Measure what is the same on any number of ranks: the first rollout, its gradients, and runs of some steps."""
     trainer = build(home, folder / "parts", **options)
     rollout = make_rollout(trainer)
     whole = plain(rollout.shards.collect(list(range(rollout.shards.size))))

@@ -97,7 +97,7 @@ class Launched:
             time.sleep(0.01)
 
     def log(self, rank: int) -> str:
-        """What a rank has written so far."""
+        """The output of a rank so far."""
         return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
 
     @property
@@ -145,7 +145,7 @@ def workers(folder: Path) -> list[int]:
 
 
 def no_orphans(folder: Path, limit_s: float = 5.0) -> bool:
-    """Whether every reward worker of ``folder`` is gone within ``limit_s``."""
+    """True if every reward worker of ``folder`` is gone within ``limit_s``."""
     end = time.monotonic() + limit_s
     while workers(folder) and time.monotonic() < end:
         time.sleep(0.1)

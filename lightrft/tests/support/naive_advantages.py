@@ -1,4 +1,4 @@
-"""What each estimator makes of the rewards of a batch, by loops over samples, written from the papers."""
+"""Naive estimators of the outcomes of a batch: loops over samples, written from the papers."""
 from itertools import combinations
 from statistics import fmean, pstdev, stdev
 
@@ -9,7 +9,7 @@ def peers(exp, b):
 
 
 def alive(values, cfg):
-    """Whether a group with these values teaches anything."""
+    """True if a group with these values has a gradient."""
     return len(values) > 1 and max(values) - min(values) > cfg.zero_spread
 
 

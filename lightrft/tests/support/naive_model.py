@@ -24,7 +24,7 @@ def bounds(exp: Experience) -> list[tuple[int, int]]:
 
 
 def logits_alone(hf: PreTrainedModel, exp: Experience) -> Tensor:
-    """[T, V], each sequence in a forward of its own."""
+    """[T, V], one forward pass per sequence."""
     return torch.cat([hf(exp.token_ids[None, a:b], use_cache=False).logits[0] for a, b in bounds(exp)])
 
 

@@ -62,7 +62,7 @@ def keys(seen: Seen) -> set[str]:
 
 
 def files(seen: Seen) -> set[str]:
-    """What the run left."""
+    """Files that the run left."""
     return {str(path.relative_to(seen.run.folder)) for path in seen.run.folder.rglob("*") if path.is_file()}
 
 
@@ -76,12 +76,12 @@ def weights(seen: Seen) -> str:
 
 
 def said(key: str, step: int = 1) -> Watch:
-    """What the rows of a rollout hold."""
+    """Keys of the rows of a rollout."""
     return lambda seen: [row[key] for row in seen.run.rollout(step)]
 
 
 def steps(seen: Seen) -> list[tuple[int, bool]]:
-    """The steps that have a line, evaluations told apart."""
+    """The steps that have a line, evaluations separate apart."""
     return [(line["step"], "eval/all/len" in line) for line in seen.run.lines]
 
 
@@ -96,12 +96,12 @@ def calls(name: str) -> Watch:
 
 
 def train_prompts(seen: Seen) -> int:
-    """How many prompts there are to train on."""
+    """Number of prompts to train on."""
     return len(seen.run.trainer.loader.dataset)
 
 
 def eval_prompts(seen: Seen) -> int:
-    """How many held-out prompts there are."""
+    """Number of held-out prompts."""
     return len(seen.run.trainer.evaluator.prompts)
 
 
@@ -271,9 +271,9 @@ SHOWN: dict[str, str] = {
     "input_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "label_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "reference_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
-    "difficulty_key": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
-    "difficulty_min": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
-    "difficulty_max": _D + "test_difficulty.py::test_rows_outside_are_left_out_counted_and_told",
+    "difficulty_key": _D + "test_difficulty.py::test_rows_outside_are_left_out_and_counted",
+    "difficulty_min": _D + "test_difficulty.py::test_rows_outside_are_left_out_and_counted",
+    "difficulty_max": _D + "test_difficulty.py::test_rows_outside_are_left_out_and_counted",
     "chat_template": _D + "test_prompts_dataset.py::test_chat_options",
     "system_prompt": _D + "test_prompts_dataset.py::test_chat_options",
     "overlong_prompt": _D + "test_prompts_dataset.py::test_too_long_prompts",

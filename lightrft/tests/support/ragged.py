@@ -96,10 +96,10 @@ def random_cut(count, seed):
 
 
 def swapped_in_groups(exp, seed):
-    """An order of the samples in which every group keeps its places and its members change theirs."""
+    """An order of the samples in which every group keeps its positions and its members permute."""
     order = list(range(exp.num_seqs))
     for group in exp.group_ids.unique():
         members = (exp.group_ids == group).nonzero().flatten().tolist()
-        for place, which in zip(members, shuffled(len(members), seed)):
-            order[place] = members[which]
+        for position, which in zip(members, shuffled(len(members), seed)):
+            order[position] = members[which]
     return order

@@ -44,7 +44,7 @@ def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: An
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if _strikes(folder):
-            raise RuntimeError("SGLang's model is a pumpkin")
+            raise RuntimeError("SGLang's model is broken")
         return forward(*args, **kwargs)
 
     ModelRunner.forward = failing

@@ -15,8 +15,8 @@ from lightrft.tests.support.launch import preload
 
 SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
 CASES = {
-    "raise@1:9 1": ([1, 1], ": RuntimeError: SGLang's model is a pumpkin"),
-    "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is a pumpkin"),
+    "raise@1:9 1": ([1, 1], ": RuntimeError: SGLang's model is broken"),
+    "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is broken"),
     "die@1:2 1": ([1, -9], "rank 1 died without a word (killed, crashed, or out of memory)"),
     "long@1:2 2": ([2, 2], "rank 1 stopped the run: request 3: 1188 prompt + 6 new tokens are more than the 70"),
 }  # yapf: disable

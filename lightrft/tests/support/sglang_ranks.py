@@ -1,4 +1,4 @@
-"""What ``torchrun`` runs in test_sglang_engine: FSDP2 shards on two ranks feed SGLang, one of both, then one each."""
+"""Program of test_sglang_engine for two ranks: FSDP2 shards on two ranks feed SGLang, one of both, then one each."""
 import os
 import sys
 from dataclasses import replace

@@ -28,7 +28,7 @@ class Rig(engine_rig.EngineRig):
 
 
 def state():
-    """What SGLang is to leave as it is in this process."""
+    """State of this process that SGLang must not change."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return (environment, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT),
             multiprocessing.get_start_method(), logging.getLogger().handlers[:], logging.getLogger().level,

@@ -60,11 +60,11 @@ def whole_gradients(strategy: StrategyBase, prepared: Prepared) -> dict[str, Ten
     """Every gradient, put together from the ranks' parts; a collective."""
     if not isinstance(prepared.optimizer, ZeroAdamW):
         return {name: full(param.grad) for name, param in prepared.model.named_parameters()}
-    parts, places, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}
+    parts, slices, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}
     for name, shape in shapes(prepared).items():
         whole = torch.zeros(shape, device=strategy.device)
         if name in parts:
-            whole.view(-1)[places[name].start:places[name].start + len(parts[name])] = parts[name]
+            whole.view(-1)[slices[name].start:slices[name].start + len(parts[name])] = parts[name]
         found[name] = strategy.all_reduce(whole)
     return found
 
@@ -75,7 +75,7 @@ def shapes(prepared: Prepared) -> dict[str, torch.Size]:
 
 
 def communicates_at_the_end(strategy: StrategyBase, prepared: Prepared) -> bool:
-    """Whether passes before the last of a step communicate nothing, so that ranks may differ in their number."""
+    """True if passes before the last of a step communicate nothing, so that ranks may differ in their number."""
     if isinstance(strategy, DeepspeedStrategy):
         return strategy.cfg.zero_stage < 2
     return strategy._placements[prepared.model].keep_full

@@ -206,14 +206,14 @@ def save_model(case: Case) -> None:
 
 @check
 def resume_is_bitwise(case: Case) -> None:
-    """Save, go on, load into a fresh model, go on: every tensor and the rate are the same; states of all ranks
+    """Save, continue, load into a fresh model, continue: every tensor and the rate are the same; states of all ranks
     return."""
     prepared, strategy = case.prepare(), case.strategy
     case.train(prepared, range(3))
     manager = CheckpointManager(strategy, case.folder / "resume", asynchronous=True)
     assert manager.latest() is None
     assert manager.save(3, {"actor": prepared}, {"sampler": [1, 2]}, {"rank": strategy.rank}, {"acc": 0.5})
-    case.train(prepared, range(3, 6))  # while the write goes on
+    case.train(prepared, range(3, 6))  # during the write
     assert manager.wait() and manager.failures == 0
     fresh = case.prepare(seed=5)
     path = manager.latest()
@@ -228,7 +228,7 @@ def resume_is_bitwise(case: Case) -> None:
 
 @check
 def other_world_size(case: Case) -> None:
-    """A checkpoint that one process wrote goes on here exactly where it stood; ours is left for one process to read."""
+    """A checkpoint that one process wrote resumes here exactly where it stood; ours is left for one process to read."""
     strategy, prepared = case.strategy, case.prepare(seed=5)
     manager = CheckpointManager(strategy, case.folder.parent / "one_process", asynchronous=False)
     _, rank_states = manager.load(manager.latest(), {"actor": prepared})

@@ -1,4 +1,4 @@
-"""What test_strategies runs under torchrun: the same training with every way to spread models over two ranks."""
+"""Program of test_strategies for two ranks: the same training with every way to spread models over two ranks."""
 import json
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ SAVING = {"disable_ckpt": False, "save_steps": 1}
 
 
 def main(home: Path, folder: Path) -> None:
-    """Leave the metrics of every run in FOLDER/lines.json, and those of one that goes on with another strategy."""
+    """Leave the metrics of every run in FOLDER/lines.json, and those of one that resumes with another strategy."""
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all runs share this group
     found = {}

@@ -62,7 +62,7 @@ def placed(part: ParamSlice) -> Tensor:
 
 
 class Reference:
-    """The same training, written with torch.optim and clip_grad_norm_ on one process."""
+    """Reference training, written with torch.optim and clip_grad_norm_ on one process."""
 
     def __init__(self, device: torch.device, tied: bool = True) -> None:
         self.model = TinyLM(tied=tied).to(device)

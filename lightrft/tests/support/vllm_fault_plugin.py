@@ -26,7 +26,7 @@ def _strikes() -> str:
 def _harmed(runner: Any, *args: Any, **kwargs: Any) -> Any:
     kind = "" if _LONG else _strikes()
     if kind == "raise":
-        raise RuntimeError("vLLM's model is a pumpkin")
+        raise RuntimeError("vLLM's model is broken")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     return _execute(runner, *args, **kwargs)

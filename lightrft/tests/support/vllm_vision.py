@@ -1,4 +1,4 @@
-"""What test_vllm_families runs in a process of its own, where torchvision can be imported: models that see, in vLLM."""
+"""Program of test_vllm_families in a separate process, where torchvision can be imported: models that see, in vLLM."""
 import lightrft.tests.support.torchvision_on_cpu  # noqa: F401, before transformers
 import sys
 from pathlib import Path

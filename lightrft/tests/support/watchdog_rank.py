@@ -16,7 +16,7 @@ def misbehave(mode: str) -> None:
     if mode == "exit":
         os._exit(1)
     if mode == "raise":
-        raise ValueError("the reward of sample 17 is a pumpkin")
+        raise ValueError("the reward of sample 17 is broken")
     if mode == "hang":
         time.sleep(100)
 

@@ -154,5 +154,5 @@ def test_a_pass_that_fails_on_one_rank_ends_all(home, tmp_path):
     options = of_ranks(home, tmp_path / "a", plugin="lightrft.tests.support.fault_plugin")
     run = launch.launch(tmp_path / "a", options, 2, FAULT="reference@1")
     assert all(run.wait(60)), run.output
-    assert "the reference of this rank is a pumpkin" in run.log(1)
+    assert "the reference of this rank is broken" in run.log(1)
     assert re.search("rank 1 .*in phase (rollout|early_passes)", run.log(0)), run.output

@@ -98,7 +98,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert folders and all(identity in name for name in folders), "not one run"  # two in one second end in -1
     MetricSinks(tmp_path).truncate_after(0)
-    assert not (tmp_path / "wandb_run_id").exists(), "a new run would go on under the old id"
+    assert not (tmp_path / "wandb_run_id").exists(), "a new run would resume under the old id"
     records = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert b"reward/mean" in records, "no metrics in the run file"
 

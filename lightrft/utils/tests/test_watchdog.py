@@ -69,7 +69,7 @@ def test_a_rank_that_dies_is_named_with_its_phase(runs):
 def test_an_exception_reaches_the_other_rank_with_its_stack(runs):
     code, output = runs["raise"]
     assert code != 0, output
-    report = output[output.index("rank 1 raised ValueError: the reward of sample 17 is a pumpkin, in phase fault"):]
+    report = output[output.index("rank 1 raised ValueError: the reward of sample 17 is broken, in phase fault"):]
     assert "in misbehave" in report and "-- rank 0 stops for that reason, in phase waiting" in report, output
     assert "dist.barrier()" in report, output
 

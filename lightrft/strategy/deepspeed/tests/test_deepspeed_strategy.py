@@ -1,4 +1,4 @@
-"""What is DeepSpeed's own; that it does what every strategy does is shown by the conformance tests."""
+"""Properties of DeepSpeed alone; the conformance tests show that it does what every strategy does."""
 import json
 import os
 import subprocess
