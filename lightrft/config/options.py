@@ -198,8 +198,10 @@ def _nearest(value: float, interval: str) -> str:
 
 
 def in_words(interval: str) -> str:
-    """Write an interval in words: ``[1, inf)`` is ``at least 1``."""
-    low, high = _bounds(interval)
+    """Write an interval in words: ``[1, inf)`` is ``at least 1``, and all numbers are an empty text."""
+    low, high = _bounds(interval or ANY)
+    if low == -inf and high == inf:
+        return ""
     if high == inf:
         return f"{'at least' if interval[0] == '[' else 'greater than'} {low:g}"
     return f"in {interval}"

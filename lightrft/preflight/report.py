@@ -4,7 +4,7 @@ from typing import Any
 
 from lightrft.config.engines import ENGINES
 from lightrft.config.layers import preset_values
-from lightrft.config.options import show
+from lightrft.config.options import in_words, show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
@@ -93,9 +93,13 @@ def option_table(tree: type) -> str:
     """Render Markdown: per group of ``tree`` (such as ``Config``), a heading, its description and an option table."""
     parts = []
     for group, cls in groups(tree).items():
-        rows = [f"### {group}", "", cls.__doc__ or "", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
+        rows = [
+            f"### {group}", "", cls.__doc__ or "", "", "| flag | type | default | range | meaning |", "|" + "---|" * 5
+        ]
         for option in group_options(cls, group).values():
-            cells = (f"`{option.flag}`", option.type_name, f"`{show(option.default)}`", option.help)
+            needs = f"; needs `--{option.needs.partition(' ')[0]}`" if option.needs else ""
+            cells = (f"`{option.flag}`", option.type_name, f"`{show(option.default)}`", in_words(option.within),
+                     option.help + needs)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"

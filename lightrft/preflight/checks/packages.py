@@ -1,4 +1,4 @@
-"""Checks of Python and the packages: their versions, what can be imported, and engines beside other packages."""
+"""Checks of Python and the packages: versions, imports, and engines that need other versions of shared packages."""
 import platform
 import subprocess
 import sys

@@ -114,4 +114,11 @@ def test_tables_and_listings_cover_the_tree(tree: type) -> None:
     table, listing = option_table(tree), resolved(tree(), {})
     assert all(f"| `--{name}` |" in table and name in listing for name in options(tree))
     rows = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("| `--")]
-    assert all(line.count("|") == 5 for line in rows), "a cell breaks the table"
+    assert all(line.count("|") == 6 for line in rows), "a cell breaks the table"
+
+
+def test_the_table_has_ranges_and_needs() -> None:
+    rows = {line.split("`")[1]: line for line in option_table(Config).splitlines() if line.startswith("| `--")}
+    assert "| `0` | at least 0 | ranks that share" in rows["--initial_model_shard_size"]
+    assert rows["--initial_model_shard_size"].endswith("; needs `--init_kl_coef` |")
+    assert "| `0.2` | in (0, 1] |" in rows["--eps_clip"] and "| `none` |  | train only" in rows["--difficulty_min"]
