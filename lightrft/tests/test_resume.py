@@ -153,7 +153,7 @@ def test_another_number_of_ranks(before: int, after: int, home: Path, straight: 
 def test_asked_to_stop(number: int, code: int, ranks: int, home: Path, straight: dict[int, Path]) -> None:
     folder = home / f"asked_{code}"
     run, codes = stop_at(home, folder, 3, number, ranks)
-    assert codes == [code] * ranks and "--load_checkpoint goes on from there" in run.output, run.output
+    assert codes == [code] * ranks and "--load_checkpoint resumes from there" in run.output, run.output
     assert "Traceback" not in run.output, run.output
     assert no_orphans(folder)
     finish(folder, options_of(home, folder, load_checkpoint=True), ranks)

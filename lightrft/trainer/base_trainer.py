@@ -113,7 +113,7 @@ class BaseTrainer(ABC):
     @property
     def resume_hint(self) -> str:
         """Return the hint on how to resume a run that ends early."""
-        return "nothing was saved" if self.checkpoints is None else "--load_checkpoint goes on from there"
+        return "nothing was saved" if self.checkpoints is None else "--load_checkpoint resumes from there"
 
     def _finish(self) -> None:
         if self.step < self.total_steps:

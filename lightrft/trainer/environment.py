@@ -1,4 +1,4 @@
-"""Environments: what answers a response, so that it goes on with another turn (a tool, a user, a game)."""
+"""Environments (tools, users, games) that answer a response, which then resumes with another turn."""
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,7 @@
 """Turns prompts into experience, in stages: generate, reward, move, log-probs and values, advantages.
 
-Listeners hear of each response as soon as it is finished: rewards are computed, and with ``--overlap_passes`` forward
-passes run, while the engine still generates the others.
+Each response is reported to listeners as soon as it is finished: rewards are computed, and with ``--overlap_passes``
+forward passes run, while the engine still generates the others.
 """
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -34,19 +34,19 @@ Scored = Callable[[], list[ScoredSample]]  # waits for the scores of this rank
 
 
 class Listener(Protocol):
-    """Listener to the responses of this rank as they finish. It is entered around each generation."""
+    """Listener to the responses of this rank as they finish. Its context is entered around each generation."""
 
     def during(self, groups: int) -> AbstractContextManager[Any]:
         """Return the context of one generation of ``groups`` groups."""
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
-        """Return True if it gains time from single responses; else it hears of whole groups only."""
+        """Return True if reports of single responses save time; else whole groups are reported."""
 
     def arrived(self, samples: list[tuple[int, Sample]]) -> None:
-        """Take finished samples, each with the index of its group on this rank."""
+        """Receive finished samples, each with the index of its group on this rank."""
 
     def finished(self, group: int) -> None:
-        """Take note that all responses of ``group`` have arrived."""
+        """Receive the notice that all responses of ``group`` have arrived."""
 
 
 class RewardListener:
@@ -131,7 +131,7 @@ class GenerationRun:
         self.samples: list[dict[int, Sample]] = [{} for _ in groups]
 
     def run(self, requests: list[Request]) -> list[Sample]:
-        """Generate; return the samples that the listeners heard of, group by group."""
+        """Generate; return the reported samples, group by group."""
         maker = self.maker
         asked = requests if self.quota or self.late else []  # ranks that share an engine must call it together
         each = self._arrived if maker.reports_each(self.groups) else None
@@ -204,7 +204,7 @@ class FastExperienceMaker:
     Args:
         greedy: the estimator needs a greedy response per prompt.
         overlapped: forward passes that run while the engine generates.
-        environment: answers responses, which then go on with another turn.
+        environment: answers responses, which then resume with another turn.
     """
     overlaps = True
 
@@ -349,5 +349,5 @@ class FastExperienceMaker:
 
 
 class NaiveExperienceMaker(FastExperienceMaker):
-    """The same with nothing overlapped: listeners hear of the responses when all are generated."""
+    """Maker that overlaps nothing: responses are reported when all are generated. The results are the same."""
     overlaps = False

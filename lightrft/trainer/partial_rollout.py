@@ -75,7 +75,7 @@ class OversamplingSource:
                 self.progress |= dict(found)
         tokens = sum(self.progress[number].tokens - each.tokens for number, each in running.items())
         old, chosen = self._take(step)
-        exp = pack_samples([s for place, group in chosen.items() for s in group.samples(place)], self.size)
+        exp = pack_samples([s for index, group in chosen.items() for s in group.samples(index)], self.size)
         rollout = self.maker.complete(exp, lambda: self._scored(wait(), chosen), step, kl_coef)
         rollout.metrics |= staleness_metrics(rollout.shards, step) | self._metrics(chosen) | {
             "rollout/tokens": tokens,
@@ -110,7 +110,7 @@ class OversamplingSource:
         here = {group.number: group for group in self.groups}
         self.progress = {number: self.progress[number] for number in order if number not in set(chosen)}
         self.groups = [here[number] for number in self.progress if number in here]
-        return old, {place: here[number] for place, number in enumerate(chosen) if number in here}
+        return old, {index: here[number] for index, number in enumerate(chosen) if number in here}
 
     def _scored(self, fresh: list[ScoredSample], chosen: dict[int, ResponseGroup]) -> list[ScoredSample]:
         """Give every group its ``fresh`` scores; return all scores of ``chosen``, with the index of their group."""
@@ -118,7 +118,7 @@ class OversamplingSource:
         for each in fresh:
             groups[each.group_id].scored.append(each)
         return [
-            replace(each, group_id=place) for place, group in chosen.items()
+            replace(each, group_id=index) for index, group in chosen.items()
             for each in sorted(group.scored, key=lambda each: each.index)
         ]
 

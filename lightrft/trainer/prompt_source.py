@@ -1,11 +1,22 @@
-"""Sources of the rollout batch of a step: the next prompts, or the groups that dynamic or partial rollout finishes."""
+"""Sources of the rollout batch of a step: the next prompts, or with dynamic sampling the groups that can be trained."""
+from collections import Counter
 from typing import Any
+
+import torch
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
-from lightrft.trainer.dynamic_sampling import DynamicSource, tell_dropped
+from lightrft.ops.segment import group_stats
+from lightrft.trainer.advantage_calculator import trainable_samples
+from lightrft.trainer.dynamic_sampling import ScoredGroups, Tally, tell_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
+from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource
+from lightrft.trainer.samples import pack_samples
+from lightrft.trainer.scores import ScoredSample
+from lightrft.trainer.shards import Shards
+from lightrft.types import Experience
+from lightrft.utils.logging import get_logger
 
 
 class PromptSource:
@@ -26,6 +37,103 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume without groups; warn of those that a run with dynamic sampling or oversampling left."""
         tell_dropped(state, "open", "rows")
+
+
+class DynamicSource:
+    """Source of batches with dynamic sampling (DAPO, arXiv:2503.14476, eq. 11).
+
+    A group is accepted when it has two scored samples whose rewards, before shaping, differ by more than
+    ``zero_spread``, and a sample that stays in the loss. Generation continues in rounds until a batch of groups is
+    accepted, ``max_gen_rounds`` are over or the data is used up. Surplus groups are kept for the next step, with their
+    rollout log-probs and weight version, on the rank that generated them. All ranks decide alike, in the order of the
+    draws, and seeds depend on the number of the draw, so the number of ranks makes no difference.
+
+    Args:
+        limit: prompts to draw in the whole run; None: no limit.
+    """
+
+    def __init__(self, config: Config, maker: FastExperienceMaker, loader: PromptLoader, limit: int | None) -> None:
+        self.config, self.maker, self.loader, self.limit = config, maker, loader, limit
+        self.batch, self.strategy = config.rollout.rollout_batch_size, maker.strategy
+        self.waiting = ScoredGroups.none(config.rollout.n_samples_per_prompt)
+        self.numbers: list[int] = []  # of the waiting groups of all ranks, in the order of their draws
+
+    @property
+    def exhausted(self) -> bool:
+        """True when no further step can be made."""
+        return not self._left() and not self.numbers
+
+    def _left(self) -> int:
+        """Return the number of prompts that may still be drawn for one batch."""
+        left = self.batch if self.limit is None else self.limit - self.loader.position
+        return max(0, min(left, self.batch))
+
+    def make(self, step: int, kl_coef: float = 0.0) -> Rollout:
+        """Make the rollout of one step; it is empty when no group was accepted."""
+        tally = Tally(carried=min(len(self.numbers), self.batch))
+        while len(self.numbers) < self.batch and tally.rounds < self.config.rollout.max_gen_rounds and self._left():
+            self._round(min(self._left(), self._wanted(tally)), tally)
+        chosen, self.numbers = self.numbers[:self.batch], self.numbers[self.batch:]
+        groups, self.waiting = self.waiting.split(chosen)
+        rollout = self._rollout(groups.renumbered(chosen), tally, step, kl_coef) if chosen else self._empty(tally, step)
+        rollout.metrics |= staleness_metrics(rollout.shards, step) if chosen else {}
+        rollout.metrics |= tally.metrics(self.maker.timer.seconds("rollout"))
+        return rollout
+
+    def _wanted(self, tally: Tally) -> int:
+        """Return how many prompts should fill the batch at this step's acceptance rate; a whole batch if it is 0."""
+        missing = self.batch - len(self.numbers)
+        if not tally.drawn:
+            return missing
+        return min(self.batch, -(-missing * tally.drawn // tally.accepted)) if tally.accepted else self.batch
+
+    def _round(self, count: int, tally: Tally) -> None:
+        """Generate and score ``count`` prompts; append the accepted groups to ``waiting``, in the order of draws."""
+        exp, wait = self.maker.generate(self.loader.draw(count), "draw")
+        groups = ScoredGroups(exp, wait(), self.waiting.size)
+        exp.scored = torch.tensor([each.reward is not None for each in groups.scored], dtype=torch.bool)
+        exp.rewards = torch.tensor([each.reward or 0.0 for each in groups.scored], dtype=torch.float32)
+        stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
+        taught = group_stats(trainable_samples(exp, self.config.reward).float(), exp.group_ids, exp.scored).mean > 0
+        good = groups.keep(taught & (stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread))
+        causes = Counter(each.error for each in groups.scored if each.reward is None)
+        found = self.strategy.all_gather_object((good.numbers, causes))
+        accepted = sorted(number for numbers, _ in found for number in numbers)
+        tally.add(count, len(accepted), exp, sum((each for _, each in found), Counter()), self.strategy)
+        self.waiting, self.numbers = self.waiting + good, self.numbers + accepted
+
+    def _rollout(self, groups: ScoredGroups, tally: Tally, step: int, kl_coef: float) -> Rollout:
+        return self.maker.complete(groups.exp, lambda: groups.scored, step, kl_coef)
+
+    def _empty(self, tally: Tally, step: int) -> Rollout:
+        get_logger().warning(
+            "step %d: no update, none of %d groups has rewards that differ (--zero_spread %g) after %d rounds",
+            step + 1, tally.drawn, self.config.algorithm.zero_spread, tally.rounds)
+        shards = Shards(self.strategy, pack_samples([], self.waiting.size))
+        nothing = "rollout/prompts", "rollout/samples", "rollout/kept_samples", "rollout/mismatch/tokens"
+        return Rollout(shards, self.maker.buffer(shards, step), [], [], dict.fromkeys(nothing, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the waiting groups of all ranks, in order; a collective."""
+        parts = self.strategy.all_gather_object(self.waiting)
+        whole = sum(parts, ScoredGroups.none(self.waiting.size))
+        whole = whole.keep(torch.ones(len(whole.scored), dtype=torch.bool))
+        order = whole.exp.group_ids.argsort(stable=True).tolist()
+        tensors = {name: value for name, value in vars(whole.exp.select(order)).items() if value is not None}
+        return {"exp": tensors, "rows": [vars(whole.scored[i]) for i in order], "size": whole.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; drop groups of another size than this run's, with a warning."""
+        tell_dropped(state, "open")
+        if state.get("rows") and state["size"] == self.waiting.size:
+            scored = [ScoredSample(**row) for row in state["rows"]]
+            whole = ScoredGroups(Experience(**state["exp"]), scored, state["size"])
+            self.numbers = whole.numbers
+            self.waiting = whole.split(list(self.maker.deal(self.numbers)))[0]
+        elif state.get("rows"):
+            get_logger().warning(
+                "groups of %d samples carried over in the checkpoint are dropped: "
+                "--n_samples_per_prompt is %d now", state["size"], self.waiting.size)
 
 
 def get_group_source(config: Config, maker: FastExperienceMaker, loader: PromptLoader,

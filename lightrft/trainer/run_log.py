@@ -84,8 +84,8 @@ class RunLog:
         times["time/update_s"] = sum(times.get(f"time/{name}_s", 0.0) for name in UPDATE_PARTS)
         tokens = metrics.get("rollout/tokens", metrics.get("sft/tokens", 0.0))
         self.last = metrics | times | self._utilisation(metrics, times["time/update_s"])
-        aside = times.get("time/eval_s", 0.0) + times.get("time/checkpoint_s", 0.0)
-        self.last["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - aside, 1e-9)
+        untrained = times.get("time/eval_s", 0.0) + times.get("time/checkpoint_s", 0.0)
+        self.last["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - untrained, 1e-9)
         self.last["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
         if self.sinks is not None:
             self.sinks.log(step, self.last)

@@ -75,8 +75,8 @@ def check(parsed: ParsedConfig) -> None:
     with exit_on_config_error():
         _validate(parsed, world.world_size)
     if parsed.dry_run:
-        told = report(parsed.config, parsed.provenance, world.world_size)
-        sys.stdout.write(told + "\n" if world.is_main else "")
+        text = report(parsed.config, parsed.provenance, world.world_size)
+        sys.stdout.write(text + "\n" if world.is_main else "")
         raise SystemExit(0)
     with exit_on_config_error():
         _make_folder(Path(parsed.config.checkpoint.save_path))

@@ -80,7 +80,7 @@ class SPMDPPOTrainer(PPOTrainer):
         prompts: training prompts; ``eval_prompts``: held-out ones.
         timer: timer of the session (the watchdog reads it).
         rewards: scores responses (default: the rewards that the options ask for).
-        environment: answers responses, which then go on with another turn (default: one turn).
+        environment: answers responses, which then resume with another turn (default: one turn).
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,

@@ -76,7 +76,7 @@ class Tripwires:
     def __init__(self, grouped: bool, max_unscored_steps: int) -> None:
         self.grouped, self.max_unscored_steps = grouped, max_unscored_steps
         self.counts = dict.fromkeys(PATIENCE, 0)  # bad steps in a row
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.entropy, self.reward = 0.0, nan  # entropy of the first step, reward of the last one
         self.rewards: list[float] = []  # mean rewards since the last evaluation
         self.evaluations: list[list[float]] = []  # the last ones: [mean training reward before it, score]
@@ -131,8 +131,8 @@ class Tripwires:
 
     def _tell(self, names: list[str], m: _Numbers) -> tuple[dict[str, float], list[str]]:
         on = [name for name in names if self.counts[name] >= PATIENCE[name]]
-        news = [name for name in on if name not in self.told]
-        self.told += news
+        news = [name for name in on if name not in self.reported]
+        self.reported += news
         values = {f"tripwire/{name}": float(name in on) for name in names}
         return values, [f"tripwire {name}: {self._words(name, m)}" for name in news]
 
@@ -191,4 +191,4 @@ def _causes(m: _Numbers) -> str:
     prefix = "reward/generated_unscored/" if m["rollout/rounds"] > 0 else "reward/unscored/"
     causes = {name.removeprefix(prefix): count for name, count in m.items() if name.startswith(prefix) and count}
     return ", ".join(f"{name}: {causes[name]:.0f}"
-                     for name in sorted(causes, key=lambda n: -causes[n])) or "no cause told"
+                     for name in sorted(causes, key=lambda n: -causes[n])) or "no cause given"

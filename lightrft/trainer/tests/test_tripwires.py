@@ -246,7 +246,7 @@ def test_rejected_groups_at_the_length_limit_are_seen(home, tmp_path, capsys):
 def test_the_run_goes_on_once_the_reward_works_again(home, tmp_path):
     """Saved where it ended, though no step was due to be saved; one more bad step ends it again at once."""
     failing, options = lambda item: Outcome(None, "timeout"), {"max_steps": 4, "disable_ckpt": False}
-    with pytest.raises(UnscoredTraining, match="3 steps in a row .*; --load_checkpoint goes on from there"):
+    with pytest.raises(UnscoredTraining, match="3 steps in a row .*; --load_checkpoint resumes from there"):
         run(home, tmp_path, failing, **options)
     with pytest.raises(UnscoredTraining, match="4 steps in a row"):
         run(home, tmp_path, failing, **options | {"max_steps": 9}, load_checkpoint=True)
