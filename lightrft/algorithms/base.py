@@ -22,15 +22,16 @@ A module's docstring (in a file of several algorithms, a function's) is data as 
 (:func:`lightrft.algorithms.table`).
 """
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.config.tree import extend
+from lightrft.config.tree import extend, extended
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience
@@ -115,7 +116,7 @@ def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False
 
     def add(fn: A) -> A:
         entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, needs_positive,
-                          reads=reads, own=_declare(options))
+                          reads=reads, own=_declare(options, reads))
         ADVANTAGES.register(*names)(entry)
         return fn
 
@@ -128,7 +129,7 @@ def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, s
 
     def add(fn: P) -> P:
         POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, skips_zero, selects, reads=reads,
-                                                 own=_declare(options)))
+                                                 own=_declare(options, reads)))
         return fn
 
     return add
@@ -140,15 +141,24 @@ def correction(*names: str, low: float | None = None, high: float | None = None,
 
     def add(fn: A) -> A:
         reads: tuple[str, ...] = () if low is None else ("correction_low", "correction_high", "correction_veto")
-        CORRECTIONS.register(*names)(Correction(fn, low, high, masks, reads=reads, own=_declare(options)))
+        CORRECTIONS.register(*names)(Correction(fn, low, high, masks, reads=reads, own=_declare(options, reads)))
         return fn
 
     return add
 
 
-def _declare(options: type[AlgorithmConfig] | None) -> tuple[str, ...]:
-    """Add the options of an algorithm to the algorithm group, and return their names."""
-    return extend(AlgorithmConfig, options) if options else ()
+def _declare(options: type[AlgorithmConfig] | None, reads: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Add the options of an algorithm to the algorithm group, and return their names.
+
+    Raises:
+        ConfigError: one of them is no complete option, or ``reads`` names none.
+    """
+    own = extend(AlgorithmConfig, options) if options else ()
+    known = [spec.name for spec in fields(extended(AlgorithmConfig))]
+    for name in reads or ():
+        if name not in known:
+            raise ConfigError(f"reads={reads}: there is no algorithm option {name}{did_you_mean(name, known)}")
+    return own
 
 
 def correction_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
