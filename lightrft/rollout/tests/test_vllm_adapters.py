@@ -156,7 +156,7 @@ def test_adapters_that_were_sent_as_they_were_before(rig):
     rig.sync()
     old = {name: tensor.clone() for name, tensor in rig.strategy.full_params(rig.actor, 1 << 20, "alone")}
     rig.learn()
-    with pytest.raises(WeightSyncError, match=f"{next(iter(old))} .* of the sync before. 28 of 54 weights differ"):
+    with pytest.raises(WeightSyncError, match=f"{next(iter(old))} .* of the previous sync. 28 of 54 weights differ"):
         rig.sync(lambda *_: iter(old.items()))
     rig.sync()
 
