@@ -159,7 +159,7 @@ def test_a_weight_that_cannot_be_read_is_left_to_the_canaries(folder, monkeypatc
 
 @pytest.mark.parametrize("take", [lambda stream: None, lambda stream: next(iter(stream))], ids=["not begun", "cut off"])
 def test_merged_weights_that_the_engine_did_not_take(folder, take):
-    """The last fingerprints of the stream, and all that the engine has, are those of the sync before."""
+    """The last fingerprints of the stream, and all that the engine has, are those of the previous sync."""
     rig = Rig(folder, "fingerprint", lora_rank=2)
     rig.sync()
     rig.learn()
