@@ -2,7 +2,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +12,7 @@ from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.samples import Response, reward_input, sample_seed, stop_token_ids, to_samples
+from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt, Sample
 
 ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
@@ -31,6 +32,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Scored response to a held-out prompt."""
+    source: str  # data source of the prompt
+    length: int  # tokens of the response
+    scored: ScoredSample
+
+
 class Evaluator:
     """Evaluates the engine's current weights on the held-out prompts, spread over the ranks.
 
@@ -46,24 +55,23 @@ class Evaluator:
         self.sampling = SamplingParams(rollout.generate_max_len, cfg.eval_temperature, cfg.eval_top_p,
                                        stop_token_ids=stop_token_ids(rollout.stop, tokenizer))
 
-    def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and a row per response of the first prompts."""
+    def run(self) -> tuple[dict[str, float], list[ScoredSample]]:
+        """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first response to each first prompt."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
         scores = self.rewards.collect(
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
-        local = [{
-            "group_id": s.group_id, "index": s.index, "source": s.prompt.data_source or "default", "reward":
-            score.total, "error": score.error, "parts": score.parts, "length": s.response_len, **self._texts(s)
-        } for s, score in zip(samples, scores)]
-        rows = [row for part in self.strategy.all_gather_object(local) for row in part]
-        rows.sort(key=lambda row: (row["group_id"], row["index"]))
-        return self._metrics(rows), [row for row in rows if "prompt" in row]
+        local = [
+            Answer(sample.prompt.data_source or "default", sample.response_len,
+                   ScoredSample.of(sample, score, self._shown(sample))) for sample, score in zip(samples, scores)
+        ]
+        answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
+        answers.sort(key=lambda answer: (answer.scored.group_id, answer.scored.index))
+        shown = [answer.scored for answer in answers if answer.scored.response is not None]
+        return self._metrics(answers), shown
 
-    def _texts(self, sample: Sample) -> dict[str, Any]:
-        if sample.group_id >= self.config.log.print_samples or sample.index:
-            return {}
-        return {"prompt": sample.prompt.text, "response": sample.text, "reference": sample.prompt.reference}
+    def _shown(self, sample: Sample) -> bool:
+        return sample.group_id < self.config.log.print_samples and not sample.index
 
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         n = self.config.eval.eval_n_samples
@@ -75,28 +83,29 @@ class Evaluator:
                  for j, done in enumerate(responses))
         return to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)
 
-    def _metrics(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        sources = sorted({row["source"] for row in rows})
+    def _metrics(self, answers: list[Answer]) -> dict[str, float]:
+        sources = sorted({answer.source for answer in answers})
         metrics: dict[str, float] = {}
         for name in ["all", *sources]:
-            metrics |= self._source_metrics(name, [row for row in rows if name in ("all", row["source"])])
+            metrics |= self._source_metrics(name, [answer for answer in answers if name in ("all", answer.source)])
         return metrics
 
-    def _source_metrics(self, name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    def _source_metrics(self, name: str, answers: list[Answer]) -> dict[str, float]:
         """Return the metrics of a source. Unscored responses enter no mean and are counted by cause."""
-        cfg, groups = self.config.eval, defaultdict(list)
-        scored = [row for row in rows if row["reward"] is not None]
-        for row in scored:
-            groups[row["group_id"]].append(is_correct(row["reward"], row["parts"]))
-        values = {
+        cfg, groups, samples = self.config.eval, defaultdict(list), [answer.scored for answer in answers]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        for sample in samples:
+            if sample.reward is not None:
+                groups[sample.group_id].append(is_correct(sample.reward, sample.parts))
+        values: dict[str, list[float]] = {
             f"pass@{k}": [pass_at_k(len(g), sum(g), k) for g in groups.values() if len(g) >= k] for k in cfg.eval_pass_k
         }
-        values[f"avg@{cfg.eval_n_samples}"] = [row["reward"] for row in scored]
-        values["len"] = [row["length"] for row in rows]
-        for part in sorted({part for row in rows for part in row["parts"]}):
-            values[part] = [row["parts"][part] for row in rows if row["parts"].get(part) is not None]
+        values[f"avg@{cfg.eval_n_samples}"] = rewards
+        values["len"] = [answer.length for answer in answers]
+        for part in sorted({part for sample in samples for part in sample.parts}):
+            values[part] = [value for sample in samples if (value := sample.parts.get(part)) is not None]
         metrics = {f"eval/{name}/{metric}": sum(of) / len(of) for metric, of in values.items() if of}
-        causes = Counter(row["error"] or "unknown" for row in rows if row["reward"] is None)
-        return metrics | {f"eval/{name}/unscored": len(rows) - len(scored)} | {
+        causes = Counter(sample.error or "unknown" for sample in samples if sample.reward is None)
+        return metrics | {f"eval/{name}/unscored": len(samples) - len(rewards)} | {
             f"eval/{name}/unscored/{cause}": count for cause, count in sorted(causes.items())
         }  # yapf: disable

@@ -125,13 +125,13 @@ class PPOTrainer(BaseTrainer):
             return {}
         self.prepared["actor"].model.eval()
         self.offloader.offload()
-        metrics, rows = self.evaluator.run()
+        metrics, samples = self.evaluator.run()
         if self.offloader.offloaded:  # no memory for both
             self.engine.sleep()
             self.offloader.reload()
             self._wake_engine(self.step)
         if self.step in (0, self.total_steps):
-            self.log.solutions(self.step, rows)
+            self.log.solutions(self.step, samples)
         return metrics | self._tell(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:

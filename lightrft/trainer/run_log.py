@@ -14,6 +14,7 @@ from lightrft.config.shared_schema import Tree
 from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
+from lightrft.trainer.scores import ScoredSample
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
 from lightrft.utils.sinks import MetricSinks, backup_path
@@ -138,10 +139,11 @@ class RolloutLog(RunLog):
         if self.sinks is not None and metrics:
             self.sinks.log(step, metrics)
 
-    def solutions(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def solutions(self, step: int, samples: list[ScoredSample]) -> None:
         """Print a few held-out solutions on the console."""
         if self.strategy.is_main:
-            print_samples(rows, self.options.print_samples, f"held-out solutions after step {step}")
+            print_samples([sample.row() for sample in samples], self.options.print_samples,
+                          f"held-out solutions after step {step}")
 
     def rollout(self, step: int, rollout: Rollout) -> None:
         """Write the rollout as jsonl, when asked for."""

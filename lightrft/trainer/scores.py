@@ -36,7 +36,8 @@ class ScoredSample:
     greedy_length: int | None = None
 
     @classmethod
-    def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None) -> "ScoredSample":
+    def of(cls, sample: Sample, score: Score, texts: bool,
+           greedy: tuple[float | None, int] | None = None) -> "ScoredSample":
         """Join a sample and its score; ``greedy`` is the score of the prompt's greedy response and its length."""
         prompt = sample.prompt
         said = {"prompt": prompt.text, "response": sample.text, "reference": prompt.reference} if texts else {}

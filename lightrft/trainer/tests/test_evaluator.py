@@ -87,7 +87,7 @@ def test_evaluations_repeat_and_follow_the_weights(home, tmp_path):
     made = trainer(home, tmp_path, eval_n_samples=2, eval_temperature=1.0, print_samples=2)
     first, rows = made.evaluator.run()
     assert (first, rows) == made.evaluator.run()
-    assert [row["prompt"] for row in rows] == list(runs.PROMPTS[:2]) and all("response" in row for row in rows)
+    assert [row.prompt for row in rows] == list(runs.PROMPTS[:2]) and all(row.response for row in rows)
     with torch.no_grad():
         for parameter in made.prepared["actor"].model.parameters():
             parameter.mul_(1.5)
