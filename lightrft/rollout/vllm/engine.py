@@ -176,22 +176,31 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
-        from vllm.distributed import parallel_state
-        client: Any = self.native.engine_core
-        if client._finalizer.detach() is None:
-            return
         self._asleep, self._ready = True, False
-        client.engine_core.model_executor.shutdown()
-        client.engine_core.scheduler.shutdown()
-        parallel_state.destroy_model_parallel()
-        if self.owns_world:
-            parallel_state.destroy_distributed_environment()
-        gc.unfreeze()
+        end_native(self.native, self.owns_world)
+
+
+def end_native(native: "LLMEngine", owns_world: bool) -> None:
+    """End vLLM's own engine and its process groups, once; ``owns_world``: torch's group is vLLM's too."""
+    from vllm.distributed import parallel_state
+    client: Any = native.engine_core
+    if client._finalizer.detach() is None:
+        return
+    client.engine_core.model_executor.shutdown()
+    client.engine_core.scheduler.shutdown()
+    parallel_state.destroy_model_parallel()
+    if owns_world:
+        parallel_state.destroy_distributed_environment()
+    gc.unfreeze()
 
 
 def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                       bf16: bool) -> VLLMEngine:
-    """Start vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
+    """Start vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
+
+    Raises:
+        UserError: vLLM cannot be this model's engine; it is ended again.
+    """
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
@@ -200,6 +209,10 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     if cfg.engine_tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group
         group = get_tp_group().cpu_group
-    return VLLMEngine(native, exported_shapes(actor, not apart), eos_ids(actor.hf_model, tokenizer),
-                      arguments["enable_sleep_mode"], group, owns_world,
-                      Adapters(native, rank) if apart else None)
+    try:
+        return VLLMEngine(native, exported_shapes(actor, not apart), eos_ids(actor.hf_model, tokenizer),
+                          arguments["enable_sleep_mode"], group, owns_world,
+                          Adapters(native, rank) if apart else None)
+    except UserError:
+        end_native(native, owns_world)
+        raise
