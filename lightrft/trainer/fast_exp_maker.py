@@ -231,8 +231,7 @@ class FastExperienceMaker:
 
     def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
         """Make one rollout over the global batch ``prompts`` (the same list on every rank)."""
-        exp, scored = self.generate(list(enumerate(prompts)), step)
-        return self.complete(exp, scored, step, kl_coef)
+        return self.complete(*self.generate(list(enumerate(prompts)), step), step, kl_coef)
 
     def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[Experience, Scored]:
         """Generate responses to this rank's share of numbered prompts; a collective.
@@ -323,6 +322,7 @@ class FastExperienceMaker:
         numbers = exp.sample_ids
         with self.timer("gather"):
             shards = Shards(self.strategy, exp)
+            del exp  # its sequences are on other ranks now, or in the shards
             buffer = self.buffer(shards, step)
             shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)
