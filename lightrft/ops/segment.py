@@ -83,6 +83,17 @@ def last_token(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return index.clamp_min(0), index >= 0
 
 
+def response_lengths(drawn: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``stack([len_b - drawn_b.nonzero().min()])``: [T] -> int64 [B], from the first drawn token to the end; else 0.
+
+    Tokens that an environment appended between two turns count.
+    """
+    steps = torch.where(drawn, torch.arange(len(drawn), device=drawn.device), len(drawn))
+    ends = cu_seqlens[1:].long()
+    first = ends.clone().scatter_reduce(0, seq_ids(cu_seqlens, len(drawn)), steps, "amin")
+    return ends - first
+
+
 class GroupStats(NamedTuple):
     """Statistics of each sample's group, all [B]."""
     mean: Tensor

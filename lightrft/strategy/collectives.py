@@ -88,7 +88,7 @@ class ObjectGather:
             self.room = max(sizes) * 5 // 4
             rows = self._exchange(data)
         elif max(sizes) * 8 < self.room:
-            self.room //= 2
+            self.room = max(max(sizes) * 5 // 4, 1 << 16)
         return [pickle.loads(row[self.header:size].numpy()) for row, size in zip(rows, sizes)]
 
     def _exchange(self, data: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -35,6 +36,28 @@ def test_every_module_and_public_name_loads_without_the_optional_packages():
     run(f"import sys\nfrom importlib import import_module\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
         f"for name in {modules}: import_module(name)\n"
         "import lightrft\nfor name in lightrft.__all__: getattr(lightrft, name)")
+
+
+SURFACE = {
+    "lightrft.trainer": "SPMDPPOTrainer SPMDPPOTrainerVL PPOTrainer FastExperienceMaker NaiveExperienceMaker "
+    "get_advantage_calculator SFTTrainer",
+    "lightrft.trainer.spmd_ppo_trainer": "SPMDPPOTrainer SPMDPPOTrainerVL",
+    "lightrft.trainer.ppo_trainer": "PPOTrainer",
+    "lightrft.trainer.fast_exp_maker": "FastExperienceMaker",
+    "lightrft.trainer.advantage_calculator": "get_advantage_calculator",
+    "lightrft.strategy": "FakeStrategy DeepspeedStrategy FSDPV2Strategy StrategyBase StrategyConfig get_strategy",
+    "lightrft.models.loss": "PolicyLoss ValueLoss GPTLMLoss",
+    "lightrft.models.actor_language": "ActorLanguage",
+    "lightrft.utils.cli_args": "add_arguments",
+}
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_the_surface_of_the_original_imports(module):
+    home = import_module(module)
+    for name in SURFACE[module].split():
+        assert callable(getattr(home, name)), name
+    assert not hasattr(home, "Konfig")
 
 
 def test_public_names():

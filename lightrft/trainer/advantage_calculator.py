@@ -11,7 +11,8 @@ from torch import Tensor
 from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.divergence import kl_estimate
-from lightrft.ops.segment import group_stats, last_token, masked_mean, masked_whiten, moments, segment_sum
+from lightrft.ops.segment import (group_stats, last_token, masked_mean, masked_whiten, moments, response_lengths,
+                                  segment_sum)
 from lightrft.ops.selection import largest, share
 from lightrft.types import Experience
 
@@ -116,7 +117,7 @@ class AdvantageCalculator:
         def penalty(lengths: Tensor) -> Tensor:
             return overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
 
-        own = penalty(exp.spread.gather(segment_sum(exp.loss_mask.float(), exp.cu_seqlens)))
+        own = penalty(exp.spread.gather(response_lengths(exp.drawn, exp.cu_seqlens)).float())
         exp.rewards = exp.rewards + own
         if exp.baseline_rewards is not None:
             exp.baseline_rewards = exp.baseline_rewards + penalty(exp.baseline_lengths)

@@ -18,7 +18,7 @@ _CARRIED = {
 }
 
 
-def tell_dropped(state: dict[str, Any], *kinds: str) -> None:
+def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
     """Warn that "rows" or "open" groups, which another source left in a checkpoint's ``state``, are dropped."""
     for kind in kinds:
         if state.get(kind):

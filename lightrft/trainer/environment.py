@@ -6,13 +6,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.rollout.engine import Continuation, Ended, NextTurn
 from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
 
 
 class Environment(Protocol):
     """Answers the turns of a policy. It is called on the rank that generates the response, and keeps no state of it.
 
     Its answers are tokens of the response that no policy drew: they are not in the loss, have no log-prob, and count
-    as response length. Rewards see the whole response. Evaluation plays the same environment.
+    in lengths (metrics, limits and the overlong penalty). Rewards see the whole response. Evaluation plays the same
+    environment.
     """
 
     def turn(self, prompt: Prompt, response: str) -> str | None:
@@ -38,6 +40,10 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
         texts = tokenizer.batch_decode([tokens + done.token_ids for (_, tokens), (*_, done) in zip(begun, ended)],
                                        skip_special_tokens=False)  # yapf: disable
         answers = [environment.turn(prompt, text) for (prompt, _), text in zip(begun, texts)]
+        for (prompt, _), answer in zip(begun, answers):
+            if not (answer is None or isinstance(answer, str)):
+                raise UserError(f"the environment answers the prompt {prompt.uid!r} with {answer!r}; turn() returns a "
+                                "text, or None to end the response")
         return [
             None if answer is None else Continuation(tokenizer.encode(answer, add_special_tokens=False))
             for answer in answers

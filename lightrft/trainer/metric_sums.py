@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import moments, segment_sum
+from lightrft.ops.segment import moments, response_lengths
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.shards import Shards
 
@@ -84,11 +84,12 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     """Return ``rollout/*``: prompts, samples, generated tokens, speed, lengths, share that hit the length limit, and
     the mean of -log p over the sampled tokens, which estimates the entropy without a forward pass.
 
-    Call it while ``loss_mask`` still covers every generated token. A collective.
+    Lengths count what an environment appended, tokens and speed do not. Call it while ``loss_mask`` still covers every
+    generated token. A collective.
     """
     exp = shards.exp
-    lengths = shards.spread.gather(segment_sum(exp.loss_mask.float(), exp.cu_seqlens))
-    tokens = lengths.sum().item()
+    lengths = shards.spread.gather(response_lengths(exp.loss_mask, exp.cu_seqlens)).float()
+    tokens = shards.spread.total(exp.loss_mask.sum()).double().item()
     return {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,

@@ -8,7 +8,7 @@ import torch
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
-from lightrft.trainer.dynamic_sampling import tell_dropped
+from lightrft.trainer.dynamic_sampling import warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import pack_samples, ResponseGroup
@@ -135,9 +135,11 @@ class OversamplingSource:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unfinished and waiting groups of all ranks, in order; a collective."""
-        groups = {group.number: group for part in self.strategy.all_gather_object(self.groups) for group in part}
-        return {"open": [asdict(groups[number]) for number in self.progress], "size": self.size}
+        """Return the unfinished and waiting groups of all ranks, in order, on rank 0, which writes them; a collective.
+        """
+        parts = self.strategy.exchange([self.groups, *[[]] * (self.strategy.world_size - 1)])
+        groups = {group.number: group for part in parts for group in part}
+        return {"open": [asdict(groups[number]) for number in self.progress if number in groups], "size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups that this run cannot continue, with a warning."""
@@ -149,4 +151,4 @@ class OversamplingSource:
         else:
             self.progress = {group.number: Progress.of(group) for group in carried}
             self.groups = list(self.maker.deal(carried))
-        tell_dropped(state, "rows")
+        warn_dropped(state, "rows")

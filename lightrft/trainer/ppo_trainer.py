@@ -73,7 +73,7 @@ class PPOTrainer(BaseTrainer):
             self.log.rollout(self.step + 1, rollout)
         self._end_with_the_data(self.step + 1)
         metrics |= {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
-        return metrics | self._tell(*self.tripwires.step(metrics))
+        return metrics | self._report(*self.tripwires.step(metrics))
 
     def _end_step(self, metrics: dict[str, float]) -> None:
         """End the step as :class:`BaseTrainer` does; save and end a run whose responses stay unscored.
@@ -86,7 +86,7 @@ class PPOTrainer(BaseTrainer):
             self.save()
             raise UnscoredTraining(f"{reason}; {self.resume_hint}")
 
-    def _tell(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
+    def _report(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
         """Log the ``news`` of the tripwires as warnings, on one rank; return their metrics."""
         for text in news if self.strategy.is_main else ():
             get_logger().warning(text)
@@ -132,7 +132,7 @@ class PPOTrainer(BaseTrainer):
             self._wake_engine(self.step)
         if self.step in (0, self.total_steps):
             self.log.solutions(self.step, samples)
-        return metrics | self._tell(*self.tripwires.evaluation(metrics))
+        return metrics | self._report(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:
         """Export the policy, and at the end the critic when asked for."""

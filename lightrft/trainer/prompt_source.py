@@ -8,7 +8,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.trainer.advantage_calculator import trainable_samples
-from lightrft.trainer.dynamic_sampling import ScoredGroups, Tally, tell_dropped
+from lightrft.trainer.dynamic_sampling import ScoredGroups, Tally, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource
@@ -36,7 +36,7 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume without groups; warn of those that a run with dynamic sampling or oversampling left."""
-        tell_dropped(state, "open", "rows")
+        warn_dropped(state, "open", "rows")
 
 
 class DynamicSource:
@@ -114,9 +114,9 @@ class DynamicSource:
         return Rollout(shards, self.maker.buffer(shards, step), [], [], dict.fromkeys(nothing, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the waiting groups of all ranks, in order; a collective."""
-        parts = self.strategy.all_gather_object(self.waiting)
-        whole = sum(parts, ScoredGroups.none(self.waiting.size))
+        """Return the waiting groups of all ranks, in order, on rank 0, which writes them; a collective."""
+        none = ScoredGroups.none(self.waiting.size)
+        whole = sum(self.strategy.exchange([self.waiting, *[none] * (self.strategy.world_size - 1)]), none)
         whole = whole.keep(torch.ones(len(whole.scored), dtype=torch.bool))
         order = whole.exp.group_ids.argsort(stable=True).tolist()
         tensors = {name: value for name, value in vars(whole.exp.select(order)).items() if value is not None}
@@ -124,7 +124,7 @@ class DynamicSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups of another size than this run's, with a warning."""
-        tell_dropped(state, "open")
+        warn_dropped(state, "open")
         if state.get("rows") and state["size"] == self.waiting.size:
             scored = [ScoredSample(**row) for row in state["rows"]]
             whole = ScoredGroups(Experience(**state["exp"]), scored, state["size"])

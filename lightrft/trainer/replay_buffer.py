@@ -54,7 +54,8 @@ class MicroBatchLimits:
     def least(self, units: list[list[int]], lens: list[int]) -> int:
         """Return a lower bound on the number of forward passes for the sequences of ``units``."""
         rows = sum(map(len, units))
-        return max(1, -(-_tokens(units, lens) // self.tokens), -(-rows // self.rows) if self.rows else 1)
+        bound = max(-(-_tokens(units, lens) // self.tokens), -(-rows // self.rows) if self.rows else 1)
+        return max(1, min(bound, len(units)))  # a unit beyond the limits is not divided
 
 
 def _tokens(units: list[list[int]], lens: list[int]) -> int:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 
 from lightrft.ops.segment import (expand, group_stats, last_token, masked_mean, masked_var, masked_whiten, position_ids,
-                                  segment_mean, segment_sum, seq_ids, shift_right)
+                                  response_lengths, segment_mean, segment_sum, seq_ids, shift_right)
 from lightrft.tests.support.ragged import SEEDS, batch, spans
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -82,3 +82,11 @@ def test_masked_statistics(seed):
     assert not white[~mask].any()
     if len(kept):
         torch.testing.assert_close(white[mask], (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt(), **CLOSE)
+
+
+def test_response_lengths_count_from_the_first_drawn_token():
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0], dtype=torch.bool)
+    cu = torch.tensor([0, 6, 8, 8, 12], dtype=torch.int32)
+    expected = [int(b - a - part.int().argmax()) if part.any() else 0
+                for a, b in zip(cu, cu[1:]) for part in [mask[a:b]]]  # yapf: disable
+    assert response_lengths(mask, cu).tolist() == expected == [5, 0, 0, 4]

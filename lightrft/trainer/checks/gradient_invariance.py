@@ -17,7 +17,7 @@ from lightrft.config.schema import Config
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
+from lightrft.trainer.replay_buffer import bind, MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
 from lightrft.utils.env import rng_state, set_rng_state
@@ -87,13 +87,19 @@ class Comparison:
         return self.difference / max(self.planned, self.other, 1e-30)
 
 
-def choose(shards: Shards, samples: list[int], count: int) -> list[int]:
-    """Choose at most ``count`` of ``samples`` that keep a token: with an advantage first, then the shortest."""
+def choose(shards: Shards, units: list[list[int]], count: int) -> list[int]:
+    """Choose ``units`` of about ``count`` samples that keep a token: with an advantage first, then the shortest."""
     exp, lens = shards.exp, shards.lens.tolist()
     kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     signal = segment_sum(torch.where(exp.loss_mask, exp.advantages, 0).abs().float(), exp.cu_seqlens)
     table = shards.spread.gather(torch.stack([kept, signal], 1)).tolist()
-    return sorted((i for i in samples if table[i][0] > 0), key=lambda i: (table[i][1] == 0, lens[i], i))[:count]
+
+    def order(unit: list[int]) -> tuple[bool, int, int]:
+        return all(table[i][1] == 0 for i in unit), sum(lens[i] for i in unit), unit[0]
+
+    kept_units = sorted((unit for unit in units if any(table[i][0] > 0 for i in unit)), key=order)
+    chosen = kept_units[:max(1, count // max(map(len, kept_units)))] if kept_units else []
+    return [sample for unit in chosen for sample in unit]
 
 
 def has_signal(exp: Experience) -> bool:
@@ -117,18 +123,20 @@ def off_policy(exp: Experience, bypass: bool) -> Experience:
     return replace(exp, old_logprobs=old, rollout_logprobs=rollout, ref_logprobs=ref)
 
 
-def cuts(lens: list[int], world: int, limits: MicroBatchLimits) -> tuple[Cut, Cut]:
+def cuts(lens: list[int], world: int, limits: MicroBatchLimits, bound: list[int] | None = None) -> tuple[Cut, Cut]:
     """Return the cut of the planner, and a cut with one sample per micro-batch on every second rank.
 
-    If both would be equal, two samples share a micro-batch, where ``limits.tokens`` allows.
+    If both would be equal, two samples share a micro-batch, where ``limits.tokens`` allows. Samples with the same
+    number in ``bound`` stay together.
     """
     samples = list(range(len(lens)))
-    planned = Cut(plan_mini_batch(samples, lens, world, limits))
-    if world == 1 and planned.micro_batches == len(lens):
-        return planned, Cut(plan_mini_batch(samples, lens, world, MicroBatchLimits(2, limits.tokens)))
+    planned, units = Cut(plan_mini_batch(samples, lens, world, limits, bound)), bind(samples, bound)
+    if world == 1 and planned.micro_batches == len(units):
+        pairs = MicroBatchLimits(2 * max(map(len, units)), limits.tokens)
+        return planned, Cut(plan_mini_batch(samples, lens, world, pairs, bound))
     owners = (world + 1) // 2
-    most = -(-len(samples) // owners)
-    parts = [[[i] for i in samples[rank // 2::owners]] if rank % 2 == 0 else [] for rank in range(world)]
+    most = -(-len(units) // owners)
+    parts = [units[rank // 2::owners] if rank % 2 == 0 else [] for rank in range(world)]
     return planned, Cut([part + [[]] * (most - len(part)) for part in parts])
 
 
@@ -160,7 +168,7 @@ class SelfTest:
     def __init__(self, config: Config, strategy: StrategyBase, models: Iterable[str]) -> None:
         self.config, self.strategy = config, strategy
         self.due = set(models) if config.train.self_test else set()
-        self._told = False  # True once the postponement is logged
+        self._postponed = False  # True once the postponement is logged
 
     def run(self, shards: Shards, buffer: ReplayBuffer, norm: float, prepared: dict[str, Prepared],
             losses_of: Callable[[Denominators], dict[str, LossOf]]) -> None:
@@ -174,14 +182,15 @@ class SelfTest:
         Raises:
             SelfTestError: states both norms, the formula and the suspected denominator.
         """
-        samples = choose(shards, buffer.epoch(0)[0].samples, SAMPLES * self.strategy.world_size)
+        samples = choose(shards, buffer.epoch(0)[0].units, SAMPLES * self.strategy.world_size)
         batch = shards.collect(samples)
         due = [name for name in prepared if name in self.due and (name == "critic" or has_signal(batch))]
         if not due:
             return self._postpone("every advantage is 0")
         if len(samples) < 2:
             return self._postpone(f"the batch keeps {len(samples)} sample, and there is no second way to cut it")
-        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits)
+        bound = None if buffer.bound is None else [buffer.bound[i] for i in samples]
+        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits, bound)
         if planned == other:
             return self._postpone("--max_tokens_per_micro_batch leaves no second way to cut the batch")
         kept = segment_sum(batch.loss_mask.double(), batch.cu_seqlens)
@@ -282,6 +291,6 @@ class SelfTest:
                 "  --no_self_test trains all the same; the result then depends on batch sizes and ranks")
 
     def _postpone(self, reason: str) -> None:
-        if not self._told:
+        if not self._postponed:
             get_logger().info(f"self-test postponed to a later step: {reason}")
-        self._told = True
+        self._postponed = True

@@ -104,7 +104,7 @@ class Tripwires:
             self.rewards.append(_reward(m))
         for name, bad in found.items():
             self.counts[name] = self.counts[name] + 1 if bad else 0
-        return self._tell([name for name in PATIENCE if name != "held_out"], m)
+        return self._report([name for name in PATIENCE if name != "held_out"], m)
 
     def fatal(self, metrics: Mapping[str, float]) -> str | None:
         """Return the reason why the step with these ``metrics`` ends the run (``max_unscored_steps``), or None."""
@@ -127,9 +127,9 @@ class Tripwires:
         apart = len(pairs) == PATIENCE["held_out"] and down > HELD_OUT
         apart = apart and all(new[0] > old[0] and new[1] < old[1] for old, new in pairs)
         self.counts["held_out"] = PATIENCE["held_out"] if apart else 0
-        return self._tell(["held_out"], _Numbers(metrics))
+        return self._report(["held_out"], _Numbers(metrics))
 
-    def _tell(self, names: list[str], m: _Numbers) -> tuple[dict[str, float], list[str]]:
+    def _report(self, names: list[str], m: _Numbers) -> tuple[dict[str, float], list[str]]:
         on = [name for name in names if self.counts[name] >= PATIENCE[name]]
         news = [name for name in on if name not in self.reported]
         self.reported += news

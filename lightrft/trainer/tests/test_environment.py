@@ -5,6 +5,7 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs
 from lightrft.trainer.samples import ResponseGroup
+from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
 ANSWER = "(go on)"
@@ -75,6 +76,31 @@ def test_runs_of_several_turns_train(more, home, tmp_path):
     assert all(line["policy/grad_norm"] > 0 for line in done.lines)
     if not more:  # every token is of the current weights, at the training temperature
         assert all(line["rollout/mismatch/abs_logp_mean"] < 1e-5 for line in done.lines)
+
+
+def test_answers_count_in_lengths_and_in_the_overlong_penalty(home, tmp_path):
+    """For the samples and for the greedy baseline alike; they are no generated tokens."""
+    made = trainer(home, tmp_path, lambda item: Outcome(0.0), advantage_estimator="remax", overlong_buffer=True,
+                   overlong_buffer_len=12)
+    made.sync_weights(0)
+    made.prepared["actor"].model.eval()
+    done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
+    parts = [done.exp.select([i]) for i in range(8)]
+    prompts = [len(made.tokenizer.encode(scored.prompt)) for scored in done.scored]
+    lengths = [part.num_tokens - prompt for part, prompt in zip(parts, prompts)]
+    assert done.metrics["rollout/response_len/mean"] == pytest.approx(sum(lengths) / 8)
+    assert done.metrics["rollout/tokens"] == done.exp.loss_mask.sum() < sum(lengths)
+    penalty = [-min(max(length - 28, 0), 12) / 12 for length in lengths]
+    assert any(penalty) and done.exp.rewards.tolist() == pytest.approx(penalty)
+    greedy = [-min(max(scored.greedy_length - 28, 0), 12) / 12 for scored in done.scored]
+    assert done.exp.baseline_rewards.tolist() == pytest.approx(greedy)
+
+
+def test_an_answer_that_is_no_text_is_an_error_that_names_the_prompt(home, tmp_path):
+    made = trainer(home, tmp_path)
+    made.maker.environment.turn = lambda prompt, response: 7
+    with pytest.raises(UserError, match=r"answers the prompt '.*' with 7; turn\(\) returns a text"):
+        made.fit()
 
 
 def test_evaluation_plays_the_environment(home, tmp_path):

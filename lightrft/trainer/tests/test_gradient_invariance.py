@@ -264,9 +264,9 @@ def test_the_samples_are_short_and_have_advantages(parts):
     exp.advantages[:] = 1
     exp.advantages[exp.cu_seqlens[5]:exp.cu_seqlens[6]] = 0
     shards = holding(parts[1], exp)
-    order = choose(shards, list(range(8)), 8)
+    order = choose(shards, [[i] for i in range(8)], 8)
     assert sorted(order) == [0, 1, 3, 4, 5, 6, 7] and order[-1] == 5
-    assert exp.seq_lens[order[:-1]].diff().min() >= 0 and choose(shards, list(range(8)), 3) == order[:3]
+    assert exp.seq_lens[order[:-1]].diff().min() >= 0 and choose(shards, [[i] for i in range(8)], 3) == order[:3]
 
 
 def test_the_moved_batch_is_off_policy_by_fixed_amounts(parts):

@@ -38,6 +38,15 @@ def test_plan_respects_limits_and_ranks_agree(rows, tokens):
         assert sum(lens[i] for i in micro) <= tokens and (not rows or len(micro) <= rows)
 
 
+@pytest.mark.parametrize("lens,limits,bound,passes", [
+    ([100, 100], MicroBatchLimits(0, 30), None, 2),  # each sequence is longer than a pass
+    ([10] * 8, MicroBatchLimits(1, 1000), [0] * 4 + [1] * 4, 2), ([10] * 8, MicroBatchLimits(1, 1000), None, 8),
+    ([10] * 8, MicroBatchLimits(4, 1000), [0, 0, 1, 1, 2, 2, 3, 3], 2)], ids=str)  # yapf: disable
+def test_what_exceeds_the_limits_alone_makes_no_empty_pass(lens, limits, bound, passes):
+    plan, = plan_mini_batch(list(range(len(lens))), lens, 1, limits, bound)
+    assert len(plan) == passes and all(plan)
+
+
 def test_mini_batches_do_not_depend_on_ranks_and_reshuffle_per_epoch():
     lens = torch.randint(5, 50, (24, ))
     limits = MicroBatchLimits(0, 100)

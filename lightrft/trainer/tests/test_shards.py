@@ -1,18 +1,26 @@
 """A rollout batch that is spread over ranks: every sequence is where it is needed, whole, and nothing is lost."""
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.tests.support.ragged import ours
-from lightrft.config.schema import AlgorithmConfig, RewardConfig
+from lightrft.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
+from lightrft.rollout.engine import Completion
+from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.trainer.dynamic_sampling import ScoredGroups
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.partial_rollout import OversamplingSource, Progress
+from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
-from lightrft.trainer.samples import pack_samples
+from lightrft.trainer.samples import pack_samples, ResponseGroup
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
 from lightrft.types import Prompt, Sample
@@ -157,6 +165,92 @@ def test_bound_sequences_share_a_micro_batch():
     live[4] = True
     mini = next(mini for mini in buffer.epoch(0) if 4 in mini.samples)
     assert sorted(i for part in mini.of(live)[0] for i in part) == [1, 4, 9], "a unit is dropped as a whole or not"
+
+
+def test_the_self_test_keeps_bound_sequences_together(tmp_path):
+    home = runs.write_home(tmp_path)
+    config = runs.config_of(home, tmp_path / "run", self_test=True, micro_train_batch_size=1)
+    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    trainer.sync_weights(0)
+    trainer.prepared["actor"].model.eval()
+    plan, seen = trainer.maker.buffer, []
+
+    def pairs(shards, step):
+        buffer = plan(shards, step)
+        buffer.bound = shards.group_ids.tolist()
+        return buffer
+
+    trainer.maker.buffer = pairs
+    loss_of = trainer.update.policy_loss.__call__
+    trainer.update.policy_loss = lambda logprobs, entropy, exp, *args: seen.append(exp.group_ids.tolist()) or loss_of(
+        logprobs, entropy, exp, *args)
+    rollout = trainer.maker.make(next(trainer.loader), 0)
+    trainer.update.run(rollout, 0, 0.0)
+    assert not trainer.update.self_test.due and len(seen) > 4
+    assert all(len(groups) % 2 == 0 and groups[::2] == groups[1::2] for groups in seen), seen
+
+
+def maker_of(strategy):
+    return SimpleNamespace(strategy=strategy, deal=partial(FastExperienceMaker.deal,
+                                                           SimpleNamespace(strategy=strategy)))
+
+
+def unfinished(number):
+    """A group of two responses, of which the second has begun."""
+    group = ResponseGroup.new(number, Prompt(f"{number}", [1, 2], "p"), SIZE)
+    group.add([Completion([number + 10, 3], [-1.0, -2.0], "stop"), Completion([7], [-3.0], "abort")], 4, [0, 1])
+    return group
+
+
+@pytest.mark.parametrize("before,after", [(1, 3), (3, 1), (3, 2)])
+def test_groups_under_way_are_written_by_one_rank_and_dealt_again(before, after):
+    config = Config(rollout=RolloutConfig(rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, oversample=2.0))
+    groups = [unfinished(number) for number in (3, 0, 4, 1, 2)]
+
+    def save(strategy):
+        source = OversamplingSource(config, maker_of(strategy), None, 10)
+        source.progress = {group.number: Progress.of(group) for group in groups}
+        source.groups = groups[strategy.rank::strategy.world_size]
+        return source.state_dict()
+
+    state, *others = World(before).run(save)
+    assert all(len(other["open"]) < len(groups) for other in others), "each rank holds all groups"
+
+    def load(strategy):
+        source = OversamplingSource(config, maker_of(strategy), None, 10)
+        source.load_state_dict(state)
+        return source.groups, source.progress
+
+    found = World(after).run(load)
+    assert sorted((group for own, _ in found for group in own),
+                  key=lambda group: group.number) == sorted(groups, key=lambda group: group.number)
+    assert all([*progress] == [3, 0, 4, 1, 2] and progress[0] == Progress(True, 4, 3) for _, progress in found)
+
+
+@pytest.mark.parametrize("before,after", [(1, 3), (3, 1), (3, 2)])
+def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
+    config = Config(rollout=RolloutConfig(rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, dynamic_sampling=True))
+
+    def waiting(numbers):
+        return ScoredGroups(pack_samples([sample(number) for number in numbers], SIZE),
+                            [score(number) for number in numbers], SIZE)  # yapf: disable
+
+    def save(strategy):
+        source = DynamicSource(config, maker_of(strategy), None, None)
+        source.waiting, source.numbers = waiting(mine(strategy)), list(range(GROUPS))
+        return source.state_dict()
+
+    state, *others = World(before).run(save)
+    assert not any(other["rows"] for other in others)
+
+    def load(strategy):
+        source = DynamicSource(config, maker_of(strategy), None, None)
+        source.load_state_dict(state)
+        check(source.waiting.exp, mine(strategy))
+        assert source.waiting.scored == [score(number) for number in mine(strategy)]
+        return source.numbers
+
+    assert World(after).run(load) == [list(range(GROUPS))] * after
 
 
 @pytest.mark.dist
