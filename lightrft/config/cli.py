@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from shutil import get_terminal_size
+from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, refusal
@@ -15,7 +17,7 @@ from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.schema import Config
 from lightrft.config.tree import RESERVED, build, options
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import CaptureException, UserError, first_line
 
 Provenance = dict[str, str]
 
@@ -88,19 +90,51 @@ def _plugins(argv: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys([name for path in given.config for name in plugins_of(path)] + given.plugin))
 
 
-def _import_plugins(plugins: list[str]) -> None:
-    """Import each plugin; modules in the current folder are found, as with ``python -m``."""
+def _import_plugins(plugins: list[str], tree: type) -> None:
+    """Import each plugin; modules in the current folder are found, as with ``python -m``.
+
+    Raises:
+        ConfigError: in one line, for whatever is wrong with a plugin, the options that it adds to ``tree`` included.
+    """
     if plugins and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in plugins:
-        try:
+        _refuse_path(name)
+        with CaptureException() as caught:
             import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise ConfigError(f"--plugin {name}: no such module (looked in {os.getcwd()} and PYTHONPATH)") from None
-        except UserError as error:  # an option that it declares
-            raise ConfigError(f"--plugin {name}: {error}") from None
+            options(tree)
+        if isinstance(caught.cause, Exception):
+            raise ConfigError(f"--plugin {name}: {_plugin_problem(name, caught.cause)}") from None
+        if caught.cause is not None:  # an interrupt or an exit
+            raise caught.cause
+
+
+def _refuse_path(name: str) -> None:
+    """Raise an error that names the module if ``name`` is a path (or nothing)."""
+    if name and not name.startswith(".") and not name.endswith(".py") and os.sep not in name:
+        return
+    path = Path(os.path.relpath(name.removesuffix(".py") or "."))
+    if ".." in path.parts:
+        raise ConfigError(f"--plugin {name}: expected the name of a module, not a path; add {path.resolve().parent} to "
+                          f"PYTHONPATH and give --plugin {path.name}")
+    module = ".".join(path.parts).lstrip(".") or "MODULE"
+    raise ConfigError(f"--plugin {name}: expected the name of a module, not a path; give --plugin {module}")
+
+
+def _plugin_problem(name: str, error: Exception) -> str:
+    """Name the problem of a plugin that cannot be imported, and the innermost line of its own code."""
+    if isinstance(error, UserError):  # an option that it declares
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return f"no such module (looked in {os.getcwd()} and PYTHONPATH)"
+    lines = [
+        f"{frame.f_code.co_filename}:{line}: " for frame, line in walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == name.partition(".")[0]
+    ]
+    told = first_line(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        lines, told = [f"{error.filename}:{error.lineno}: "], error.msg
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {told}; python -c 'import {name}' shows the traceback"
 
 
 def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
@@ -144,6 +178,6 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
     """
     with exit_on_config_error(prog):
         plugins = _plugins(argv)
-        _import_plugins(plugins)  # first, because they may declare options
+        _import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
         return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)

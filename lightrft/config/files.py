@@ -83,7 +83,7 @@ class _Reader:
 
 def plugins_of(path: str | Path) -> list[str]:
     """Read the plugins that a YAML file names."""
-    named = _read(Path(path)).get("plugin", [])
+    named = _read(Path(path)).get("plugin") or []
     return [str(name) for name in (named if isinstance(named, list) else [named])]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightrft.utils.errors import UserError
 
+TEXTS = ("help", "within", "why", "needs", "hint")  # fields of an option that are text
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 # intervals of numeric options, for ``within``
 ANY, COUNT, POSITIVE, NON_NEGATIVE, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
@@ -50,9 +51,13 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
 
 @dataclass(frozen=True)
 class Option:
-    """One option of the tree. ``kind`` is the type of its value, or of one item if ``many``; for the other fields, see
-    :func:`option`."""
+    """One option of the tree.
+
+    ``owner`` is the class that declares it; ``kind`` is the type of its value, or of one item if ``many``; for the
+    other fields, see :func:`option`.
+    """
     group: str
+    owner: str
     name: str
     kind: type
     many: bool
@@ -116,6 +121,35 @@ class Option:
                     reason = f" ({self.why})" if self.why else ""
                     yield (f"{self.flag} {number:.10g}: must be {in_words(self.within)}{reason}; nearest valid value: "
                            f"{_nearest(number, self.within)}")
+
+    def mistake(self) -> str:
+        """Name what is wrong with the declaration itself, or return an empty string."""
+        for name in TEXTS:
+            if not isinstance(vars(self)[name], str):
+                return f"{name}={vars(self)[name]!r}: expected text"
+        texts = isinstance(self.choices, (list, tuple)) and all(isinstance(one, str) for one in self.choices)
+        if self.choices is not None and not (texts and self.kind is str):
+            return f"choices={self.choices!r}: expected a tuple of texts, of an option whose type is str"
+        return self._interval_mistake() or self._default_mistake()
+
+    def _interval_mistake(self) -> str:
+        number = self.kind in (int, float)
+        if number and not self.within:
+            return "a number needs its interval, e.g. within=\"[0, 1]\""
+        if self.within and not number:
+            return f"within={self.within!r}: only numbers have an interval; drop it, or make the type int or float"
+        if self.within and not _is_interval(self.within):
+            return f"within={self.within!r} is not an interval; write it as \"[0, 1]\", \"(0, 1]\" or \"[0, inf)\""
+        return ""
+
+    def _default_mistake(self) -> str:
+        try:
+            read = self.convert(self.default)
+        except ConfigError as error:
+            return f"its default{str(error).removeprefix(self.flag)}; change the default or the type"
+        if read != self.default or self.kind is not float and repr(read) != repr(self.default):
+            return f"its default {self.default!r} is read as {read!r}; declare that"
+        return next((f"its default{text.removeprefix(self.flag)}" for text in self.range_problems(read)), "")
 
     def _complaint(self, expected: str, value: Any) -> str:
         if self.hint:
@@ -181,6 +215,14 @@ def did_you_mean(name: Any, known: Iterable[str], prefix: str = "") -> str:
 def _bounds(interval: str) -> tuple[float, float]:
     low, high = interval[1:-1].split(",")
     return float(low), float(high)
+
+
+def _is_interval(text: str) -> bool:
+    try:
+        low, high = _bounds(text)
+    except ValueError:
+        return False
+    return text[0] in "[(" and text[-1] in "])" and low <= high
 
 
 def _inside(value: float, interval: str) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightrft.config import options as declaration
 from lightrft.config.compat import ALIASES
-from lightrft.config.options import PARSERS, ConfigError, Option, show
+from lightrft.config.options import PARSERS, ConfigError, Option, did_you_mean, show
 
 G = TypeVar("G")
 RESERVED = ("config", "plugin", "dry_run", "help")  # flags that are no options
@@ -31,19 +31,29 @@ def group(cls: type, free: bool = False, extended_in: str = "") -> Any:
     return field(default_factory=lambda: extended(cls)(), metadata={"free": free})
 
 
-def _option(group: str, spec: Field, annotation: Any, free: bool) -> Option:
+def _option(group: str, owner: str, spec: Field, annotation: Any, free: bool) -> Option:
     many = get_origin(annotation) is list
     inner = get_args(annotation) or (annotation, )
     kind = next(t for t in inner if t is not NoneType)
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     known = dict(spec.metadata)
-    return Option(group, spec.name, kind, many, NoneType in inner, default, **known | {"free": known["free"] or free})
+    return Option(group, owner, spec.name, kind, many, NoneType in inner, default,
+                  **known | {"free": known["free"] or free})
+
+
+def _title(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _owner(cls: type, spec: Field) -> str:
+    """Name the class that declares a field of the dataclass ``cls``; a class shares the fields that it inherits."""
+    return _title([one for one in cls.__mro__ if vars(one).get("__dataclass_fields__", {}).get(spec.name) is spec][-1])
 
 
 def group_options(cls: type, group: str = "", free: bool = False) -> dict[str, Option]:
     """Read the options of one group (a dataclass such as ``StrategyConfig``), by name; all are free with ``free``."""
     hints = get_type_hints(cls)
-    return {spec.name: _option(group, spec, hints[spec.name], free) for spec in fields(cls)}
+    return {spec.name: _option(group, _owner(cls, spec), spec, hints[spec.name], free) for spec in fields(cls)}
 
 
 def groups(tree: type) -> dict[str, type]:
@@ -56,7 +66,8 @@ def options(tree: Any) -> dict[str, Option]:
     """Collect every option of a tree, or of an instance of one, by name.
 
     Raises:
-        ConfigError: two groups have an option of the same name; names are flags.
+        ConfigError: two groups have an option of the same name or flag, or an extension needs an option that the tree
+            does not have.
     """
     found: dict[str, Option] = {}
     instance = not isinstance(tree, type)
@@ -64,10 +75,26 @@ def options(tree: Any) -> dict[str, Option]:
     for spec in fields(tree):
         for name, option in group_options(classes[spec.name], spec.name, spec.metadata.get("free", False)).items():
             if name in found:
-                raise ConfigError(f"--{name} is declared twice, in the groups {found[name].group} and {spec.name}; "
-                                  "rename one of them")
+                raise ConfigError(f"--{name} is declared twice, by {found[name].owner} and {option.owner}; rename one "
+                                  "of them")
             found[name] = option
+    for problem in _tree_problems(found):
+        raise ConfigError(problem)
     return found
+
+
+def _tree_problems(known: dict[str, Option]) -> Iterator[str]:
+    """Yield the problems of declarations that only the other options of the tree show."""
+    extensions = {title for added in _EXTENSIONS.values() for title in added}
+    for name, option in known.items():
+        positive = known.get(name.removeprefix("no_"), option)
+        if positive is not option and positive.kind is bool:
+            yield (f"{option.owner}.{name}: --{name} is the flag that switches off {positive.flag} "
+                   f"({positive.owner}); choose another name")
+        needed = option.needs.partition(" ")[0]
+        if needed and needed not in known and option.owner in extensions:
+            yield (f"{option.owner}.{name}: needs={option.needs!r}: there is no option "
+                   f"{needed}{did_you_mean(needed, known)}; name one, or drop needs")
 
 
 def extend(group: type, extension: Any) -> tuple[str, ...]:
@@ -80,35 +107,36 @@ def extend(group: type, extension: Any) -> tuple[str, ...]:
     Raises:
         ConfigError: it is no such class, a line is not a complete option, or the name of one is taken.
     """
-    title = f"{extension.__module__}.{extension.__qualname__}"
+    title = _title(extension)
     if "__dataclass_fields__" not in vars(extension) or not issubclass(extension, group):
         raise ConfigError(f"{title}: options are declared in a @dataclass that is derived from {group.__name__}")
     known = _EXTENSIONS.get(group, {})
     others = {key: one for key, one in known.items() if key != title}
     bases: list[Any] = [group, *others.values()]
-    taken = {spec.name: spec for cls in bases for spec in fields(cls)}
-    own = [spec for spec in fields(extension) if taken.get(spec.name) is not spec]
+    taken = {spec.name: (spec, _owner(cls, spec)) for cls in bases for spec in fields(cls)}
+    own = [spec for spec in fields(extension) if spec.name not in taken or taken[spec.name][0] is not spec]
     for spec in own:
-        if problem := _line_problem(spec, get_type_hints(extension)[spec.name], spec.name in taken):
+        rival = f" ({taken[spec.name][1]})" if spec.name in taken else ""
+        if problem := _line_problem(spec, get_type_hints(extension)[spec.name], rival):
             raise ConfigError(f"{title}.{spec.name}: {problem}")
     if title not in known or group_options(known[title]) != group_options(extension):
         _EXTENSIONS[group] = others | {title: extension}
     return tuple(spec.name for spec in own)
 
 
-def _line_problem(spec: Field, annotation: Any, taken: bool) -> str:
-    """Name the problem of a line of an extension, or return an empty string."""
-    if taken or spec.name in RESERVED or spec.name in ALIASES:
-        return f"there is an option --{spec.name} already; choose another name"
-    if "help" not in spec.metadata:
+def _line_problem(spec: Field, annotation: Any, rival: str) -> str:
+    """Name the problem of a line of an extension, or return an empty string; ``rival`` has the same name."""
+    if rival or spec.name in RESERVED or spec.name in ALIASES:
+        return f"there is an option --{spec.name} already{rival}; choose another name"
+    if "preset" not in spec.metadata:
         return "declare it with option(default, help)"
     many = get_origin(annotation) is list
     kinds = [t for t in get_args(annotation) or (annotation, ) if t is not NoneType]
-    if len(kinds) != 1 or kinds[0] not in PARSERS:
+    if len(kinds) != 1 or kinds[0] not in PARSERS or get_origin(annotation) not in (None, list, Union, UnionType):
         return f"the type is {annotation}; nearest valid: bool, int, float, str, one of them | None, or a list of one"
-    if kinds[0] in (int, float) and not spec.metadata["within"]:
-        return "a number needs its interval, e.g. within=\"[0, 1]\""
-    return "the default of a list is a list" if many and not callable(spec.default_factory) else ""
+    if many and not callable(spec.default_factory):
+        return "the default of a list is a list"
+    return _option("", "", spec, annotation, False).mistake()
 
 
 def extended(group: type) -> type:

@@ -1,8 +1,9 @@
 """A plugin with an option of its own: the file that ``docs/extending.md`` shows, from the flag to the gradient."""
 import argparse
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,12 @@ def test_other_ways_to_a_tree():
     assert "tilt" not in options(plain) and flatten(plain).keys() == options(plain).keys()
 
 
+def number(default=0.5, **known):
+    return option(default, "my number", **{"within": "[0, 1]"} | known)
+
+
 def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
-    line = option(0.5, "my number", within="[0, 1]") if line is None else line
+    line = number() if line is None else line
     return dataclass(type("Mine", (base, ), {"__annotations__": {name: annotation}, name: line}))
 
 
@@ -128,6 +133,23 @@ def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
     (lambda: declared(line=option(0.5, "my number")), "a number needs its interval"),
     (lambda: declared(annotation=dict), "nearest valid: bool, int, float, str"),
     (lambda: declared(annotation=list[str], line=option("a", "names")), "the default of a list is a list"),
+    (lambda: declared(annotation=tuple[str], line=option("a", "names")), "nearest valid: bool, int, float, str"),
+    (lambda: declared(line=number(within="0..1")), "within='0..1' is not an interval; write it as"),
+    (lambda: declared(line=number(within="[1, 0]")), "is not an interval"),
+    (lambda: declared(line=number(within=(0, 1))), r"within=\(0, 1\): expected text"),
+    (lambda: declared(annotation=str, line=option("a", "name", within="[0, 1]")), "only numbers have an interval"),
+    (lambda: declared(line=number("a")), "its default: expected a number, got 'a'; change the default or the type"),
+    (lambda: declared(line=number(None)), "its default: expected a number, got None"),
+    (lambda: declared(line=number("0.5")), "its default '0.5' is read as 0.5; declare that"),
+    (lambda: declared(annotation=int, line=number(1.0)), "its default 1.0 is read as 1; declare that"),
+    (lambda: declared(line=number(5.0)), r"mine: its default 5: must be in \[0, 1\]; nearest valid value: 1"),
+    (lambda: declared(annotation=list[float], line=number([0.5, 5.0])), r"its default 5: must be in \[0, 1\]"),
+    (lambda: declared(annotation=str, line=option("q", "way",
+                                                  ("a", "b"))), "its default: expected one of a, b, got 'q'"),
+    (lambda: declared(annotation=str, line=option("q", "way", "pq")), "choices='pq': expected a tuple of texts"),
+    (lambda: declared(line=number(choices=("0.5", ))), "of an option whose type is str"),
+    (lambda: declared(line=number(needs=("eps_clip", ))), "needs=.*: expected text"),
+    (lambda: declared(line=field(default=0.5, metadata={"help": "mine"})), r"declare it with option\(default, help\)"),
     (lambda: declared(base=object), "derived from AlgorithmConfig"),
     (lambda: type("Mine", (AlgorithmConfig, ), {}), "a @dataclass"),
 ])
@@ -140,16 +162,40 @@ def test_declarations_that_are_refused(made, message):
 def test_names_that_are_taken_elsewhere():
     extend(AlgorithmConfig, declared())
     assert extend(AlgorithmConfig, declared()) == ("mine", ), "the same module, loaded again"
-    with pytest.raises(ConfigError, match="there is an option --mine already"):
+    with pytest.raises(ConfigError, match=f"there is an option --mine already .{__name__}.Mine.; choose another name"):
         other = declared()
         other.__qualname__ = "Other"
         extend(AlgorithmConfig, other)
-    extend(AlgorithmConfig, declared("seed"))
-    with pytest.raises(ConfigError, match="--seed is declared twice, in the groups algorithm and train"):
+
+
+@pytest.mark.parametrize("name,line,message", [
+    ("seed", {}, "--seed is declared twice, by {0} and lightrft.config.shared_schema.OptimConfig; rename one of them"),
+    ("no_disable_ckpt", {}, "{0}.no_disable_ckpt: --no_disable_ckpt is the flag that switches off --disable_ckpt "
+     "(lightrft.config.shared_schema.CheckpointConfig); choose another name"),
+    ("mine", {"needs": "kl_targt 0.1"}, "{0}.mine: needs='kl_targt 0.1': there is no option kl_targt (did you mean "
+     "kl_target?); name one, or drop needs"),
+])  # yapf: disable
+def test_problems_that_the_tree_shows(name, line, message):
+    extend(AlgorithmConfig, declared(name, line=number(**line)))
+    with pytest.raises(ConfigError, match=f"^{re.escape(message.format(f'{__name__}.Mine'))}$"):
         options(Config)
 
 
+LINE = "    tilt: float = option(0.5, "
+NO_MODULE = "expected the name of a module, not a path; "
+
+
 @pytest.mark.parametrize("wrong,right,part", [
+    ('"[0, 1]"', '"0..1"', "my_other_loss.TiltedOptions.tilt: within='0..1' is not an interval"),
+    (LINE, LINE.replace("0.5", "'a'"), "my_other_loss.TiltedOptions.tilt: its default: expected a number, got 'a'"),
+    (LINE, LINE.replace("tilt", "save_path"), "--save_path is declared twice, by my_other_loss.TiltedOptions and "),
+    ('"[0, 1]"', '"[0, 1]", needs="nonexist 0.1"', "tilt: needs='nonexist 0.1': there is no option nonexist"),
+    (LINE, LINE.replace("tilt: float", "no_disable_ckpt: bool"), "only numbers have an interval"),
+    (LINE, "    no_disable_ckpt: bool = option(False, 'a')\n" + LINE, "switches off --disable_ckpt"),
+    ("import torch\n", "import tortch\n", "my_other_loss.py:4: ModuleNotFoundError: No module named 'tortch'"),
+    ("return -weight", "return return", "my_other_loss.py:29: SyntaxError: invalid syntax; python -c"),
+    (LINE, "    tilt = option(0.5, ", "my_other_loss.py:14: TypeError: 'tilt' is a field but has no type annotation"),
+    ('"tilted", ', '"ppo", ', "my_other_loss.py:20: ValueError: policy loss 'ppo' is registered twice"),
     (', within="[0, 1]"', "", "TiltedOptions.tilt: a number needs its interval"),
     ("reads=()", "reads=('eps_clp', )", "there is no algorithm option eps_clp (did you mean eps_clip?)"),
 ])
@@ -158,7 +204,33 @@ def test_a_mistake_of_a_plugin_names_it(wrong, right, part, tmp_path, monkeypatc
     (tmp_path / "my_other_loss.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     message = error_of(capsys, ["--plugin", "my_other_loss"])
+    sys.modules.pop("my_other_loss", None)
     assert "--plugin my_other_loss: " in message and part in message
+    assert message.count("\n") == 2, "one line, and the one about --help"
+
+
+def test_two_plugins_with_the_same_option_are_named(tmp_path, monkeypatch, capsys):
+    source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace('"tilted", ', '"other", ')
+    (tmp_path / "my_second_loss.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = error_of(capsys, [*PLUGIN, "--plugin", "my_second_loss"])
+    assert ("--plugin my_second_loss: my_second_loss.TiltedOptions.tilt: there is an option --tilt already "
+            "(my_loss.TiltedOptions); choose another name") in message
+
+
+@pytest.mark.parametrize("name,remedy", [
+    ("./pl/aaa.py", "give --plugin pl.aaa"),
+    ("aaa.py", "give --plugin aaa"),
+    ("pl/aaa", "give --plugin pl.aaa"),
+    (".aaa", "give --plugin aaa"),
+    ("", "give --plugin MODULE"),
+    ("../pl/aaa.py", "add {0}/pl to PYTHONPATH and give --plugin aaa"),
+])
+def test_a_path_is_no_plugin(name, remedy, capsys, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    message = error_of(capsys, ["--plugin", name])
+    assert f"--plugin {name}: {NO_MODULE}{remedy.format(tmp_path.resolve())}\n" in message
 
 
 def test_a_group_keeps_its_words():
@@ -197,6 +269,7 @@ def test_it_trains_and_resumes(tmp_path, capsys):
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     train.main([*PLUGIN, *words, "--tilt", "0.25"])
     saved = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert f"```yaml\n{saved}```" in (tmp_path / "run" / "hf" / "README.md").read_text(encoding="utf-8")
     assert "  tilt: 0.25\n" in saved and "plugin:\n- my_loss\n" in saved
     train.main(["--config", f"{tmp_path}/run/config.yaml", "--load_checkpoint", "--max_steps", "2", "--tilt", "0.5"])
     assert "--tilt 0.5 (was 0.25)" in "".join(capsys.readouterr())

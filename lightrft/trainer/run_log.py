@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
-from lightrft.config.files import to_yaml
+from lightrft.config.files import plugins_of, to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.ops.segment import segment_mean
@@ -108,8 +108,10 @@ class RunLog:
             name for name in sorted(self.last) if name.startswith(("reward/mean", "eval/", "policy/kl", "sft/loss"))
         ]
         numbers = "\n".join(f"| {name} | {self.last[name]:.4g} |" for name in shown)
+        saved = self.folder / "config.yaml"  # of the session; it alone knows the plugins
+        options = to_yaml(self.config, plugins_of(saved) if saved.is_file() else None)
         card = MODEL_CARD.format(base=self.config.model.pretrain, title=folder.resolve().parent.name, step=step,
-                                 kind=self.kind, version=__version__, numbers=numbers, options=to_yaml(self.config))
+                                 kind=self.kind, version=__version__, numbers=numbers, options=options)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def close(self) -> None:
