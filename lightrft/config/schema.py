@@ -41,13 +41,14 @@ class RolloutConfig:
         10, "most rounds of generation per step under --dynamic_sampling; then the step trains on the groups it has",
         within=COUNT, needs="dynamic_sampling")
     oversample: float = option(
-        1.0, "batches of prompts under way at once; a step trains the first one that is finished, the others go on in "
+        1.0,
+        "batches of prompts under way at once; a step trains the first one that is finished, the others continue in "
         "the next step (best with --rollout_correction); 1 is off", within="[1, 2]",
         why="of more than one batch left over, not all could be trained in time for --max_staleness")
     max_staleness: int = option(
         1, "--oversample: most versions that the weights may be ahead of those that drew a token when it is trained; "
         "groups that would become older are waited for", within=COUNT,
-        why="a response that goes on in the next step is one version behind there")
+        why="a response that continues in the next step is one version behind there")
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT)
     generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT)
     stages: list[str] = option(

@@ -100,7 +100,7 @@ class CheckpointConfig:
     max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints", within=POSITIVE)
     best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
     async_save: bool = option(True, "write checkpoints in the background")
-    load_checkpoint: bool = option(False, "go on from the newest complete checkpoint in --ckpt_path")
+    load_checkpoint: bool = option(False, "resume from the newest complete checkpoint in --ckpt_path")
     save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
     disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
 

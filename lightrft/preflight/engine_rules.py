@@ -84,7 +84,7 @@ def _adapters(c: Config, engine: str) -> Iterator[str]:
                "drop it")
     if c.rollout.engine_quantization != "none":
         yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, "
-               "which makes the base weights anew at every sync; drop one")
+               "which quantizes the base weights again at every sync; drop one")
 
 
 def _offload(c: Config, world_size: int) -> Iterator[str]:

@@ -214,4 +214,4 @@ def lost_length(saved: Mapping[str, Any], config: Tree) -> str | None:
     if now["max_steps"] or saved.get(name, now[name]) == now[name]:
         return None
     return (f"--{name} {now[name]}: the steps of the checkpoint were of {saved[name]}, so what is left of the data is "
-            f"no number of steps; go on with --{name} {saved[name]}, or say with --max_steps where the run ends")
+            f"no number of steps; resume with --{name} {saved[name]}, or say with --max_steps where the run ends")

@@ -1,4 +1,4 @@
-"""What is said about options that differ between a checkpoint and the run that goes on from it."""
+"""What is said about options that differ between a checkpoint and the run that resumes from it."""
 import pytest
 
 from lightrft.config.schema import Config
@@ -46,4 +46,4 @@ def test_a_batch_of_another_size_needs_a_number_of_steps(tree, name):
     assert lost_length(saved, build(tree, {name: 4})) is None
     assert lost_length(saved, build(tree, {name: 8, "max_steps": 9})) is None
     told = lost_length(saved, build(tree, {name: 8}))
-    assert all(word in told for word in (f"--{name} 8", f"go on with --{name} 4", "--max_steps"))
+    assert all(word in told for word in (f"--{name} 8", f"resume with --{name} 4", "--max_steps"))
