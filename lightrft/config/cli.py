@@ -122,7 +122,7 @@ def _refuse_path(name: str) -> None:
 
 
 def _plugin_problem(name: str, error: Exception) -> str:
-    """Name the problem of a plugin that cannot be imported, and the innermost line of its own code."""
+    """Explain why the import of a plugin failed, with the innermost line of the plugin."""
     if isinstance(error, UserError):  # an option that it declares
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
