@@ -2,8 +2,7 @@
 
 Importing this package loads nothing heavy: the public names below load their home module on first use.
 """
-from importlib import import_module
-from typing import Any
+from lightrft.utils.registry import lazy_exports
 
 __version__ = "0.1.0"
 
@@ -26,12 +25,7 @@ _HOMES = {
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'lightrft' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
+__getattr__ = lazy_exports(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -7,19 +7,12 @@ from math import ceil, prod
 from pathlib import Path
 
 from lightrft.config.schema import Config
+from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
 
 GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameter counts of a model."""
-    total: int
-    largest_layer: int  # decoder layer
-    outside: int  # embeddings, head, final norm
 
 
 @dataclass(frozen=True)
@@ -79,11 +72,6 @@ def batch_summary(config: Config, world_size: int) -> str:
     return (f"each step: {b.prompts} prompts x {config.rollout.n_samples_per_prompt} = {b.samples} samples, "
             f"at most {b.tokens:,} tokens, {steps} of {t.train_batch_size} samples{epochs}; "
             f"{world_size} rank{'s' if world_size > 1 else ''}")
-
-
-def is_sharded(config: Config, world_size: int) -> bool:
-    """Return True if a rank holds only its part of the weights."""
-    return config.strategy.divides_weights(world_size)
 
 
 def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:

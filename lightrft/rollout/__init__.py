@@ -1,5 +1,13 @@
-"""Rollout engines and the way weights reach them."""
-from lightrft.rollout.engine import Completion, Continuation, Request, RolloutEngine, SamplingParams
-from lightrft.rollout.engines import get_engine
+"""Rollout engines and the way weights reach them. The public names load their home module on first use."""
+from lightrft.utils.registry import lazy_exports
 
-__all__ = ["Completion", "Continuation", "Request", "RolloutEngine", "SamplingParams", "get_engine"]
+_HOMES = {
+    "Completion": "lightrft.rollout.engine",
+    "Continuation": "lightrft.rollout.engine",
+    "Request": "lightrft.rollout.engine",
+    "RolloutEngine": "lightrft.rollout.engine",
+    "SamplingParams": "lightrft.rollout.engine",
+    "get_engine": "lightrft.rollout.engines",
+}
+__all__ = sorted(_HOMES)
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -1,14 +1,20 @@
-"""Choice of the rollout engine; each is imported only when it is chosen."""
+"""Rollout engines by name: building one, which alone imports it, and the memory that it takes on a rank's device."""
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightrft.config.engines import ENGINES
-from lightrft.config.schema import RolloutConfig
-from lightrft.rollout.engine import RolloutEngine
+from lightrft.config.engines import ENGINES, host_cache
+from lightrft.config.schema import Config, RolloutConfig
+from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from lightrft.rollout.engine import RolloutEngine
 
-def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> RolloutEngine:
+MIB = 1 << 20
+ByPhase = tuple[float, float, float, float]  # generation, log-probs, update, weight sync
+
+
+def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> "RolloutEngine":
     """Build the engine ``cfg.engine_type`` for ``actor``, an :class:`~lightrft.models.actor_language.ActorLanguage`
     already placed by ``strategy``. Its weights are those of ``actor`` after the first ``sync_weights``.
 
@@ -22,3 +28,45 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
     return build(cfg, actor, strategy.device, tokenizer, bf16)
+
+
+def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
+    """Return the bytes of the engine by purpose and phase.
+
+    Asleep, hf keeps its copy in host memory and no cache. Other engines keep nothing; on a CPU, they keep both. The
+    engine sleeps from the end of generation to the weight sync, where canaries run a short generation. That takes
+    little with hf, whose cache is only as large as needed.
+
+    Args:
+        total: memory of the device in bytes; ``cuda``: it is a GPU.
+    """
+    passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
+    weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, total, cuda)
+    if config.rollout.engine_type == "hf":
+        awake, cached, canary = not cuda, 0, False
+    else:
+        awake = cached = not (cuda and config.rollout.engine_sleep)
+    return {
+        "copy in the rollout engine": (weights, weights * (awake or passing), weights * awake, weights),
+        "key-value cache": (cache, cache * (cached or passing), cache * cached, cache * (cached or canary)),
+    }
+
+
+def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
+    """Return the bytes of an engine's own weights; 8-bit quantization leaves the embeddings and the head as they are.
+    """
+    r, width = config.rollout, 2 if config.model.bf16 else 4
+    if r.engine_type == "hf":
+        return width * size.total if config.strategy.divides_weights(world_size) else 0
+    inside = size.total - size.outside
+    return (width * size.outside + inside * (width if r.engine_quantization == "none" else 1)) / r.engine_tp_size
+
+
+def engine_cache(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> float:
+    """Return the bytes of the key-value cache that are allocated in advance; 0 for hf without ``--engine_kv_mib``."""
+    r = config.rollout
+    if r.engine_kv_mib or r.engine_type == "hf":
+        return r.engine_kv_mib * MIB
+    if not cuda:
+        return host_cache(r.engine_mem_util, total)
+    return max(0.0, r.engine_mem_util * total - engine_weights(config, world_size, size))

@@ -1,6 +1,5 @@
 """Strategies: how models are spread over ranks. The public names load their home module on first use."""
-from importlib import import_module
-from typing import Any
+from lightrft.utils.registry import lazy_exports
 
 _HOMES = {
     "StrategyConfig": "lightrft.config.schema",
@@ -12,9 +11,4 @@ _HOMES = {
     "DeepspeedStrategy": "lightrft.strategy.deepspeed.deepspeed_strategy",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lightrft.strategy' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _HOMES)

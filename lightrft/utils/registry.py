@@ -1,7 +1,8 @@
-"""Registry of named components that users select on the command line and third parties can add."""
+"""Names of components: registries that third parties can add to, and exports of a package that load at first use."""
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from lightrft.utils.errors import UserError
 
@@ -47,3 +48,14 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+def lazy_exports(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``package`` (PEP 562), which loads the home module of a name at its first use."""
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    return load

@@ -20,8 +20,9 @@ from lightrft.preflight.checks import Finding, examine, worst
 from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
-from lightrft.preflight.cost import GIB, ModelSize, count_parameters, model_size
+from lightrft.preflight.cost import GIB, count_parameters, model_size
 from lightrft.preflight.memory import Device, memory
+from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}

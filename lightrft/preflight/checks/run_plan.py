@@ -11,8 +11,10 @@ from lightrft.config.schema import Config
 from lightrft.config.tree import build, flatten
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.machine import existing
-from lightrft.preflight.cost import GIB, ModelSize, batch_summary, model_size
-from lightrft.preflight.memory import PHASES, Device, engine_cache, engine_weights, memory, peak
+from lightrft.preflight.cost import GIB, batch_summary, model_size
+from lightrft.preflight.memory import PHASES, Device, memory, peak
+from lightrft.rollout.engines import engine_cache, engine_weights
+from lightrft.strategy.memory import ModelSize
 
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 ZERO_OFFLOADS: tuple[dict[str, Any],
@@ -54,7 +56,7 @@ def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Devi
 
 def _verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool) -> Finding:
     name = f"memory {device.name}"
-    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, device):
+    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, device.total, device.cuda):
         return _no_cache(config, engine_weights(config, ranks, size), name, device)
     held = memory(config, ranks, size, device, critic)
     phase, together, largest = peak(held)

@@ -3,8 +3,9 @@ import pytest
 
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
-from lightrft.preflight.cost import GIB, ModelSize
+from lightrft.preflight.cost import GIB
 from lightrft.preflight.memory import Device, memory, memory_lines, peak
+from lightrft.strategy.memory import ModelSize
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 GPU, HOST = Device("cuda:0", 10_000, 10_000), Device("cpu", 10_000, 10_000)

@@ -9,8 +9,9 @@ from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
-from lightrft.preflight.cost import (GIB, ModelSize, batch_sizes, batch_summary, model_size, step_flops, time_line)
+from lightrft.preflight.cost import (GIB, batch_sizes, batch_summary, model_size, step_flops, time_line)
 from lightrft.preflight.memory import UNKNOWN, memory_lines
+from lightrft.strategy.memory import ModelSize
 from lightrft.preflight.report import estimates, option_table, report, resolved, summary
 from lightrft.utils.env import peak_flops
 from lightrft.utils.errors import UserError

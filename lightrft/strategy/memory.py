@@ -1,0 +1,51 @@
+"""Memory that a strategy takes on the device of one rank, for a trained model. Arithmetic alone: nothing is loaded."""
+from dataclasses import dataclass
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.deepspeed import REDUCED_AT_ONCE
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameter counts of a model."""
+    total: int
+    largest_layer: int  # decoder layer
+    outside: int  # embeddings, head, final norm
+
+
+def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
+    """Return the shares of the weights, the gradients and each moment of Adam that a rank holds on its device."""
+    chosen = s.resolved(world_size)
+    if chosen == "deepspeed":
+        weights, gradients, moments = (1 / world_size if s.zero_stage >= stage else 1 for stage in (3, 2, 1))
+        return weights, gradients, 0 if s.adam_offload and s.zero_stage else moments
+    share = 1 / (s.fsdp_shard_size or world_size) if chosen == "fsdp" else 1
+    return share, share, share
+
+
+def whole_gradients(s: StrategyConfig, world_size: int, trained: int) -> float:
+    """Return the bytes of full gradients of ``trained`` parameters, which FSDP2 holds until the last micro-batch."""
+    return 4.0 * trained * (s.resolved(world_size) == "fsdp")
+
+
+def reduced_gradients(s: StrategyConfig, world_size: int, trained: int) -> float:
+    """Return the bytes of DeepSpeed's buffers of gradients on their way to other ranks."""
+    buffers = 2 if s.overlap_comm and s.zero_stage < 3 else 1
+    zero = s.resolved(world_size) == "deepspeed" and s.zero_stage > 0
+    return 4 * buffers * min(trained, REDUCED_AT_ONCE) * zero
+
+
+def gathered_weights(s: StrategyConfig, world_size: int, size: ModelSize, bf16: bool,
+                     gradient_checkpointing: bool) -> tuple[float, float]:
+    """Return the bytes of weights that are gathered or cast, in a pass without gradients and in an update.
+
+    Sharded: two layers (one computes, one is fetched) and the weights outside the layers. ZeRO holds them in float32
+    and cast, and an update without gradient checkpointing needs all layers. Not sharded: only the cast copy.
+    """
+    if not s.divides_weights(world_size):
+        return (2.0 * size.total * bf16, ) * 2
+    gathered = min(size.total, size.outside + 2 * size.largest_layer)
+    if s.resolved(world_size) == "fsdp":
+        return ((2.0 if bf16 else 4.0) * gathered, ) * 2
+    width = 6.0 if bf16 else 4.0
+    return width * gathered, width * (gathered if gradient_checkpointing else size.total)
