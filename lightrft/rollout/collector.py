@@ -77,7 +77,8 @@ class CompletionCollector:
 
     def _resumes(self, i: int, j: int, appended: list[int] | None) -> bool:
         """Append the next turn's first tokens to a response; False if there is no next turn, or no room for it."""
-        response, room = self.responses[i][j], self.max_new_tokens - len(self.begun(i, j))
+        response, prefixes = self.responses[i][j], self.requests[i].prefixes
+        room = self.max_new_tokens - len(response.token_ids) - (len(prefixes[j]) if prefixes else 0)
         if response.finish_reason == "length" and room:  # only the first token was asked for
             appended = []
         if appended is None:

@@ -1,13 +1,15 @@
 """Interface of every rollout engine, with its requests and responses."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightrft.strategy.base import Lora
 from lightrft.utils.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,14 @@ class Completion:
     @property
     def drawn(self) -> list[bool]:
         """One flag per token: True where the policy drew it. The loss mask of the response."""
-        mask = [True] * len(self.token_ids)
+        return self.per_token(True, False)
+
+    def per_token(self, drawn: T, appended: T) -> list[T]:
+        """Return one value per token: ``drawn`` where the policy drew it, else ``appended``."""
+        values = [drawn] * len(self.token_ids)
         for start, stop in self.appended:
-            mask[start:stop] = [False] * (stop - start)
-        return mask
+            values[start:stop] = [appended] * (stop - start)
+        return values
 
     def extend(self, more: "Completion") -> None:
         """Append what was generated after these tokens, with its finish reason."""

@@ -164,7 +164,8 @@ class GenerationRun:
         """Report the remaining responses of a finished group, and the group."""
         group = self.groups[i]
         begun = {each.index for each in group.scored} | self.samples[i].keys()
-        self._report([(i, j) for j in range(len(group.responses)) if j not in begun])
+        if rest := [(i, j) for j in range(len(group.responses)) if j not in begun]:
+            self._report(rest)
         for listener in self.maker.listeners:
             listener.finished(i)
 
@@ -279,8 +280,9 @@ class FastExperienceMaker:
         prompts = [group.prompt for group in groups]
         if not (self.overlaps and any(listener.wants_each(prompts) for listener in self.listeners)):
             return False
-        compared = self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts)
-        return not (self.config.rollout.oversample > 1 and compared)
+        if self.config.rollout.oversample <= 1:
+            return True
+        return not (self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts))
 
     def _answer_greedily(self, samples: list[Sample]) -> Callable[[], dict[int, tuple]]:
         """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""

@@ -118,7 +118,10 @@ class PolicyUpdate:
         for epoch in range(self.config.train.max_epochs):
             minis = rollout.buffer.epoch(epoch)
             live_plans = [mini.of(live) for mini in minis]
-            shards.borrow(gathered([mini.plan for mini in minis] + live_plans, self.strategy.world_size))
+            plans = live_plans if train_actor else []
+            if self.critic is not None or train_actor and self.selection.selects is not None:
+                plans = plans + [mini.plan for mini in minis]
+            shards.borrow(gathered(plans, self.strategy.world_size))
             for number, (mini, live_plan) in enumerate(zip(minis, live_plans)):
                 denominators = mini.denominators(kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}

@@ -165,7 +165,8 @@ class MiniBatch:
 
     def of(self, live: torch.Tensor) -> Plan:
         """Plan the units with a sample where ``live`` [B] is True; each rank gets a micro-batch, which may be empty."""
-        samples = [sample for unit in self.units if live[unit].any() for sample in unit]
+        alive = live.tolist()
+        samples = [sample for unit in self.units if any(alive[i] for i in unit) for sample in unit]
         return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 
 
@@ -196,6 +197,8 @@ class ReplayBuffer:
 
     def homes(self) -> list[list[int]]:
         """Return the samples of each rank in the first epoch, ascending: a sequence lives where it is trained first."""
+        if self.world == 1:  # no plan is needed to know it
+            return [list(range(len(self.lens)))]
         return gathered([mini.plan for mini in self.epoch(0)], self.world)
 
     def _cut(self, samples: list[int]) -> Plan:

@@ -47,13 +47,12 @@ class Response(Completion):
     @classmethod
     def of(cls, done: Completion, version: int) -> "Response":
         """Make a response of a completion that the weights of ``version`` generated."""
-        versions = [version if drawn else -1 for drawn in done.drawn]
-        return cls(done.token_ids, done.logprobs, done.finish_reason, done.appended, versions)
+        return cls(done.token_ids, done.logprobs, done.finish_reason, done.appended, done.per_token(version, -1))
 
     def add(self, more: Completion, version: int) -> None:
         """Append tokens that the weights of ``version`` generated."""
         self.extend(more)
-        self.weight_versions = self.weight_versions + [version if drawn else -1 for drawn in more.drawn]
+        self.weight_versions = self.weight_versions + more.per_token(version, -1)
 
 
 Ended = tuple[int, Prompt, int, Response]  # number of the group, its prompt, index in the group, response
