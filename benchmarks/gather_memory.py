@@ -88,7 +88,7 @@ def moved(strategy: StrategyBase, exp: Experience, scored: list[ScoredSample]) -
     shards.move(plan(shards.lens, strategy).homes())
     for name in ("old_logprobs", "ref_logprobs"):
         vars(shards.exp)[name] = log_probs(shards.exp)
-    table = RewardTable.gather(scored, strategy, RankSpread(strategy, numbers, shards.size))
+    table = RewardTable.gather(scored, RankSpread(strategy, numbers, shards.size))
     calculator, batch = get_advantage_calculator(AlgorithmConfig(), RewardConfig(), 4096), shards.batch()
     table.fill(batch, calculator.estimator)
     calculator(batch)

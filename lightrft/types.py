@@ -152,7 +152,8 @@ class Experience:
 
     @classmethod
     def cat(cls, parts: list["Experience"]) -> "Experience":
-        """Join all sequences of ``parts`` in order. A field must be set in all parts or in none."""
+        """Join all sequences of ``parts`` in order. A field is set in all parts that have sequences, or in none."""
+        parts = [part for part in parts if part.num_seqs] or parts[:1]
         merged: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(part, f.name) for part in parts]

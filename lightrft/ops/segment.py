@@ -3,7 +3,7 @@
 Statistics are per sequence, per group of samples or over a mask; values outside a mask may be NaN. A batch may be
 spread over ranks. Statistics over the whole batch then take its :class:`Spread`.
 """
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class Spread:
     def total(self, value: Tensor) -> Tensor:
         """Return the sum over ranks, of any shape."""
         return value
+
+    def objects(self, value: Any) -> list[Any]:
+        """Return the object of every rank, in rank order."""
+        return [value]
 
     def stack(self, values: Tensor) -> Tensor:
         """Return the values of every rank, [ranks, ...]."""

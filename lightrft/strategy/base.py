@@ -194,6 +194,11 @@ class StrategyBase(ABC):
     def exchange(self, outgoing: list[Any]) -> list[Any]:
         """Send ``outgoing[r]`` to rank r; return what each rank has sent to this one, in rank order (pickled)."""
 
+    def gather_object(self, value: Any, nothing: Any) -> list[Any]:
+        """The value of every rank on rank 0, in rank order; ``nothing`` in their place on the other ranks (pickled).
+        """
+        return self.exchange([value, *[nothing] * (self.world_size - 1)])
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
 from lightrft.rewards.manager import RewardManager
-from lightrft.rollout.engine import Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.environment import Environment, next_turn
-from lightrft.trainer.samples import Response, reward_input, sample_seed, stop_token_ids, to_samples
+from lightrft.trainer.environment import Environment
+from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt, Sample
 
@@ -74,14 +74,9 @@ class Evaluator:
         return sample.group_id < self.config.log.print_samples and not sample.index
 
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
-        n = self.config.eval.eval_n_samples
-        requests = [Request(p.token_ids, [sample_seed("eval", p.uid, j) for j in range(n)], p.media) for _, p in mine]
-        turns = next_turn(self.environment, self.tokenizer, lambda i, k: (mine[i][1], []))
-        completions = self.engine.generate(requests, self.sampling, next_turn=turns)
-        version = self.engine.weight_version
-        ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(mine, completions)
-                 for j, done in enumerate(responses))
-        return to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)
+        seeds = [[sample_seed("eval", prompt.uid, j) for j in range(self.config.eval.eval_n_samples)]
+                 for _, prompt in mine]
+        return respond(self.engine, self.tokenizer, self.environment, mine, seeds, self.sampling)
 
     def _metrics(self, answers: list[Answer]) -> dict[str, float]:
         sources = sorted({answer.source for answer in answers})

@@ -4,14 +4,13 @@ Each response is reported to listeners as soon as it is finished: rewards are co
 forward passes run, while the engine still generates the others.
 """
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
-from lightrft.ops.segment import segment_sum
 from lightrft.rewards.base import Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
@@ -22,7 +21,7 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.samples import (pack_samples, Response, ResponseGroup, reward_input, sample_seed, stop_token_ids,
+from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, stop_token_ids,
                                       to_samples)
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
@@ -59,7 +58,7 @@ class RewardListener:
     def during(self, groups: int) -> AbstractContextManager[Any]:
         """Implement :meth:`Listener.during`."""
         self.handles = [Handle() for _ in range(groups)]
-        return ExitStack()
+        return nullcontext()
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Implement :meth:`Listener.wants_each`."""
@@ -100,14 +99,8 @@ class GreedyBaseline:
             A function that waits for the scores: group id -> (reward or None, tokens of the response).
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        prompts = {sample.group_id: sample.prompt for sample in samples}
-        asked = list(prompts.values())
-        requests = [Request(prompt.token_ids, [0], prompt.media) for prompt in asked]
-        turns = next_turn(self.environment, self.tokenizer, lambda i, k: (asked[i], []))
-        done = self.engine.generate(requests, params, next_turn=turns)
-        version = self.engine.weight_version
-        ended = ((*prompt, 0, Response.of(one[0], version)) for prompt, one in zip(prompts.items(), done))
-        greedy = to_samples(self.tokenizer, ended, params.stop_token_ids)
+        prompts = list({sample.group_id: sample.prompt for sample in samples}.items())
+        greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params)
         handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
         return lambda: {
             sample.group_id: (score.total, sample.response_len)
@@ -329,7 +322,7 @@ class FastExperienceMaker:
             shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)
         samples = scored()
-        table = RewardTable.gather(samples, self.strategy, RankSpread(self.strategy, numbers, shards.size))
+        table = RewardTable.gather(samples, RankSpread(self.strategy, numbers, shards.size))
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
         with self.timer("advantage"):
             metrics |= self._advantages(shards, table, kl_coef)
@@ -346,8 +339,7 @@ class FastExperienceMaker:
         metrics = table.fill(batch, self.calculator.estimator)
         metrics |= self.calculator(batch, kl_coef)
         shards.update(batch)
-        kept = segment_sum(batch.loss_mask.float(), batch.cu_seqlens) > 0
-        return metrics | {"rollout/kept_samples": batch.spread.total(kept.sum()).item()}
+        return metrics | {"rollout/kept_samples": (shards.kept > 0).sum().item()}
 
 
 class NaiveExperienceMaker(FastExperienceMaker):

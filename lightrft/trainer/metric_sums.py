@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import moments, response_lengths
+from lightrft.ops.segment import moments
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.shards import Shards
 
@@ -87,9 +87,7 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     Lengths count what an environment appended, tokens and speed do not. Call it while ``loss_mask`` still covers every
     generated token. A collective.
     """
-    exp = shards.exp
-    lengths = shards.spread.gather(response_lengths(exp.loss_mask, exp.cu_seqlens)).float()
-    tokens = shards.spread.total(exp.loss_mask.sum()).double().item()
+    exp, lengths, tokens = shards.exp, shards.response_lens.float(), shards.drawn.sum().double().item()
     return {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,

@@ -137,7 +137,7 @@ class OversamplingSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the unfinished and waiting groups of all ranks, in order, on rank 0, which writes them; a collective.
         """
-        parts = self.strategy.exchange([self.groups, *[[]] * (self.strategy.world_size - 1)])
+        parts = self.strategy.gather_object(self.groups, [])
         groups = {group.number: group for part in parts for group in part}
         return {"open": [asdict(groups[number]) for number in self.progress if number in groups], "size": self.size}
 

@@ -15,7 +15,6 @@ from lightrft.config.schema import Config
 from lightrft.models.loss import PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
-from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.logprob_pass import run_passes
@@ -114,7 +113,6 @@ class PolicyUpdate:
         sums = MetricSums()
         results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
         shards = rollout.shards
-        kept = shards.spread.gather(segment_sum(rollout.exp.loss_mask.double(), rollout.exp.cu_seqlens))
         for epoch in range(self.config.train.max_epochs):
             minis = rollout.buffer.epoch(epoch)
             live_plans = [mini.of(live) for mini in minis]
@@ -123,7 +121,7 @@ class PolicyUpdate:
                 plans = plans + [mini.plan for mini in minis]
             shards.borrow(gathered(plans, self.strategy.world_size))
             for number, (mini, live_plan) in enumerate(zip(minis, live_plans)):
-                denominators = mini.denominators(kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
+                denominators = mini.denominators(shards.kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}
                 if train_actor:
                     with self.timer("forward"):
@@ -233,8 +231,7 @@ class LiveSamples:
         """bool [B]: the samples of all ranks to train on."""
         if not self.drops:
             return torch.ones(shards.size, dtype=torch.bool)
-        exp = shards.exp
-        return shards.spread.gather(segment_sum(exp.loss_mask & (exp.advantages != 0), exp.cu_seqlens) > 0)
+        return shards.live > 0
 
 
 class TokenSelection:

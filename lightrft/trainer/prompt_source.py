@@ -116,7 +116,7 @@ class DynamicSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the waiting groups of all ranks, in order, on rank 0, which writes them; a collective."""
         none = ScoredGroups.none(self.waiting.size)
-        whole = sum(self.strategy.exchange([self.waiting, *[none] * (self.strategy.world_size - 1)]), none)
+        whole = sum(self.strategy.gather_object(self.waiting, none), none)
         whole = whole.keep(torch.ones(len(whole.scored), dtype=torch.bool))
         order = whole.exp.group_ids.argsort(stable=True).tolist()
         tensors = {name: value for name, value in vars(whole.exp.select(order)).items() if value is not None}

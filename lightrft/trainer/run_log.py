@@ -11,7 +11,6 @@ from lightrft import __version__
 from lightrft.config.files import plugins_of, to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
-from lightrft.ops.segment import segment_mean
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.scores import ScoredSample
@@ -161,11 +160,10 @@ class RolloutLog(RunLog):
 
         A collective: every rank iterates to the end. Texts are gathered a few at a time.
         """
-        shards, exp = rollout.shards, rollout.exp
+        shards = rollout.shards
         if not shards.size:
             return
-        means = segment_mean(exp.advantages, exp.cu_seqlens, exp.loss_mask)
-        advantages, lens = shards.spread.gather(means).tolist(), shards.lens.tolist()
+        advantages, lens = shards.advantages.tolist(), shards.lens.tolist()
         own = dict(zip(rollout.numbers, rollout.scored))
         for start in range(0, min(shards.size, self.options.num_trajectories_to_save or shards.size), ROWS):
             wanted = range(start, start + ROWS)

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.rewards.base import RewardInput
-from lightrft.rollout.engine import Completion
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
@@ -122,6 +123,18 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], stop:
     ]
     texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
     return [_sample(*each, text) for each, text in zip(ended, texts)]
+
+
+def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
+            numbered: list[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams) -> list[Sample]:
+    """Generate one decoded sample per seed of each numbered prompt, with the engine's current weights."""
+    requests = [Request(prompt.token_ids, own, prompt.media) for (_, prompt), own in zip(numbered, seeds)]
+    turns = next_turn(environment, tokenizer, lambda i, k: (numbered[i][1], []))
+    completions = engine.generate(requests, sampling, next_turn=turns)
+    version = engine.weight_version
+    ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(numbered, completions)
+             for j, done in enumerate(responses))
+    return to_samples(tokenizer, ended, sampling.stop_token_ids)
 
 
 def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:

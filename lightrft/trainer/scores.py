@@ -10,7 +10,6 @@ from torch import Tensor
 from lightrft.algorithms.base import Advantage
 from lightrft.ops.segment import HERE, Spread
 from lightrft.rewards.base import Score
-from lightrft.strategy.base import StrategyBase
 from lightrft.types import RolloutBatch, Sample
 
 
@@ -69,12 +68,11 @@ class RewardTable:
     errors: Counter[str]  # causes of unscored samples
 
     @classmethod
-    def gather(cls, samples: list[ScoredSample], strategy: StrategyBase | None = None,
-               spread: Spread = HERE) -> "RewardTable":
+    def gather(cls, samples: list[ScoredSample], spread: Spread = HERE) -> "RewardTable":
         """Gather the rewards of all ranks; ``spread`` holds the indices of this rank's ``samples`` in the batch."""
         errors = Counter(sample.error for sample in samples if sample.error)
         own = {name for each in samples for name in each.parts}, {name for each in samples for name in each.weights}
-        found = strategy.all_gather_object((*own, errors)) if strategy else [(*own, errors)]
+        found = spread.objects((*own, errors))
         parts, weights = (sorted(set().union(*(each[k] for each in found))) for k in (0, 1))
         rows = [[_number(s.reward), _number(s.greedy_reward), s.greedy_length or 0,
                  *(_number(s.parts.get(name)) for name in parts), *(s.weights.get(name, 0.0) for name in weights)]

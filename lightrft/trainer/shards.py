@@ -1,13 +1,15 @@
 """The rollout batch, spread over ranks: each sequence is on the rank that trains it, and no rank holds all of them."""
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import Spread
+from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Spread
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience, RolloutBatch
 
-Plan = list[list[int]]  # sequences of each rank
+Homes = list[list[int]]  # sequences of each rank
 
 
 class RankSpread(Spread):
@@ -29,6 +31,10 @@ class RankSpread(Spread):
         """Implement :meth:`Spread.total`."""
         return self.strategy.all_reduce(value)
 
+    def objects(self, value: Any) -> list[Any]:
+        """Implement :meth:`Spread.objects`."""
+        return self.strategy.all_gather_object(value)
+
     def stack(self, values: Tensor) -> Tensor:
         """Implement :meth:`Spread.stack`."""
         rows = values.new_zeros(self.strategy.world_size, *values.shape)
@@ -44,23 +50,30 @@ class Shards:
 
     Args:
         exp: sequences that this rank has; ``sample_ids`` are their indices in the batch, 0 to B - 1 over all ranks.
+            Its ``loss_mask`` still covers every generated token.
+
+    Of all samples, int64 [B]: ``lens`` are tokens with the prompt, ``response_lens`` without it, ``drawn`` without what
+    an environment appended. After :meth:`update` also, float64 [B]: ``kept`` tokens in the loss, how many of them have
+    an advantage (``live``), and their mean ``advantages``.
     """
 
     def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
         self.strategy, self.exp, self.held = strategy, exp, exp
-        self.size = int(strategy.all_reduce(torch.tensor(exp.num_seqs)))
+        owners, mask, cu = torch.full((exp.num_seqs, ), strategy.rank), exp.loss_mask, exp.cu_seqlens
+        own = [exp.sample_ids, owners, exp.group_ids, exp.truncated.long(), exp.seq_lens.long(),
+               response_lengths(mask, cu), segment_sum(mask, cu)]  # yapf: disable
+        table = torch.cat(strategy.all_gather_object(torch.stack(own, 1)))
+        columns = table[table[:, 0].argsort()].unbind(1)
+        self.size, self.owner, self.truncated = len(table), columns[1].tolist(), columns[3] > 0
+        self.group_ids, self.lens, self.response_lens, self.drawn = columns[2], *columns[4:]
         self.spread = RankSpread(strategy, exp.sample_ids, self.size)
-        owners = torch.full((exp.num_seqs, ), strategy.rank)
-        table = self.spread.gather(torch.stack([exp.seq_lens.long(), owners, exp.group_ids, exp.truncated.long()], 1))
-        self.lens, owner, self.group_ids, truncated = table.unbind(1)
-        self.owner, self.truncated = owner.tolist(), truncated.bool()
         self._slots = self._slots_of(exp)
 
     @staticmethod
     def _slots_of(exp: Experience) -> dict[int, int]:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
-    def move(self, homes: Plan) -> None:
+    def move(self, homes: Homes) -> None:
         """Move every sequence to its home; ``homes[r]`` are those of rank r, ascending, each on one rank only."""
         if homes[self.strategy.rank] != self.exp.sample_ids.tolist() or self.strategy.world_size > 1:
             self.exp = self._fetch(homes)
@@ -70,7 +83,7 @@ class Shards:
         self.spread = RankSpread(self.strategy, self.exp.sample_ids, self.size)
         self.borrow(homes)
 
-    def borrow(self, wanted: Plan) -> None:
+    def borrow(self, wanted: Homes) -> None:
         """Fetch copies of the sequences ``wanted[r]`` that rank r does not own; earlier copies are dropped.
 
         A rank without any sequence gets the shortest one: its empty micro-batches need a dummy (:func:`take`).
@@ -85,16 +98,16 @@ class Shards:
         if any(guests):
             self._slots = self._slots_of(self.exp)
             found = self._fetch(guests)
-            self.held = Experience.cat([part for part in (self.exp, found) if part.num_seqs])
+            self.held = Experience.cat([self.exp, found])
         self._slots = self._slots_of(self.held)
 
-    def _fetch(self, wanted: Plan) -> Experience:
+    def _fetch(self, wanted: Homes) -> Experience:
         """Return the sequences ``wanted[rank]`` of this rank, in ascending order, each from its owner."""
         rank = self.strategy.rank
         parts = self.strategy.exchange([
             self.exp.select([self._slots[number] for number in want if self.owner[number] == rank]) for want in wanted
         ])
-        found = Experience.cat([part for part in parts if part.num_seqs] or parts[:1])
+        found = Experience.cat(parts)
         return found.select(found.sample_ids.argsort().tolist())
 
     def slots(self, numbers: list[int]) -> list[int]:
@@ -109,7 +122,7 @@ class Shards:
         """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""
         own = [number for number in numbers if self.owner[number] == self.strategy.rank]
         parts = self.strategy.all_gather_object(self.exp.select([self._slots[number] for number in own]))
-        found = Experience.cat([part for part in parts if part.num_seqs] or parts[:1])
+        found = Experience.cat(parts)
         slots = self._slots_of(found)
         return found.select([slots[number] for number in numbers])
 
@@ -123,3 +136,12 @@ class Shards:
         """Take over the fields of :meth:`batch`, with the samples of this rank only."""
         self.exp = self.held = batch.local()
         self._slots = self._slots_of(self.exp)
+        self.count()
+
+    def count(self) -> None:
+        """Count the tokens in the loss of every sample of the batch, in ``kept``, ``live`` and ``advantages``."""
+        exp, mask, cu = self.exp, self.exp.loss_mask, self.exp.cu_seqlens
+        own = [segment_sum(mask, cu), segment_sum(mask & (exp.advantages != 0), cu),
+               segment_mean(exp.advantages, cu, mask)]  # yapf: disable
+        table = self.spread.gather(torch.stack([each.double() for each in own], 1))
+        self.kept, self.live, self.advantages = table.unbind(1)

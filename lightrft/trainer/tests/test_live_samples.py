@@ -93,6 +93,7 @@ def test_the_critic_learns_from_all_samples(home, tmp_path):
     trainer.sync_weights(0)
     rollout, seen = trainer.source.make(0), {"actor": 0, "critic": 0}
     rollout.exp.advantages[:rollout.exp.cu_seqlens[3]] = 0
+    rollout.shards.count()
 
     def count(name):
         return lambda module, args: seen.update({name: seen[name] + args[0].num_seqs})

@@ -56,6 +56,7 @@ def test_denominators_count_the_whole_mini_batch(home, tmp_path, mode):
                             (mode == MODES[3]), micro_train_batch_size=2)  # yapf: disable
     exp = rollout.exp
     exp.loss_mask[exp.cu_seqlens[3]:exp.cu_seqlens[5]] = False
+    rollout.shards.count()
     kept = [exp.select([i]) for i in range(8) if i not in (3, 4)]
     sums = [-e.advantages[e.loss_mask].sum() for e in kept]
     means = [-e.advantages[e.loss_mask].mean() for e in kept]
@@ -67,6 +68,7 @@ def test_denominators_count_the_whole_mini_batch(home, tmp_path, mode):
 def test_an_update_with_nothing_to_learn_makes_no_step_and_goes_on(home, tmp_path):
     trainer, rollout = made(home, tmp_path, advantage_estimator="gae")
     rollout.exp.loss_mask[:] = False
+    rollout.shards.count()
     before = {name: runs.weights(trainer, name) for name in trainer.prepared}
     metrics = update(trainer, rollout)
     assert metrics["policy/optimizer_steps"] == 0 == metrics["critic/optimizer_steps"]

@@ -131,7 +131,7 @@ def test_advantages_do_not_depend_on_the_ranks(name, more):
         reward = RewardConfig(reward_running_norm=True, **more)
         calculator, batch = get_advantage_calculator(cfg, reward, 14), shards.batch()
         spread = RankSpread(strategy, numbers, shards.size)
-        table = RewardTable.gather([score(number) for number in numbers.tolist()], strategy, spread)
+        table = RewardTable.gather([score(number) for number in numbers.tolist()], spread)
         metrics = table.fill(batch, calculator.estimator) | calculator(batch, 0.2)
         shards.update(batch)
         return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()
