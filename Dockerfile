@@ -1,10 +1,16 @@
-# The PyPI wheels of torch contain the CUDA libraries. The host only needs the NVIDIA driver and the container toolkit.
-FROM python:3.11-slim
+# The host needs the container toolkit and an NVIDIA driver for CUDA 13 (580 or newer).
+# The toolkit of the base image is the one that torch in constraints/ is built with: DeepSpeed and kernels that are
+# compiled at run time need it; Triton needs a C compiler and Python's headers.
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
+ARG ENGINE=vllm
 
-RUN apt-get update && apt-get install --yes --no-install-recommends git make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends build-essential git make ninja-build python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/lightrft
-COPY requirements.txt ./
-RUN pip install --no-cache-dir -r requirements.txt
+COPY constraints constraints
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir -r constraints/${ENGINE}.txt
 COPY . .
 RUN pip install --no-cache-dir --no-deps --no-build-isolation -e .
 ENTRYPOINT ["/bin/bash"]

@@ -1,4 +1,4 @@
-# make quickstart | test | numeric | oracles | format | fcheck | docs | docs-live | dbuild
+# make quickstart | test | numeric | oracles | format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -13,9 +13,10 @@ ARGS ?=
 # Two workers, each with whole modules, in the order of conftest.py. The twenty slowest tests are reported.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 IMAGE ?= lightrft
+ENGINE ?= vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test numeric oracles format fcheck docs docs-live dbuild
+.PHONY: help quickstart test numeric oracles format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -51,7 +52,19 @@ docs-live: $(DEV)
 	$(BIN)/sphinx-autobuild --watch lightrft --ignore "docs/generated/*" docs docs/_build/html
 
 dbuild:
-	docker build --tag $(IMAGE) .
+	docker build --build-arg ENGINE=$(ENGINE) --tag $(IMAGE) .
+
+# Each set is resolved for Python 3.11, then for 3.12, which keeps every version that both can use. Packages that are
+# already in a file keep their version as long as it fits. SGLang's wheels need glibc 2.34.
+RESOLVE = $(BIN)/uv pip compile setup.py --quiet --no-annotate --custom-compile-command "make constraints" \
+  --python-platform x86_64-manylinux_2_34 \
+  --extra deepspeed --extra liger --extra vl --extra wandb --extra trackio
+constraints: $(DEV)
+	for python in 3.11 3.12; do \
+	  $(RESOLVE) --python-version $$python --output-file constraints/core.txt && \
+	  $(RESOLVE) --python-version $$python --extra vllm --output-file constraints/vllm.txt && \
+	  $(RESOLVE) --python-version $$python --extra sglang --output-file constraints/sglang.txt || exit 1; \
+	done
 
 $(BIN)/python:
 	@for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \

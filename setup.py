@@ -1,4 +1,7 @@
-"""Package of lightrft: ranges of the dependencies and the optional extras (requirements.txt pins the tested set)."""
+"""Package of lightrft: ranges of the dependencies and the optional extras.
+
+An upper bound is the last release that the tests or an engine's own pins have seen; constraints/ has whole sets.
+"""
 import re
 from pathlib import Path
 
@@ -8,22 +11,23 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightrft" / "__init__.py").read_text(encoding="utf-8"))
 
 CORE = [
-    "torch>=2.11", "transformers>=5.17,<6", "tokenizers>=0.22", "safetensors>=0.5", "accelerate>=1.10", "peft>=0.18",
-    "datasets>=4.0", "math-verify>=0.8", "numpy>=2.0", "pyarrow>=19", "matplotlib>=3.8", "tensorboard>=2.18",
-    "tqdm>=4.66", "pyyaml>=6.0", "jinja2>=3.1", "requests>=2.31"
+    "torch>=2.11,<2.15", "transformers>=5.17,<5.20", "tokenizers>=0.22,<0.24", "safetensors>=0.5,<0.9",
+    "accelerate>=1.10,<1.16", "peft>=0.18,<0.22", "datasets>=4.0,<6", "math-verify>=0.8,<0.10", "numpy>=2.0,<2.5",
+    "pyarrow>=19,<27", "matplotlib>=3.8,<4", "tensorboard>=2.18,<3", "tqdm>=4.66,<5", "pyyaml>=6.0,<7",
+    "jinja2>=3.1,<4", "requests>=2.31,<3"
 ]
 EXTRAS = {
-    "vllm": ["vllm>=0.32"],
-    "sglang": ["sglang>=0.5.23"],
+    "vllm": ["vllm>=0.32,<0.33"],  # pins torch 2.13
+    "sglang": ["sglang>=0.5.23,<0.5.24"],  # pins torch 2.14
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
-    "liger": ["liger-kernel>=0.8"],
-    "vl": ["pillow>=10", "torchvision", "qwen-vl-utils>=0.0.14"],
-    "wandb": ["wandb>=0.19"],
-    "trackio": ["trackio>=0.4"],
+    "liger": ["liger-kernel>=0.8,<0.9"],
+    "vl": ["pillow>=10", "torchvision", "qwen-vl-utils>=0.0.14,<0.1"],
+    "wandb": ["wandb>=0.19,<1"],
+    "trackio": ["trackio>=0.4,<1"],
     "docs": ["sphinx>=8.0", "furo>=2024.8", "myst-parser>=4.0", "sphinx-autobuild"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "wheel", "flake8", "yapf", "mypy",
-        "types-PyYAML", "types-requests", "types-tqdm"
+        "types-PyYAML", "types-requests", "types-tqdm", "uv"
     ],
 }
 

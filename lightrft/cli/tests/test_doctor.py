@@ -1,6 +1,7 @@
 """The doctor on this machine, on models that do not fit, and among packages that are missing, old or broken."""
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -103,7 +104,7 @@ def test_broken_packages_are_told_without_a_traceback(packages):
     assert done.returncode == 1 and not done.stderr
     for name in ("devices", "process group"):
         assert f"fail  {name:<16} cannot be checked: ImportError: its library is broken; " in done.stdout
-    assert "fail  torch            0.1, lightrft needs >=2.11; pip install 'torch>=2.11'" in done.stdout
+    assert re.search(r"fail  torch  .* 0\.1, lightrft needs .*>=2\.11; pip install 'torch.*>=2\.11'", done.stdout)
     assert "fail  transformers     cannot be imported: " in done.stdout and "warn  wandb            0.1" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("verdict: fail (")
 
