@@ -46,8 +46,8 @@ class StrategyConfig:
         False, "deepspeed: reduce gradients and fetch weights while others are computed, in buffers of their own",
         read_by=("deepspeed", ))
     adam_offload: bool = option(
-        False, "move the optimizer state to host memory between updates (deepspeed: it stays there, and so does the "
-        "update)")
+        False, "keep the optimizer state in host memory; a step brings it to the device in parts (deepspeed: updates "
+        "run on the host)")
     dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
                                  within=COUNT)
 

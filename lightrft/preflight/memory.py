@@ -8,10 +8,8 @@ from pathlib import Path
 
 from lightrft.config.schema import Config
 from lightrft.preflight.cost import GIB, MIB
-from lightrft.rollout.engines import ByPhase, engine_memory
-from lightrft.strategy.memory import gathered_weights, ModelSize, reduced_gradients, shares, whole_gradients
-
-PHASES = ("generation", "log-probs", "update", "weight sync")
+from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
+from lightrft.strategy.memory import gathered_weights, ModelSize, reduced_gradients, shares, STEP_BYTES, whole_gradients
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def memory(config: Config, world_size: int, size: ModelSize, device: Device,
     """Estimate the bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
 
     Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
-    and are left out. Offloaded state counts as 0. Gradients exist only during an update.
+    and are left out. What rests in host memory counts where it visits the device. Gradients exist only in an update.
     """
     held = _trainer(config, world_size, size, critic)
     held |= engine_memory(config, world_size, size, device.total, device.cuda)
@@ -75,7 +73,8 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
     models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device * models for share in shares(s, world_size))
-    adam, between = 2 * moments * trained, 0 if s.adam_offload else 1
+    adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
+    adam *= not s.adam_offload
     chunk, copies = m.logprob_chunk_mib * MIB, gathered_weights(s, world_size, size, m.bf16, m.gradient_checkpointing)
     computing, updating = (models * copied for copied in copies)
     whole = models * whole_gradients(s, world_size, size.total * trained)
@@ -83,15 +82,15 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {
-        "weights, float32": (weights * stays, weights, weights, weights),
-        "gradients, float32": (0, 0, gradients * trained, 0),
-        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0),
-        "gradients on their way to other ranks": (0, 0, reduced_gradients(s, world_size, size.total * trained), 0),
-        "Adam state, float32": (adam * between * stays, adam * (between or not stays), adam, adam * between),
-        "weights gathered or cast for computing": (0, computing, updating, 0),
-        "reference, float32": (reference * stays, reference, reference, reference),
-        "logits of one chunk": (0, chunk, chunk, 0),
-        "bucket of full weights": (0, 0, 0, bucket),
+        "weights, float32": (weights * stays, *(weights, ) * 4),
+        "gradients, float32": (0, 0, *(gradients * trained, ) * 2, 0),
+        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0, 0),
+        "gradients on their way to other ranks": (0, 0, reduced_gradients(s, world_size, size.total * trained), 0, 0),
+        "Adam state, float32": (adam * stays, adam, adam, adam + stepping, adam),
+        "weights gathered or cast for computing": (0, computing, updating, 0, 0),
+        "reference, float32": (reference * stays, *(reference, ) * 4),
+        "logits of one chunk": (0, chunk, chunk, 0, 0),
+        "bucket of full weights": (0, 0, 0, 0, bucket),
     }  # yapf: disable
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from lightrft.rollout.engine import RolloutEngine
 
 MIB = 1 << 20
-ByPhase = tuple[float, float, float, float]  # generation, log-probs, update, weight sync
+PHASES = ("generation", "log-probs", "backward", "optimizer", "weight sync")  # of a step; backward: and its forward
+ByPhase = tuple[float, float, float, float, float]  # bytes in each of PHASES
 
 
 def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf16: bool = False) -> "RolloutEngine":
@@ -33,9 +34,9 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
     """Return the bytes of the engine by purpose and phase.
 
-    Asleep, hf keeps its copy in host memory and no cache. Other engines keep nothing; on a CPU, they keep both. The
-    engine sleeps from the end of generation to the weight sync, where canaries run a short generation. That takes
-    little with hf, whose cache is only as large as needed.
+    Asleep, engines keep nothing, except that those other than hf keep weights and cache on a CPU. The engine sleeps
+    from the end of generation to the weight sync, where canaries run a short generation. That takes little with hf,
+    whose cache is only as large as needed.
 
     Args:
         total: memory of the device in bytes; ``cuda``: it is a GPU.
@@ -43,12 +44,12 @@ def engine_memory(config: Config, world_size: int, size: ModelSize, total: float
     passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
     weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, total, cuda)
     if config.rollout.engine_type == "hf":
-        awake, cached, canary = not cuda, 0, False
+        awake = cached = canary = False
     else:
         awake = cached = not (cuda and config.rollout.engine_sleep)
     return {
-        "copy in the rollout engine": (weights, weights * (awake or passing), weights * awake, weights),
-        "key-value cache": (cache, cache * (cached or passing), cache * cached, cache * (cached or canary)),
+        "copy in the rollout engine": (weights, weights * (awake or passing), *(weights * awake, ) * 2, weights),
+        "key-value cache": (cache, cache * (cached or passing), *(cache * cached, ) * 2, cache * (cached or canary)),
     }
 
 

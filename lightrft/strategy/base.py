@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
-from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, offload_optimizer, own_slice,
-                                         reload_optimizer, set_schedule_step, squared_norm)
+from lightrft.strategy.optimizer import (HostBuffers, LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local,
+                                         own_slice, set_schedule_step, squared_norm)
 
 Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
 ADAPTER_BUCKET_BYTES = 64 << 20
@@ -91,6 +91,7 @@ class StrategyBase(ABC):
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
         self.cfg, self.bf16 = cfg, bf16
+        self.host = HostBuffers()  # of offloaded weights
 
     # -- life ---------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -137,7 +138,6 @@ class StrategyBase(ABC):
         A norm that is not finite (the same on all ranks) clears the gradients and changes nothing else.
         """
         optimizer = trained(prepared)
-        reload_optimizer(optimizer)
         optimizer.bind()
         grads = list(optimizer.named_grads().values())
         norm = self._grad_norm(prepared, grads)
@@ -241,24 +241,31 @@ class StrategyBase(ABC):
     def free_full(self, model: nn.Module) -> None:
         """Free the full weights that a forward pass without a backward pass leaves behind; nothing by default."""
 
-    def offload(self, prepared: Prepared, optimizer_only: bool = False) -> None:
-        """Move parameters, gradients and optimizer state (or only the latter) to host memory."""
+    def offload(self, prepared: Prepared) -> None:
+        """Move parameters, gradients and optimizer state to host memory."""
         if prepared.optimizer is not None:
-            offload_optimizer(trained(prepared))
-        if not optimizer_only:
-            self._move(prepared, torch.device("cpu"))
+            trained(prepared).offload()
+        self._move(prepared, torch.device("cpu"))
+        self.host.wait()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for engines that allocate outside of torch
 
     def reload(self, prepared: Prepared) -> None:
-        """Undo :meth:`offload`."""
+        """Undo :meth:`offload`; with ``--adam_offload`` the optimizer state stays in host memory."""
         self._move(prepared, self.device)
         if prepared.optimizer is not None:
-            reload_optimizer(trained(prepared))
+            trained(prepared).reload()
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
+        """Move the weights, with gradients and buffers, which are few or none between updates."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if device.type == "cpu" and isinstance(tensor, nn.Parameter):
+                return like(self.host.store(tensor, local(tensor)), tensor)
+            return load(tensor, device)
+
         if next(prepared.model.parameters()).device != device:
-            prepared.model.to(device)
+            prepared.model._apply(moved)  # Module.to is this as well; FSDP2 extends it
         if prepared.optimizer is not None:
             trained(prepared).bind()
 

@@ -100,6 +100,8 @@ class CheckpointManager:
     def _write(self, step: int, tensors: dict[str, Any], blobs: dict[str, bytes], metrics: dict[str, float]) -> None:
         """Run the phases; after each, all ranks agree on whether to continue (a rank must not fail alone inside a
         collective)."""
+        if self.strategy.device.type == "cuda":  # a new thread is on GPU 0, where every rank would open a context
+            torch.cuda.set_device(self.strategy.device)
         self._succeeded = False
         temporary = self.folder / temporary_name(step)
         self._succeeded = (

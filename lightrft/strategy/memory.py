@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.deepspeed import REDUCED_AT_ONCE
 
+STEP_BYTES = 256 << 20  # of weights whose moments are on the device at once with --adam_offload
+
 
 @dataclass(frozen=True)
 class ModelSize:

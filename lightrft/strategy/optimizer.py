@@ -1,12 +1,14 @@
 """AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.strategy.memory import STEP_BYTES
 from lightrft.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,19 +69,55 @@ def like(shard: Tensor, owner: Tensor) -> Tensor:
     return DTensor(shard, owner._spec, requires_grad=False) if isinstance(owner, DTensor) else shard
 
 
+class HostBuffers:
+    """Host memory for tensors that leave the device: pinned, one buffer per tensor, allocated at its first use.
+
+    Copies between pinned memory and the device do not block. They, the kernels that use the tensors, and the reuse of
+    freed device memory are queued on the current stream and keep their order there, so a buffer is overwritten only
+    after the copy that read it. The host is not part of that order: it may read a buffer only after :meth:`wait`,
+    which callers run once, after the last copy. A thread with a stream of its own must not move tensors.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    def store(self, key: Hashable, tensor: Tensor) -> Tensor:
+        """Queue a copy of ``tensor`` and return the buffer of ``key``; what is in host memory is returned as it is."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+        return self._buffers[key].copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the queued copies, so that the host can read the buffers."""
+        if self._buffers and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+
+def load(tensor: Tensor, device: torch.device) -> Tensor:
+    """Queue a copy of ``tensor`` to ``device``; what is there already is returned as it is."""
+    return tensor.to(device, non_blocking=True)
+
+
 class LocalAdamW(torch.optim.AdamW):
     """AdamW that sees plain tensors only: of a DTensor parameter, this rank's shard.
 
     AdamW is element-wise, so the update equals that on the full tensors, and it does not pay DTensor dispatch for each
     operation of each parameter. ``owners`` maps names to the model's parameters, ``shards`` to what is updated.
+
+    With ``offloaded``, moments rest in host memory. A step updates about :data:`STEP_BYTES` of weights at a time, whose
+    moments alone visit the device; the result is the same.
     """
 
-    def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, fused: bool) -> None:
+    def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, fused: bool,
+                 offloaded: bool = False) -> None:
         self.owners = {name: param for name, param in named_params if param.requires_grad}
         if not self.owners:
             raise UserError("the model has no trainable parameter; check --freeze_prefix and --target_modules")
         self.shards = {name: self._shard(param) for name, param in self.owners.items()}
         self.backwards = 0  # micro-batches since the last step
+        self.offloaded, self.host = offloaded, HostBuffers()
         decayed = [self.shards[name] for name, param in self.owners.items() if param.ndim >= 2]
         others = [self.shards[name] for name, param in self.owners.items() if param.ndim < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -96,6 +134,41 @@ class LocalAdamW(torch.optim.AdamW):
             if shard is not owner:
                 shard.data = local(owner)
                 shard.grad = None if owner.grad is None else local(owner.grad)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the shards that have a gradient; with ``offloaded``, in parts."""
+        if not self.offloaded:
+            return super().step(closure)
+        whole = self.param_groups
+        for part in [part for group in whole for part in _parts(group)]:
+            self.param_groups = [part]
+            self.load_moments(part["params"])
+            super().step()
+            self.store_moments(part["params"])
+        self.param_groups = whole
+        self.host.wait()
+
+    def load_moments(self, shards: Iterable[Tensor]) -> None:
+        """Move the moments of ``shards`` to where these are."""
+        for shard in shards:
+            state = self.state[shard]
+            state.update({key: load(state[key], shard.device) for key in MOMENTS if key in state})
+
+    def store_moments(self, shards: Iterable[Tensor]) -> None:
+        """Queue copies of the moments of ``shards`` to host memory; :meth:`HostBuffers.wait` ends them."""
+        for shard in shards:
+            state = self.state[shard]
+            state.update({key: self.host.store((shard, key), state[key]) for key in MOMENTS if key in state})
+
+    def offload(self) -> None:
+        """Move all moments to host memory."""
+        self.store_moments(list(self.state))
+        self.host.wait()
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`, unless moments rest in host memory anyway."""
+        if not self.offloaded:
+            self.load_moments(list(self.state))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of shards and owners."""
@@ -122,7 +195,7 @@ class LocalAdamW(torch.optim.AdamW):
         if not state:
             device = shard.device if self.defaults["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update({key: torch.zeros_like(shard) for key in MOMENTS})
+            state.update({key: torch.zeros_like(shard, device="cpu" if self.offloaded else None) for key in MOMENTS})
         return state
 
     def named_state(self) -> dict[str, Tensor]:
@@ -133,12 +206,24 @@ class LocalAdamW(torch.optim.AdamW):
         }
 
 
-def create_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec) -> LocalAdamW:
+def _parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Cut a parameter group into groups of about :data:`STEP_BYTES` of weights each (one that is larger goes alone)."""
+    part: list[Tensor] = []
+    for shard in group["params"]:
+        if part and sum(one.nbytes for one in part) + shard.nbytes > STEP_BYTES:
+            yield group | {"params": part}
+            part = []
+        part.append(shard)
+    yield group | {"params": part}
+
+
+def create_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec,
+                     offloaded: bool = False) -> LocalAdamW:
     """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) are not decayed.
 
     The fused kernel does the whole update in one pass, on CUDA and on CPU.
     """
-    return LocalAdamW(named_params, spec, fused=True)
+    return LocalAdamW(named_params, spec, fused=True, offloaded=offloaded)
 
 
 def create_scheduler(optimizer: torch.optim.Optimizer, spec: OptimSpec) -> LambdaLR:
@@ -166,22 +251,3 @@ def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale ``grads`` in place so that a global norm of ``norm`` becomes at most ``max_norm``; 0 is off."""
     if grads and 0 < max_norm < norm:
         torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory (on a machine without CUDA: the tensor itself)."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-
-
-def offload_optimizer(optimizer: LocalAdamW) -> None:
-    """Move both moments to host memory."""
-    for state in optimizer.state.values():
-        state.update({key: to_host(state[key]) for key in MOMENTS if key in state})
-
-
-def reload_optimizer(optimizer: LocalAdamW) -> None:
-    """Move both moments to where their parameters are."""
-    for shard, state in optimizer.state.items():
-        state.update({key: state[key].to(shard.device, non_blocking=True) for key in MOMENTS if key in state})

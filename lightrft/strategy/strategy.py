@@ -36,7 +36,7 @@ class SingleProcessStrategy(StrategyBase):
             autocast(model, self.device.type)
         if optim is None:
             return Prepared(model.requires_grad_(False))
-        optimizer = create_optimizer(model.named_parameters(), optim)
+        optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:

@@ -56,8 +56,6 @@ def placed(value: Any, home: Path, save: Path) -> Any:
 
 def watched(strategy: Any, trainer: Any, save: Path, seen: Seen) -> Seen:
     """Run ``trainer`` to its end, counting."""
-    offload = strategy.offload
-    strategy.offload = lambda *args, **kwargs: (seen.calls.append(("offload", )), offload(*args, **kwargs))[1]
     trainer.prepared["actor"].model.register_forward_pre_hook(lambda *_: seen.count())
     trainer.fit()
     seen.run = runs.Run(trainer, save)

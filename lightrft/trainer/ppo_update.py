@@ -59,19 +59,13 @@ class PolicyUpdate:
         The coefficients are those of this step (entropy: default ``--entropy_coef``).
         """
         coefs = kl_coef, entropy_coef
-        prepared = [p for p in (self.actor, self.critic) if p is not None]
         self.same_policy.version = step
-        for each in prepared:
-            self.strategy.reload(each)
         train_actor = step >= self.config.train.freezing_actor_steps
         if self.self_test.due:
             with self.timer("self_test"):
                 self._self_test(rollout, coefs, train_actor)
         live = self.live_samples(rollout.shards)
         sums, results = self._epochs(rollout, coefs, train_actor, live)
-        if self.config.strategy.adam_offload:
-            for each in prepared:
-                self.strategy.offload(each, optimizer_only=True)
         self._compare_all(sums, rollout)
         sums.reduce(self.strategy)
         return self._metrics(sums, results, rollout.shards, live)

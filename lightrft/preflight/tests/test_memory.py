@@ -5,7 +5,7 @@ from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.memory import Device, memory, memory_lines, peak
-from lightrft.strategy.memory import ModelSize
+from lightrft.strategy.memory import ModelSize, STEP_BYTES
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 GPU, HOST = Device("cuda:0", 10_000, 10_000), Device("cpu", 10_000, 10_000)
@@ -13,29 +13,29 @@ VLLM = {"engine_type": "vllm", "engine_tp_size": 2}
 
 
 def held(world_size=2, room=GPU, critic=False, **values):
-    """Bytes in generation, log-prob passes, update and weight sync, without what counts in MiB."""
+    """Bytes in generation, log-probs, backward, optimizer and weight sync, without what counts in MiB."""
     found = memory(build(Config, values), world_size, SIZE, room, critic)
     return {name.partition(",")[0]: bytes for name, bytes in found.items() if "chunk" not in name}
 
 
 def test_one_process_with_the_hf_engine():
-    assert held(1) == {"weights": (4000, 4000, 4000, 4000), "gradients": (0, 0, 4000, 0),
-                       "Adam state": (8000, 8000, 8000, 8000)}  # yapf: disable
-    assert held(1, bf16=True)["weights gathered or cast for computing"] == (0, 2000, 2000, 0)
+    assert held(1) == {"weights": (4000, ) * 5, "gradients": (0, 0, 4000, 4000, 0),
+                       "Adam state": (8000, ) * 5}  # yapf: disable
+    assert held(1, bf16=True)["weights gathered or cast for computing"] == (0, 2000, 2000, 0, 0)
     assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
-    assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0)
+    assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0, 0)
 
 
 def test_sharded_over_two_ranks():
     found = memory(build(Config, {}), 2, SIZE, GPU)
-    assert found["weights, float32"] == (2000, 2000, 2000, 2000)
-    assert found["gradients, unsharded until the last micro-batch"] == (0, 0, 4000, 0)
-    assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0)
-    assert found["bucket of full weights"] == (0, 0, 0, 4000)
-    assert found["copy in the rollout engine"] == (4000, 0, 0, 4000), "on a GPU the copy of hf leaves it"
-    assert held(room=HOST)["copy in the rollout engine"] == (4000, 4000, 4000, 4000)
-    assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 4 == held(4, critic=True)["weights"]
-    assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 4 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
+    assert found["weights, float32"] == (2000, ) * 5
+    assert found["gradients, unsharded until the last micro-batch"] == (0, 0, 4000, 0, 0)
+    assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0, 0)
+    assert found["bucket of full weights"] == (0, 0, 0, 0, 4000)
+    assert found["copy in the rollout engine"] == (4000, 0, 0, 0, 4000), "asleep the copy of hf is freed"
+    assert held(room=HOST)["copy in the rollout engine"] == (4000, 0, 0, 0, 4000)
+    assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, critic=True)["weights"]
+    assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 5 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
     assert not {"weights", "Adam state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
 
 
@@ -44,41 +44,43 @@ def test_sharded_over_two_ranks():
 def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     zero = {"strategy": "deepspeed", "zero_stage": stage, "init_kl_coef": 0.1}
     found = held(4, **zero)
-    assert found["weights"] == found["reference"] == (weights, ) * 4 and found["Adam state"] == (moments, ) * 4
-    assert found["gradients"] == (0, 0, gradients, 0)
-    assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0) if stage else None)
+    assert found["weights"] == found["reference"] == (weights, ) * 5 and found["Adam state"] == (moments, ) * 5
+    assert found["gradients"] == (0, 0, gradients, gradients, 0)
+    assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0, 0) if stage else None)
     assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
-    copies = {0: None, 1: None, 2: None, 3: (0, 4 * 400, 4 * 1000, 0)}
+    copies = {0: None, 1: None, 2: None, 3: (0, 4 * 400, 4 * 1000, 0, 0)}
     assert found.get("weights gathered or cast for computing") == copies[stage]
-    assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, moments, 0))
+    assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, 0, moments, 0))
 
 
 def test_zero_gathers_in_float32_and_casts():
     zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
-    assert held(**zero)["weights gathered or cast for computing"] == (0, 6 * 400, 6 * 400, 0)
+    assert held(**zero)["weights gathered or cast for computing"] == (0, 6 * 400, 6 * 400, 0, 0)
 
 
 def test_what_is_offloaded_is_back_when_it_is_needed():
-    """An optimizer state that rests in host memory is on the device in every update."""
-    assert held(adam_offload=True)["Adam state"] == (0, 0, 4000, 0)
+    """Moments that rest in host memory are on the device in the optimizer step alone, a part of them at a time."""
+    assert held(adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
+    large = ModelSize(10 * STEP_BYTES, STEP_BYTES, STEP_BYTES)
+    assert memory(build(Config, {"adam_offload": True}), 1, large, GPU)["Adam state, float32"][3] == 2 * STEP_BYTES
     away = held(offload_during_rollout=True, init_kl_coef=0.1)
-    assert away["weights"] == away["reference"] == (0, 2000, 2000, 2000) and away["Adam state"] == (0, 4000, 4000, 4000)
-    assert held(offload_during_rollout=True, adam_offload=True)["Adam state"] == (0, 4000, 4000, 0)
+    assert away["weights"] == away["reference"] == (0, *(2000, ) * 4) and away["Adam state"] == (0, *(4000, ) * 4)
+    assert held(offload_during_rollout=True, adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
 
 
 @pytest.mark.parametrize("room,options,copy,cache", [
-    (GPU, {}, (2000, 0, 0, 2000), (3000, 0, 0, 3000)),
-    (GPU, {"sync_proof": "fingerprint"}, (2000, 0, 0, 2000), (3000, 0, 0, 0)),
-    (GPU, {"overlap_passes": True}, (2000, 2000, 0, 2000), (3000, 3000, 0, 3000)),
-    (GPU, {"engine_mem_util": 0.8}, (2000, 0, 0, 2000), (6000, 0, 0, 6000)),
-    (GPU, {"engine_sleep": False}, (2000, ) * 4, (3000, ) * 4),
-    (GPU, {"engine_kv_mib": 3}, (2000, 0, 0, 2000), (3 << 20, 0, 0, 3 << 20)),
-    (GPU, {"bf16": True}, (1000, 0, 0, 1000), (4000, 0, 0, 4000)),
-    (GPU, {"bf16": True, "engine_quantization": "fp8"}, (600, 0, 0, 600), (4400, 0, 0, 4400)),
-    (GPU, {"engine_tp_size": 1}, (4000, 0, 0, 4000), (1000, 0, 0, 1000)),
-    (HOST, {}, (2000, ) * 4, (5000, ) * 4),
-    (HOST, {"engine_kv_mib": 3}, (2000, ) * 4, (3 << 20, ) * 4),
-    (Device("cpu", 100 * GIB, 100 * GIB), {}, (2000, ) * 4, (4 * GIB, ) * 4),
+    (GPU, {}, (2000, 0, 0, 0, 2000), (3000, 0, 0, 0, 3000)),
+    (GPU, {"sync_proof": "fingerprint"}, (2000, 0, 0, 0, 2000), (3000, 0, 0, 0, 0)),
+    (GPU, {"overlap_passes": True}, (2000, 2000, 0, 0, 2000), (3000, 3000, 0, 0, 3000)),
+    (GPU, {"engine_mem_util": 0.8}, (2000, 0, 0, 0, 2000), (6000, 0, 0, 0, 6000)),
+    (GPU, {"engine_sleep": False}, (2000, ) * 5, (3000, ) * 5),
+    (GPU, {"engine_kv_mib": 3}, (2000, 0, 0, 0, 2000), (3 << 20, 0, 0, 0, 3 << 20)),
+    (GPU, {"bf16": True}, (1000, 0, 0, 0, 1000), (4000, 0, 0, 0, 4000)),
+    (GPU, {"bf16": True, "engine_quantization": "fp8"}, (600, 0, 0, 0, 600), (4400, 0, 0, 0, 4400)),
+    (GPU, {"engine_tp_size": 1}, (4000, 0, 0, 0, 4000), (1000, 0, 0, 0, 1000)),
+    (HOST, {}, (2000, ) * 5, (5000, ) * 5),
+    (HOST, {"engine_kv_mib": 3}, (2000, ) * 5, (3 << 20, ) * 5),
+    (Device("cpu", 100 * GIB, 100 * GIB), {}, (2000, ) * 5, (4 * GIB, ) * 5),
 ])
 def test_vllm(room, options, copy, cache):
     """Its share of a GPU holds weights and cache, that of a host the cache; asleep it holds nothing, on a CPU never."""
@@ -87,9 +89,9 @@ def test_vllm(room, options, copy, cache):
 
 
 def test_the_phase_that_takes_most():
-    """Update: 2000 weights + 4000 Adam + 6000 gradients + 1600 gathered + 1 MiB of logits; generation: the engine."""
+    """Backward: 2000 weights + 4000 Adam + 6000 gradients + 1600 gathered + 1 MiB of logits; generation: the engine."""
     config = build(Config, VLLM | {"logprob_chunk_mib": 1})
-    assert peak(memory(config, 2, SIZE, GPU)) == ("update", 2000 + 2000 + 4000 + 4000 + 1600 + 2**20,
+    assert peak(memory(config, 2, SIZE, GPU)) == ("backward", 2000 + 2000 + 4000 + 4000 + 1600 + 2**20,
                                                   "logits of one chunk")  # yapf: disable
     config = build(Config, VLLM | {"logprob_chunk_mib": 0, "engine_mem_util": 0.9, "sync_bucket_mib": 0})
     assert peak(memory(config, 2, SIZE, GPU))[:2] == ("generation", 2000 + 4000 + 9000)
@@ -99,9 +101,9 @@ def test_the_table():
     size = ModelSize(GIB, GIB // 10, GIB // 5)
     lines = memory_lines(build(Config, VLLM), 2, size, Device("cuda:0", 20 * GIB, 20 * GIB))
     rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
-    assert lines[1].split() == ["generation", "log-probs", "update", "weight", "sync"]
-    assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "8.00"]
-    assert rows["together"] == ["16.00", "7.85", "13.85", "16.50"]
+    assert lines[1].split() == ["generation", "log-probs", "backward", "optimizer", "weight", "sync"]
+    assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "0.00", "8.00"]
+    assert rows["together"] == ["16.00", "7.85", "13.85", "8.00", "16.50"]
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     lines = memory_lines(build(Config, VLLM | {"offload_during_rollout": True}), 2, size, GPU)
     assert lines[-1].endswith("--sync_proof fingerprint spares it")

@@ -40,6 +40,14 @@ def _inference(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]
             module.training = True
 
 
+def _resized(tensor: Tensor, size: int) -> int:
+    """Give the storage of ``tensor`` ``size`` bytes, of unknown content; return its size before."""
+    storage = tensor.untyped_storage()
+    before = storage.nbytes()
+    storage.resize_(size)
+    return before
+
+
 class HFEngine:
     """A rollout engine that runs ``hf_model`` itself, with the "packed" attention.
 
@@ -65,6 +73,7 @@ class HFEngine:
         self.weight_version = 0
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
+        self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
         self._spec: KVSpec | None = None
         self._cache: KVCache | None = None
 
@@ -148,17 +157,20 @@ class HFEngine:
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
-        """Free the key-value cache; a copy of the weights on a GPU moves to host memory."""
-        self._cache, self._asleep = None, True
-        if self.owns_model and self._device.type == "cuda":
-            self.model.to("cpu")
+        """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all."""
+        self._cache = None
+        if self.owns_model and not self._asleep:
+            self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
+            self._ready = False
+        self._asleep = True
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        if self._asleep and self.owns_model and self._device.type == "cuda":
-            self.model.to(self._device)
-        self._asleep = False
+        """Allocate the weights of a copy again; :meth:`update_weights` fills them."""
+        for weight, size in self._sizes.items():
+            _resized(weight, size)
+        self._sizes, self._asleep = {}, False
 
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""

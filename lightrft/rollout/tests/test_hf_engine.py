@@ -271,6 +271,27 @@ def test_tied_weights_come_once_and_are_cast():
     assert own.generate(requests(), SamplingParams(3))[0][0].logprobs
 
 
+def test_a_copy_of_the_weights_is_freed_in_sleep_and_filled_by_the_next_update():
+    """Tied weights share one storage. Nothing is generated from what the memory holds after wake()."""
+    source = tiny.model("qwen2", seed=3)
+    own = HFEngine(tiny.model("qwen2", seed=9, attn_implementation="packed"), {3}, 1 << 24, owns_model=True)
+    shapes = [weight.shape for weight in own.model.parameters()]
+    params = SamplingParams(NEW, stop_token_ids=STOPS)
+    found = []
+    for version in range(2):
+        own.update_weights(source.named_parameters(), version)
+        found.append(own.generate(requests(), params))
+        own.sleep()
+        own.sleep()
+        assert not any(weight.untyped_storage().nbytes() for weight in own.model.parameters()), "weights were kept"
+        own.wake()
+        own.wake()
+        assert [weight.shape for weight in own.model.parameters()] == shapes
+        with pytest.raises(RuntimeError, match="no weights yet"):
+            own.generate(requests(), params)
+    assert same(*found) and own.model.lm_head.weight is own.model.model.embed_tokens.weight
+
+
 def test_a_shared_model_only_counts_updates():
     shared = engine()
     shared.update_weights(iter([]), 7)

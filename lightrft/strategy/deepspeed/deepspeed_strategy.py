@@ -1,5 +1,4 @@
 """DeepSpeed ZeRO: ranks divide optimizer state (stage 1), gradients (2) and weights (3) among them."""
-import functools
 import logging
 import os
 import warnings
@@ -17,7 +16,7 @@ from lightrft.strategy.base import Prepared, autocast, untied_state
 from lightrft.strategy.deepspeed import Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, set_schedule_step, to_host
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
@@ -109,7 +108,8 @@ class DeepspeedStrategy(DistributedStrategy):
             model.requires_grad_(False)
             return Prepared(model.to(self.device) if self.cfg.zero_stage < 3 else self._engine(model, None).module)
         kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
-        optimizer = kind(model.named_parameters(), optim, fused=True)
+        offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
+        optimizer = kind(model.named_parameters(), optim, fused=True, offloaded=offloaded)
         scheduler = create_scheduler(optimizer, optim)
         engine = self._engine(model, optimizer)
         if isinstance(optimizer, ZeroAdamW):
@@ -233,7 +233,10 @@ class DeepspeedStrategy(DistributedStrategy):
         if not self.cfg.zero_stage:
             super()._move(prepared, device)
             return
-        to = to_host if device.type == "cpu" else functools.partial(Tensor.to, device=device)
+
+        def to(tensor: Tensor) -> Tensor:
+            return self.host.store(tensor, tensor.detach()) if device.type == "cpu" else load(tensor.detach(), device)
+
         self.free_full(prepared.model)
         if isinstance(prepared.optimizer, ZeroAdamW):
             prepared.optimizer.partitions.move(to)
@@ -241,4 +244,4 @@ class DeepspeedStrategy(DistributedStrategy):
             engine.offload_states(include=BUFFERS) if device.type == "cpu" else engine.reload_states()
         for tensor in held:
             if tensor.device != device:  # what is not trained
-                tensor.data = to(tensor.data)
+                tensor.data = to(tensor)

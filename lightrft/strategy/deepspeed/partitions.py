@@ -100,7 +100,7 @@ class Stage1Or2(Partitions):
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Implement :meth:`Partitions.move`."""
         for index, flat in enumerate(self.zero.bit16_groups_flat):
-            flat.data = to(flat.data)
+            flat.data = to(flat)
             self.zero.parallel_partitioned_bit16_groups[index] = self.zero.get_data_parallel_partitions(flat, index)
             self.zero._update_model_bit16_weights(index)
         self._share()
@@ -159,7 +159,7 @@ class Stage3(Partitions):
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Implement :meth:`Partitions.move`."""
         buffer = self.zero.lp_param_buffer
-        buffer.data = to(buffer.data)
+        buffer.data = to(buffer)
         pieces = [param.ds_tensor for params in self.zero.fp16_groups for param in params]
         for piece, data in zip(pieces, buffer.split([piece.numel() for piece in pieces])):
             piece.data = data

@@ -135,7 +135,7 @@ class FSDPV2Strategy(DistributedStrategy):
         self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload)
         if optim is None:
             return Prepared(model)
-        optimizer = create_optimizer(model.named_parameters(), optim)
+        optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     # -- gradients ----------------------------------------------------------------------------------------------------

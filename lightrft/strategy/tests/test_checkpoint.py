@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_layout_and_marker(tmp_path: Path, actor: Prepared) -> None:
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {MARKER}
     assert set(marker["files"]) == on_disk and {"global.pt", "rank_00000.pt", "tensors/.metadata"} < on_disk
     assert os.listdir(tmp_path) == ["step_000012"]
+
+
+def test_the_writing_thread_is_on_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread starts on GPU 0, where the ranks of a machine would each open a context."""
+    chosen = []
+    one = manager(tmp_path)
+    one.strategy.device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(
+        (device, threading.current_thread().name)))
+    monkeypatch.setattr(one, "_phase", lambda work: chosen.append("work") or True)
+    assert one.save(1, {}, {}, {}, {})
+    assert chosen == [(torch.device("cuda", 3), "checkpoint"), *["work"] * 4]
 
 
 def _no_marker(path: Path) -> None:

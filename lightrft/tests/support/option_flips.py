@@ -120,7 +120,6 @@ FLIPS: dict[str, Flip] = {
     "critic_pretrain": Flip("@other", weights, GAE),
     "save_value_network": Flip(True, files, GAE),
     # strategy
-    "adam_offload": Flip(True, calls("offload")),
     # rollout
     "rollout_batch_size": Flip(2, metric("rollout/prompts"), {"train_batch_size": 4}),
     "n_samples_per_prompt": Flip(4, metric("rollout/samples")),
@@ -255,6 +254,7 @@ SHOWN: dict[str, str] = {
     "use_liger": _M + "test_loader.py::test_liger_needs_cuda",
     "value_head_prefix": _M + "test_actor.py::test_the_critic_exports_its_head_under_the_chosen_name",
     "strategy": _S + "test_strategy.py::test_choice",
+    "adam_offload": _S + "test_offload.py::test_moments_are_on_the_device_only_in_the_step",
     "fsdp_shard_size": _S + "test_conformance.py::test_two_ranks",
     "fsdp_cpu_offload": _S + "test_conformance.py::test_two_ranks",
     **dict.fromkeys(["zero_stage", "zpg", "overlap_comm"],
