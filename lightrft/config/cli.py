@@ -153,11 +153,11 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
 
 @contextmanager
 def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
-    """Turn a :class:`UserError` into one message on stderr (of rank 0 only, under torchrun) and exit code 2."""
+    """Turn a :class:`UserError` into one message on stderr (of one rank per machine) and exit code 2."""
     try:
         yield
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             name = prog or os.path.basename(sys.argv[0])
             sys.stderr.write(f"{name}: error: {error}\nSee --help for the options.\n")
         raise SystemExit(2) from None

@@ -15,7 +15,8 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.shared_rules import unread
+from lightrft.preflight.shared_rules import divides, nearest_divisors, unread
+from lightrft.utils.env import World
 
 EXAMPLE = {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
 # native arguments that follow from options, and the option to set instead
@@ -179,6 +180,17 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
     if any(after < before for before, after in pairwise(lengths)):
         yield (f"{flag}: --stages {','.join(entries)} gets shorter, and a response under way could be longer than the "
                f"next stage allows; let the lengths rise, or drop --oversample")
+
+
+def shared_engine(tp_size: int, world_size: int) -> Iterator[str]:
+    """Yield a problem of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
+    world = World.from_env()
+    here = world.local_world_size if world.world_size == world_size else world_size  # a planned run: not known
+    if world_size % tp_size == 0 and here % tp_size:
+        yield (
+            f"--engine_tp_size {tp_size}: the ranks of an engine have to share a machine, and torchrun starts {here} "
+            f"on this one; nearest valid value: {nearest_divisors(here, tp_size)}, or another --nproc-per-node")
+    yield from divides("engine_tp_size", tp_size, world_size)
 
 
 def overlap_problems(c: Config, world_size: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
-from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems
+from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems, shared_engine
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
                                              shared_problems, sources)
 
@@ -54,7 +54,7 @@ def _(config: Config, world_size: int) -> Iterator[str]:
     yield from _batches(config, world_size)
     yield from engine_problems(config, world_size)
     yield from overlap_problems(config, world_size)
-    yield from divides("engine_tp_size", config.rollout.engine_tp_size, world_size)
+    yield from shared_engine(config.rollout.engine_tp_size, world_size)
 
 
 @singledispatch

@@ -1,6 +1,8 @@
 """Strategies on a process group: joining and leaving the one that torchrun describes, its mesh, its collectives."""
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +15,14 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import StrategyBase
 from lightrft.utils.env import set_threads
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, first_line
+from lightrft.utils.gpu import rank_device
 
 # Gloo's threads free the tensors of the last collectives after the caller has continued, and need the interpreter for
 # it. One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
 # torchrun calls the finished run a failure. Nothing reports when they are done; they take microseconds once scheduled.
 DRAIN_S = 0.2
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,12 +43,31 @@ def join(timeout_s: int) -> bool:
     timeout = timedelta(seconds=timeout_s)
     missing = [name for name in TORCHRUN if name not in os.environ]
     if not missing:
-        dist.init_process_group(backend, timeout=timeout)
+        with network_hint():
+            dist.init_process_group(backend, timeout=timeout)
     elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"the environment lacks {', '.join(missing)}; start the script with torchrun")
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return True
+
+
+@contextmanager
+def network_hint() -> Iterator[None]:
+    """Add the remedy to an error of ranks that cannot connect to each other.
+
+    Raises:
+        UserError: the group cannot be created.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        names = ", ".join(f"{name}={os.environ.get(name, 'not set')}"
+                          for name in ("MASTER_ADDR", "MASTER_PORT", *INTERFACES))
+        raise UserError(
+            f"the ranks cannot connect: {first_line(error)} ({names}). Every machine must reach MASTER_ADDR, "
+            f"and {' and '.join(INTERFACES)} must name the network interface that the machines share "
+            "(ip addr lists them)") from error
 
 
 def leave() -> None:
@@ -98,8 +121,8 @@ class DistributedStrategy(StrategyBase):
     def setup(self) -> None:
         """Join the group; one CUDA device per rank where there is CUDA."""
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank)
+        self.device = rank_device(self.local_rank, local_world_size())
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
             set_threads(local_world_size())

@@ -12,6 +12,7 @@ from lightrft.strategy.base import Prepared, StrategyBase, autocast
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.strategy.optimizer import OptimSpec, create_optimizer, create_scheduler
 from lightrft.utils.errors import UserError
+from lightrft.utils.gpu import rank_device
 
 REDUCE_OPS = ("sum", "max", "min")
 
@@ -22,7 +23,7 @@ class SingleProcessStrategy(StrategyBase):
 
     def setup(self) -> None:
         """Choose the device."""
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = rank_device(0, 1)
 
     def teardown(self) -> None:
         """Free the device's cached memory; there is no group to leave."""

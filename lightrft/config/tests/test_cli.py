@@ -123,9 +123,11 @@ def test_a_secret_given_to_use_wandb_is_not_echoed(capsys: pytest.CaptureFixture
     assert "hunter2" not in err and "WANDB_API_KEY" in err, err
 
 
-def test_only_rank_zero_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_a_machine_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert fails(capsys, ["--nonsense"]) == "", "another rank repeats the message"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "--nonsense" in fails(capsys, ["--nonsense"]), "the second machine may have a fault of its own"
 
 
 @pytest.mark.parametrize("argv,name,value", [

@@ -9,6 +9,7 @@ from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.memory import Device, devices
 from lightrft.utils.errors import first_line
+from lightrft.utils.gpu import unused_gpu
 
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
 GROUP_TIMEOUT_S = 60
@@ -24,7 +25,8 @@ def check_devices(bf16: bool = False) -> Iterator[Finding]:
     """
     import torch
     if not torch.cuda.is_available():
-        yield from _unused_gpu(torch.version.cuda)
+        if unused := unused_gpu():
+            yield Finding("fail", "cuda", unused.text, unused.remedy)
         yield _cpu(devices(1)[0])
         return
     yield Finding(
@@ -45,15 +47,6 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
     if bf16 and not native:
         return Finding("warn", device.name, text, "drop --bf16, which is slow here")
     return Finding("ok", device.name, text)
-
-
-def _unused_gpu(cuda: str | None) -> Iterator[Finding]:
-    """Report an NVIDIA GPU that this torch cannot use."""
-    if Path("/proc/driver/nvidia/version").exists():
-        text = "torch is a CPU build" if cuda is None else f"torch for CUDA {cuda} cannot start it (driver, visibility)"
-        remedy = ("install a CUDA build of torch" if cuda is None else
-                  "check nvidia-smi and CUDA_VISIBLE_DEVICES; an old driver needs a torch for an older CUDA")
-        yield Finding("warn", "cuda", f"this machine has an NVIDIA GPU, but {text}", remedy)
 
 
 def _cpu(device: Device) -> Finding:

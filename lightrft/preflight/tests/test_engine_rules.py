@@ -105,6 +105,20 @@ def test_groups_of_ranks_are_of_one_size():
         validate(parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 2}).config, 3)
 
 
+def test_an_engine_does_not_reach_over_two_machines(monkeypatch):
+    config = parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 4}).config
+    assert not list(engine_rules.shared_engine(4, 8)), "a planned run: one machine"
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+            ConfigError, match="--engine_tp_size 4: .* share a machine, and torchrun starts 2 on this one; "
+            "nearest valid value: 2, or another --nproc-per-node"):
+        validate(config, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert not list(engine_rules.shared_engine(4, 8))
+
+
 def test_the_flags_of_the_original_for_sleep():
     for word, expected in (("--enable_engine_sleep", True), ("--disable_engine_sleep", False)):
         assert parse_config([word], defaults=BASE).config.rollout.engine_sleep is expected

@@ -180,9 +180,6 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
     """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
     world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
     weights = WeightManifest(shapes, checkpoint_names(actor.hf_model, shapes))
-    if world.local_world_size % cfg.engine_tp_size:
-        raise UserError(f"--engine_tp_size {cfg.engine_tp_size}: SGLang's ranks have to share a machine, and this one "
-                        f"has {world.local_world_size}")
     group, native = group_of(cfg.engine_tp_size, world), None
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len

@@ -1,0 +1,89 @@
+"""Device of this process, and NVIDIA GPUs of this machine that torch cannot use: never a silent run on the CPU."""
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightrft.utils.errors import UserError
+
+ROOT = Path("/")
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major release of CUDA -> major release of the Linux driver
+ON_CPU = 'CUDA_VISIBLE_DEVICES="" runs on the CPU'
+
+
+@dataclass(frozen=True)
+class UnusedGpu:
+    """Why torch does not see the GPU of this machine, and what to do."""
+    text: str
+    remedy: str
+
+
+def wants_cpu() -> bool:
+    """Return True if the user hides every GPU: CUDA_VISIBLE_DEVICES is set, and empty or -1."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def unused_gpu(root: Path = ROOT) -> UnusedGpu | None:
+    """Find an NVIDIA GPU that torch cannot use although the user does not ask for the CPU.
+
+    Args:
+        root: of the file system whose ``proc/driver/nvidia`` and ``dev`` are read.
+    """
+    version, nodes = root / "proc/driver/nvidia/version", list((root / "dev").glob("nvidia[0-9]*"))
+    if torch.cuda.is_available() or wants_cpu() or not (version.exists() or nodes):
+        return None
+    driver = _driver(version)
+    text, remedy = _reason(torch.version.cuda, driver, bool(nodes), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return UnusedGpu(f"this machine has an NVIDIA GPU (driver {driver or 'unknown'}), but {text}",
+                     f"{remedy}; {ON_CPU}")
+
+
+def _driver(version: Path) -> str | None:
+    """Read the release of the driver, such as 535.104.05."""
+    try:
+        found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", version.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _reason(cuda: str | None, driver: str | None, nodes: bool, visible: str | None) -> tuple[str, str]:
+    if cuda is None:
+        return f"torch {torch.__version__} was built without CUDA", "install a CUDA build of torch (docs/install.md)"
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible} names none of them", "unset it, or name GPUs that nvidia-smi lists"
+    if not nodes:
+        return "this container has no device of it (/dev/nvidia0)", "start the container with docker run --gpus all"
+    needed = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if driver and needed and int(driver.split(".")[0]) < needed:
+        return (f"the driver is too old for torch {torch.__version__}, whose CUDA {cuda} needs {needed} or newer",
+                f"update the driver, or install a torch for CUDA {_newest_cuda(driver)}")
+    return (f"torch for CUDA {cuda} cannot start it",
+            "nvidia-smi must list it (after an update of the driver, restart the machine)")
+
+
+def _newest_cuda(driver: str) -> int | str:
+    fitting = [cuda for cuda, needed in OLDEST_DRIVER.items() if int(driver.split(".")[0]) >= needed]
+    return max(fitting, default="10 or older")
+
+
+def rank_device(local_rank: int, local_world_size: int, root: Path = ROOT) -> torch.device:
+    """Return the device of a rank: its own GPU, or the CPU on a machine without one (or with all of them hidden).
+
+    Raises:
+        UserError: torch cannot use the GPU of this machine, or there are more ranks than GPUs.
+    """
+    if unused := unused_gpu(root):
+        raise UserError(f"{unused.text}: {unused.remedy}")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if max(local_rank + 1, local_world_size) > count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UserError(
+            f"{local_world_size} processes on this machine (LOCAL_RANK {local_rank}), but torch sees {count} "
+            f"GPU{'s' if count > 1 else ''}, and each process needs its own: give torchrun --nproc-per-node "
+            f"{count}, or make more visible (CUDA_VISIBLE_DEVICES is {visible})")
+    return torch.device("cuda", local_rank)

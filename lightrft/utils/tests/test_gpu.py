@@ -1,0 +1,105 @@
+"""A GPU that torch cannot use stops a run, with the remedy; so do more ranks than GPUs, and ranks that cannot meet."""
+import pytest
+import torch
+
+from lightrft.preflight.checks.machine import check_devices
+from lightrft.strategy import distributed
+from lightrft.strategy.strategy import FakeStrategy
+from lightrft.config.schema import StrategyConfig
+from lightrft.utils import gpu
+from lightrft.utils.errors import UserError
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A file system of a machine with a GPU; torch is the installed one, which sees none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def write(version: str | None = VERSION, node: bool = True, cuda: str | None = "13.0"):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev" / "nvidiactl").touch()  # also without a GPU
+        if node:
+            (tmp_path / "dev" / "nvidia0").touch()
+        if version is not None:
+            (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+            (tmp_path / "proc/driver/nvidia/version").write_text(version, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("state, visible, words", [
+    ({}, None, "(driver 535.104.05), but the driver is too old for torch * whose CUDA 13.0 needs 580 or newer: update"),
+    ({}, None, "update the driver, or install a torch for CUDA 12; "),
+    ({"cuda": None}, None, "was built without CUDA: install a CUDA build of torch"),
+    ({"node": False}, None, "this container has no device of it (/dev/nvidia0): start the container with docker run"),
+    ({"version": None}, None, "(driver unknown), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
+    ({"version": OPEN}, None, "(driver 580.95.05), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
+    ({"version": OPEN}, "7", "CUDA_VISIBLE_DEVICES=7 names none of them: unset it, or name GPUs that nvidia-smi lists"),
+])
+def test_a_gpu_that_torch_cannot_use_stops_the_run(machine, monkeypatch, state, visible, words):
+    root = machine(**state)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError) as error:
+        gpu.rank_device(0, 1, root)
+    position = 0
+    for part in words.split("*"):
+        position = str(error.value).index(part, position)
+    assert str(error.value).endswith('; CUDA_VISIBLE_DEVICES="" runs on the CPU')
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_whoever_hides_the_gpus_gets_the_cpu(machine, monkeypatch, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert gpu.rank_device(0, 1, machine()) == torch.device("cpu")
+
+
+def test_a_machine_without_a_gpu_uses_the_cpu(machine):
+    assert gpu.rank_device(1, 2, machine(version=None, node=False)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("strategy", [FakeStrategy, distributed.DistributedStrategy])
+def test_every_strategy_and_the_doctor_refuse_it(machine, monkeypatch, strategy):
+    root = machine()
+    monkeypatch.setattr(gpu.unused_gpu, "__defaults__", (root, ))
+    monkeypatch.setattr(gpu.rank_device, "__defaults__", (root, ))
+    monkeypatch.setattr(strategy, "__abstractmethods__", frozenset())
+    with pytest.raises(UserError, match="the driver is too old"):
+        strategy(StrategyConfig()).setup()
+    found = next(check_devices())
+    assert (found.verdict, found.name) == ("fail", "cuda") and found.remedy.startswith("update the driver, or install")
+
+
+@pytest.mark.parametrize("ranks, words", [
+    ((2, 4), "4 processes on this machine (LOCAL_RANK 2), but torch sees 2 GPUs"),
+    ((0, 4), "4 processes on this machine (LOCAL_RANK 0), but torch sees 2 GPUs"),
+])
+def test_more_ranks_than_gpus_are_refused_on_every_rank(monkeypatch, ranks, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert gpu.rank_device(1, 2) == torch.device("cuda", 1)
+    with pytest.raises(UserError) as error:
+        gpu.rank_device(*ranks)
+    assert words in str(error.value) and "--nproc-per-node 2" in str(error.value)
+    assert str(error.value).endswith("(CUDA_VISIBLE_DEVICES is 4,5)")
+
+
+def test_ranks_that_cannot_meet_are_told_of_the_interface(monkeypatch):
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    with pytest.raises(UserError) as error:
+        distributed.join(1)
+    for words in ("the ranks cannot connect: ", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=9", "GLOO_SOCKET_IFNAME=not set",
+                  "NCCL_SOCKET_IFNAME=eth7", "ip addr"):
+        assert words in str(error.value), error.value
