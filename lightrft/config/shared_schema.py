@@ -36,6 +36,10 @@ class StrategyConfig:
     fsdp_cpu_offload: bool = option(
         False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)",
         read_by=("fsdp", ))
+    grad_sync: str = option(
+        "auto", "fsdp: when ranks sum gradients: every micro-batch, or the last one of an optimizer step, until which "
+        "each rank holds full float32 gradients; auto: last if they take at most an eighth of the device's memory",
+        ("auto", "every", "last"), read_by=("fsdp", ))
     zero_stage: int = option(
         2, "deepspeed: what the ranks divide among them: 1 the optimizer state, 2 also the gradients, 3 also the "
         "weights; 0 nothing", within="[0, 3]", read_by=("deepspeed", ))

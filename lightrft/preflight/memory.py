@@ -56,7 +56,7 @@ def memory(config: Config, world_size: int, size: ModelSize, device: Device,
     Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
     and are left out. What rests in host memory counts where it visits the device. Gradients exist only in an update.
     """
-    held = _trainer(config, world_size, size, critic)
+    held = _trainer(config, world_size, size, device.total, critic)
     held |= engine_memory(config, world_size, size, device.total, device.cuda)
     return {name: values for name, values in held.items() if any(values)}
 
@@ -68,7 +68,7 @@ def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
     return PHASES[phase], sums[phase], max(held, key=lambda name: held[name][phase])
 
 
-def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> dict[str, ByPhase]:
+def _trainer(config: Config, world_size: int, size: ModelSize, device_bytes: int, critic: bool) -> dict[str, ByPhase]:
     s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
     models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
@@ -77,15 +77,16 @@ def _trainer(config: Config, world_size: int, size: ModelSize, critic: bool) -> 
     adam *= not s.adam_offload
     chunk, copies = m.logprob_chunk_mib * MIB, gathered_weights(s, world_size, size, m.bf16, m.gradient_checkpointing)
     computing, updating = (models * copied for copied in copies)
-    whole = models * whole_gradients(s, world_size, size.total * trained)
+    whole = whole_gradients(s, world_size, size.total * trained, device_bytes)
+    reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
     reference = 4 * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {
         "weights, float32": (weights * stays, *(weights, ) * 4),
         "gradients, float32": (0, 0, *(gradients * trained, ) * 2, 0),
-        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0, 0),
-        "gradients on their way to other ranks": (0, 0, reduced_gradients(s, world_size, size.total * trained), 0, 0),
+        "gradients, unsharded until the last micro-batch": (0, 0, models * whole, 0, 0),
+        "gradients on their way to other ranks": (0, 0, reduced, 0, 0),
         "Adam state, float32": (adam * stays, adam, adam, adam + stepping, adam),
         "weights gathered or cast for computing": (0, computing, updating, 0, 0),
         "reference, float32": (reference * stays, *(reference, ) * 4),

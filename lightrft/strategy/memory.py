@@ -5,6 +5,10 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.deepspeed import REDUCED_AT_ONCE
 
 STEP_BYTES = 256 << 20  # of weights whose moments are on the device at once with --adam_offload
+# Share of a device's memory up to which FSDP2 keeps full gradients until the last micro-batch. An eighth of 80 GB holds
+# those of 2.5 billion parameters. Larger models leave less room for activations, and gather their weights for every
+# micro-batch as it is, so that a sum per micro-batch, which runs during the backward pass, changes little.
+WHOLE_GRADIENTS_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,25 @@ def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
     return share, share, share
 
 
-def whole_gradients(s: StrategyConfig, world_size: int, trained: int) -> float:
+def keeps_whole_gradients(s: StrategyConfig, trained: int, device_bytes: int) -> bool:
+    """Return True if FSDP2 adds up full gradients of ``trained`` parameters until the last micro-batch, on devices of
+    ``device_bytes``."""
+    return s.grad_sync == "last" or s.grad_sync == "auto" and 4 * trained <= WHOLE_GRADIENTS_SHARE * device_bytes
+
+
+def whole_gradients(s: StrategyConfig, world_size: int, trained: int, device_bytes: int) -> float:
     """Return the bytes of full gradients of ``trained`` parameters, which FSDP2 holds until the last micro-batch."""
-    return 4.0 * trained * (s.resolved(world_size) == "fsdp")
+    return 4.0 * trained * (s.resolved(world_size) == "fsdp" and keeps_whole_gradients(s, trained, device_bytes))
 
 
-def reduced_gradients(s: StrategyConfig, world_size: int, trained: int) -> float:
-    """Return the bytes of DeepSpeed's buffers of gradients on their way to other ranks."""
+def reduced_gradients(s: StrategyConfig, world_size: int, size: ModelSize, trained: int, whole: bool) -> float:
+    """Return the bytes of gradients on their way to other ranks: DeepSpeed's buffers; of the largest unit of FSDP2 a
+    copy and, if they are not counted as ``whole``, the gradients."""
+    chosen = s.resolved(world_size)
+    if chosen == "fsdp":
+        return 4 * min(trained, max(size.largest_layer, size.outside)) * (1 if whole else 2)
     buffers = 2 if s.overlap_comm and s.zero_stage < 3 else 1
-    zero = s.resolved(world_size) == "deepspeed" and s.zero_stage > 0
-    return 4 * buffers * min(trained, REDUCED_AT_ONCE) * zero
+    return 4 * buffers * min(trained, REDUCED_AT_ONCE) * (chosen == "deepspeed" and s.zero_stage > 0)
 
 
 def gathered_weights(s: StrategyConfig, world_size: int, size: ModelSize, bf16: bool,

@@ -16,6 +16,7 @@ from lightrft.preflight.memory import PHASES, Device, memory, peak
 from lightrft.rollout.engines import engine_cache, engine_weights
 from lightrft.strategy.memory import ModelSize
 
+REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload": True}, {"strategy": "fsdp", "fsdp_cpu_offload": True})
 ZERO_OFFLOADS: tuple[dict[str, Any],
                      ...] = ({"adam_offload":
@@ -84,7 +85,7 @@ def _no_cache(config: Config, weights: float, name: str, device: Device) -> Find
 def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, together: float) -> str:
     """Name the first change with which the run fits; if there is none, the one that saves most."""
     plans = [(words, peak(memory(changed, ranks, size, device, critic))[1])
-             for words, changed in _changes(config, device)]
+             for words, changed in _changes(config, ranks, device)]
     for words, needed in plans:
         if needed <= device.free:
             return f"{words} brings it to {needed / GIB:.2f} GiB"
@@ -94,10 +95,11 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
     return f"{words} brings it to {needed / GIB:.2f} GiB, which is still too much: take a smaller model"
 
 
-def _changes(config: Config, device: Device) -> Iterator[tuple[str, Config]]:
+def _changes(config: Config, ranks: int, device: Device) -> Iterator[tuple[str, Config]]:
     """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
-    for change in (*(offloads if device.cuda else ()), *SMALLER):
+    sums = REDUCED_EARLY if config.strategy.resolved(ranks) == "fsdp" else ()
+    for change in (*sums, *(offloads if device.cuda else ()), *SMALLER):
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in change.items())
         yield words, build(Config, flatten(config) | change)
 

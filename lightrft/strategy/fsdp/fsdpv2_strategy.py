@@ -13,8 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared
-from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
+from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh
+from lightrft.strategy.memory import keeps_whole_gradients
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
+from lightrft.utils.env import total_memory
 
 MIB = 1 << 20
 
@@ -56,22 +58,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 @dataclass
 class Placement:
-    """Placement of one model: its units (the root first), whether full weights stay during a step, and how many ranks
-    hold the same part."""
+    """Placement of one model: its units (the root first), whether full weights stay during a step, how many ranks hold
+    the same part, and whether every micro-batch, not only the last one, sums gradients over ranks."""
     units: list[FSDPModule]
     keep_full: bool
     replicas: int
-    sync: bool = True  # whether the next backward pass sums gradients over ranks
+    every: bool
+    at_last: bool = True  # whether the next backward pass is set up as the last one of a step
 
-    def set_sync(self, last: bool) -> None:
-        """Prepare a backward pass: sum gradients over ranks, and free full weights that stayed, only after the last
-        one."""
-        if last != self.sync:
-            self.sync = last
-            self.units[0].set_requires_gradient_sync(last)
-            self.units[0].set_is_last_backward(last)
-            if self.keep_full:
-                self.units[0].set_reshard_after_backward(last)
+    def set_last(self, last: bool) -> None:
+        """Prepare a backward pass. Only the last one sums gradients over ranks (with ``every``: over replicas, which
+        then hold sums of their shards) and frees full weights that stayed."""
+        if last == self.at_last:
+            return
+        self.at_last, root = last, self.units[0]
+        if self.every:
+            root.set_requires_all_reduce(last)
+        else:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+        if self.keep_full:
+            root.set_reshard_after_backward(last)
 
     def free_full(self) -> None:
         """Return to the shards: a forward pass without a backward pass leaves full weights behind, which would become
@@ -80,19 +87,23 @@ class Placement:
             unit.reshard()
 
     def drop_unreduced(self) -> None:
-        """Drop gradients of full weights that wait for the last micro-batch (FSDP2 has no public API for it)."""
+        """Drop gradients that wait for the last micro-batch (FSDP2 has no public API for it)."""
         for unit in self.units:
             group = unit._get_fsdp_state()._fsdp_param_group
-            for param in group.fsdp_params if group else ():
+            if group is None:
+                continue
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 full = vars(param).get("_unsharded_param")
                 if full is not None:
                     full.grad = None
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cpu_offload: bool) -> Placement:
+def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cpu_offload: bool,
+          every: bool = False) -> Placement:
     """Apply ``fully_shard`` to each decoder layer and to ``model``; gradients will be summed over ranks, not
-    averaged."""
+    averaged, with ``every`` in every micro-batch."""
     nbytes = sum(param.numel() * param.element_size() for param in model.parameters())
     layers = decoder_layers(model) if nbytes > policy.one_unit else []
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32,
@@ -105,7 +116,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cp
     for unit in found:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a plain SUM, which gloo has too
-    return Placement(found, nbytes <= policy.keep_full, mesh.size(0) if mesh.ndim == 2 else 1)
+    return Placement(found, nbytes <= policy.keep_full, mesh.size(0) if mesh.ndim == 2 else 1, every)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -117,8 +128,8 @@ class FSDPV2Strategy(DistributedStrategy):
     """``fully_shard`` over all ranks, or over groups of them that replicate each other (HSDP).
 
     All ranks must run the same number of forward passes of a sharded model, and the same number of backward passes per
-    optimizer step; :meth:`optimizer_step` refuses anything else. Micro-batches before the last one add up full
-    gradients on each rank and communicate nothing.
+    optimizer step; :meth:`optimizer_step` refuses anything else. Gradients are summed over ranks after every
+    micro-batch or after the last one (--grad_sync).
     """
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
@@ -132,15 +143,23 @@ class FSDPV2Strategy(DistributedStrategy):
         mesh = shard_mesh(self.device.type, self.world_size, size)
         if optim is None:
             model.requires_grad_(False)
-        self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload)
+        every = not self._keeps_whole_gradients(model)
+        self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload, every)
         if optim is None:
             return Prepared(model)
         optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
+    def _keeps_whole_gradients(self, model: nn.Module) -> bool:
+        """Decide alike on all ranks, by the smallest device; a collective."""
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        sharing = local_world_size() if self.device.type == "cpu" else 1
+        room = self.all_reduce(torch.tensor(total_memory(self.device) // sharing), "min")
+        return keeps_whole_gradients(self.cfg, trained, int(room))
+
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        self._placements[model].set_sync(last)
+        self._placements[model].set_last(last)
         super()._backward(loss, model, last)
 
     def _replicas(self, model: nn.Module) -> int:

@@ -257,6 +257,7 @@ SHOWN: dict[str, str] = {
     "adam_offload": _S + "test_offload.py::test_moments_are_on_the_device_only_in_the_step",
     "fsdp_shard_size": _S + "test_conformance.py::test_two_ranks",
     "fsdp_cpu_offload": _S + "test_conformance.py::test_two_ranks",
+    "grad_sync": _S + "test_conformance.py::test_two_ranks",
     **dict.fromkeys(["zero_stage", "zpg", "overlap_comm"],
                     "lightrft/strategy/deepspeed/tests/test_deepspeed_strategy.py::test_what_the_options_do"),
     "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",

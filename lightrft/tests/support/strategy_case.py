@@ -78,4 +78,5 @@ def communicates_at_the_end(strategy: StrategyBase, prepared: Prepared) -> bool:
     """True if passes before the last of a step communicate nothing, so that ranks may differ in their number."""
     if isinstance(strategy, DeepspeedStrategy):
         return strategy.cfg.zero_stage < 2
-    return strategy._placements[prepared.model].keep_full
+    placement = strategy._placements[prepared.model]
+    return placement.keep_full and not placement.every

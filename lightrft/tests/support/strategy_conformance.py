@@ -17,6 +17,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
 from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
 
@@ -338,7 +339,8 @@ def variants(world_size: int) -> dict[str, Variant]:
         **named, "layers": (StrategyConfig(**fsdp), WrapPolicy(one_unit=0)), "freeing":
         (StrategyConfig(**fsdp), freeing), "hsdp": (StrategyConfig(**fsdp, fsdp_shard_size=1,
                                                                    adam_offload=True), WrapPolicy(one_unit=0)),
-        "cpu_offload": (StrategyConfig(**fsdp, fsdp_cpu_offload=True), freeing)
+        "cpu_offload": (StrategyConfig(**fsdp, fsdp_cpu_offload=True), freeing), "every":
+        (StrategyConfig(**fsdp, grad_sync="every", fsdp_shard_size=1), WrapPolicy(one_unit=0))
     }
 
 
@@ -366,6 +368,9 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
         bf16_computes_low_and_keeps_float32(low)
         if name == "fsdp":
             wrapping(case)
+        if name == "fsdp" and strategy.world_size > 1:
+            grad_sync(case)
+            chosen_grad_sync(case)
     finally:
         strategy.teardown()
 
