@@ -1,0 +1,215 @@
+"""``torch.cuda`` of the fake device: streams, events, graphs, memory; and the context in which the device exists."""
+import ctypes
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightrft.tests.support.fake_cuda import tensor
+from lightrft.tests.support.fake_cuda.ledger import Ledger, SYNC
+from lightrft.tests.support.fake_cuda.tensor import Calls, Device, Operators
+
+MEMORY = 8 << 30
+_ENGINE, _INIT_GROUP = torch.autograd._engine_run_backward, torch.distributed.init_process_group
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static const auto* guard = new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::Lazy>();
+static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::Lazy, guard);
+"""  # autograd asks the guard of a tensor's device for the current stream, and lazy tensors have none
+
+
+@lru_cache(maxsize=1)
+def load_guard() -> None:
+    """Build and load the device guard, once per process; skip the test where there is no C++ compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("the fake CUDA device needs a C++ compiler (c++, g++ or clang++)")
+    folder, root = Path(mkdtemp(prefix="fake_cuda_")), Path(torch.__file__).parent
+    (folder / "guard.cpp").write_text(_GUARD, encoding="ascii")
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", abi]
+    flags = ["-O0", "-shared", "-fPIC", "-std=c++20", "guard.cpp", "-o", "guard.so"]
+    subprocess.run([compiler, *flags, *paths], cwd=folder, check=True)
+    ctypes.CDLL(str(folder / "guard.so"))
+    shutil.rmtree(folder)
+
+
+class Stream:
+    """A stream; here everything runs at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = tensor.CUDA
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Do nothing: the other stream is done."""
+
+    def wait_event(self, event: "Event") -> None:
+        """Do nothing: the event has happened."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Return the event."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Wait, which is counted."""
+        tensor.current().add(SYNC)
+
+
+class Event:
+    """An event on a stream; the time between two of them is 0."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.recorded = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take note of the call."""
+        self.recorded = True
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing: it has happened."""
+
+    def query(self) -> bool:
+        """Return True: it has happened."""
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Return the milliseconds to ``other``; an event that was not recorded is an error, as on CUDA."""
+        assert self.recorded and other.recorded, "both events must be recorded"
+        return 0.0
+
+    def synchronize(self) -> None:
+        """Wait, which is counted."""
+        tensor.current().add(SYNC)
+
+
+class CUDAGraph:
+    """Operators that were recorded, to be run again on the same memory.
+
+    As on CUDA, capture executes nothing: what it has written is put back at its end. A sync within it is an error.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def record(self, func: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator for the shape of its results, and store it."""
+        if func in tensor.SIZED:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        written = [x for x, spec in zip(args, func._schema.arguments) if spec.alias_info and spec.alias_info.is_write]
+        outs = [kwargs[spec.name] for spec in func._schema.arguments if spec.alias_info and spec.name in kwargs]
+        for x in tree_flatten([written if not func.is_view else [], outs])[0]:
+            self.before.setdefault(id(x), (x, x.clone()))
+        out = call(*args, **kwargs)
+        self.steps.append((call, args, kwargs, out))
+        return out
+
+    def pool(self) -> tuple[int, int]:
+        """Return the handle of its memory."""
+        return id(self), 0
+
+    def replay(self) -> None:
+        """Run all operators again; results are written where those of the capture were."""
+        tensor.current().add("graph")
+        for call, args, kwargs, out in self.steps:
+            tree_map(_overwrite, out, call(*args, **kwargs))
+
+
+def _overwrite(old: Any, new: Any) -> None:
+    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+        old.copy_(new)
+
+
+@contextmanager
+def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None,
+          capture_error_mode: str = "global") -> Iterator[None]:
+    """Capture the body, as ``torch.cuda.graph`` does."""
+    Device.recorder = cuda_graph.record
+    try:
+        yield
+    finally:
+        Device.recorder = None
+        for x, content in reversed(cuda_graph.before.values()):
+            x.copy_(content)
+
+
+@contextmanager
+def _stream(stream: Stream | None) -> Iterator[None]:
+    yield
+
+
+class _EveryThread(threading.Thread):
+    """A thread on which the device exists too: torch's modes belong to the thread that entered them."""
+
+    def run(self) -> None:
+        """Run in the modes of the device."""
+        with Calls(), Operators():
+            super().run()
+
+
+def _engine_with_calls(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass in which hooks and recomputed forward passes are calls of the program too."""
+    with Calls():
+        return _ENGINE(*args, **kwargs)
+
+
+def _init_gloo(backend: str, **kwargs: Any) -> None:
+    """Join a group whose collectives run on the content of the tensors; there is no NCCL."""
+    _INIT_GROUP("gloo", **kwargs)
+
+
+def _synchronize(device: Any = None) -> None:
+    tensor.current().add(SYNC)
+
+
+def _api() -> dict[str, Any]:
+    """Return what replaces the functions of ``torch.cuda``."""
+    properties = SimpleNamespace(name="fake", total_memory=MEMORY, major=9, minor=0, multi_processor_count=1)
+    return {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "Stream": Stream,
+        "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "stream": _stream, "synchronize": _synchronize,
+        "current_stream": Stream, "default_stream": Stream, "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: Device.recorder is not None, "empty_cache": lambda: None,
+        "set_device": lambda device: None, "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_properties": lambda device=None: properties, "get_device_name": lambda device=None: "fake",
+        "get_device_capability": lambda device=None: (9, 0), "get_rng_state_all": lambda: [],
+        "get_rng_state": lambda device=None: torch.get_rng_state(), "set_rng_state": lambda state, device=None: None,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+    }  # yapf: disable
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Ledger]:
+    """Context in which ``torch.cuda`` is available and "cuda" is the fake device; gives the ledger of its use."""
+    load_guard()
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in _api().items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)
+        patch.setattr(torch.distributed, "init_process_group", _init_gloo)
+        for name in ("device", "is_cuda"):  # a sharded tensor asks torch, which knows the lazy device only
+            patch.setattr(DTensor, name, property(lambda x, name=name: getattr(x._local_tensor, name)), raising=False)
+        patch.setattr(torch.autograd, "_engine_run_backward", _engine_with_calls)
+        patch.setattr(threading, "Thread", _EveryThread)
+        patch.setattr(Device, "ledger", Ledger())
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        stack.enter_context(Calls())
+        stack.enter_context(Operators())
+        yield tensor.current()

@@ -1,0 +1,234 @@
+"""The tensor of the fake device, and the rules by which it meets the host.
+
+To autograd a tensor is on torch's "lazy" device, whose backward passes run in the thread that asks for them; to the
+program it is on ``cuda:0``. Every operator runs on the CPU data inside.
+"""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing, TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightrft.tests.support.fake_cuda import ledger
+from lightrft.tests.support.fake_cuda.kernels import EMULATED
+from lightrft.tests.support.fake_cuda.ledger import DOWNLOAD, KERNEL, Ledger, SYNC, UPLOAD
+
+CUDA, LAZY, CPU = torch.device("cuda", 0), torch.device("lazy", 0), torch.device("cpu")
+aten = torch.ops.aten
+COPIES = {aten.copy_.default, aten._to_copy.default}
+INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default,
+           aten._index_put_impl_.default}  # yapf: disable
+SIZED = {aten._local_scalar_dense.default, aten.nonzero.default, aten._unique2.default, aten.unique_consecutive.default,
+         aten.masked_select.default, aten.equal.default}  # yapf: disable
+NO_KERNEL = {aten.detach.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+             aten.new_empty.default, aten.new_empty_strided.default, aten._local_scalar_dense.default,
+             aten.lift_fresh.default, aten.set_.source_Tensor, aten.resize_.default}  # yapf: disable
+
+
+class DeviceMismatch(RuntimeError):
+    """Tensors of the device and of the host met in one operator."""
+
+
+class CudaTensor(Tensor):
+    """A tensor on ``cuda:0``; ``data_on_host`` is its content."""
+    data_on_host: Tensor
+
+    @staticmethod
+    def __new__(cls, content: Tensor, requires_grad: bool = False) -> "CudaTensor":
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, content.shape, strides=content.stride(), storage_offset=content.storage_offset(), dtype=content.dtype,
+            layout=content.layout, device=LAZY, requires_grad=requires_grad)
+        made.data_on_host = content
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_on_host"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> "CudaTensor":
+        return CudaTensor(inner["data_on_host"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return execute(func, args, kwargs or {})
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"CudaTensor({self.data_on_host})"
+
+    def data_ptr(self) -> int:
+        """Address of the content."""
+        return self.data_on_host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage of the content, which FSDP resizes."""
+        return self.data_on_host.untyped_storage()
+
+    def tolist(self) -> Any:
+        """Copy to the host, which waits."""
+        current().add(SYNC)
+        return self.data_on_host.tolist()
+
+    def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Refuse, as CUDA does."""
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+
+class Device:
+    """State of the fake device: its ledger, and the graph that records the operators, if any."""
+    ledger: Ledger | None = None
+    recorder: Callable[..., Any] | None = None
+
+
+def current() -> Ledger:
+    """Return the ledger in use."""
+    assert Device.ledger is not None, "a tensor of the fake device was used outside of fake_cuda()"
+    return Device.ledger
+
+
+def on_device(device: Any) -> bool:
+    """Return True if ``device`` (or None) is the fake one."""
+    return device is not None and torch.device(device).type in ("lazy", "cuda")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _inside(leaf: Any) -> Any:
+    if isinstance(leaf, CudaTensor):
+        return leaf.data_on_host
+    return CPU if isinstance(leaf, torch.device) and on_device(leaf) else leaf
+
+
+def _check_mix(func: Any, args: Any, tensors: list[Tensor]) -> None:
+    """Refuse an operator on tensors of both sides; copies, and index tensors of the host, are allowed as on CUDA."""
+    host = [x for x in tensors if not isinstance(x, CudaTensor) and x.ndim and x.device.type == "cpu"]
+    allowed = func in COPIES or func in INDEXED and isinstance(args[0], CudaTensor)
+    if host and not allowed:
+        shapes = [f"{'cpu' if any(x is h for h in host) else 'cuda:0'} {list(x.shape)}" for x in tensors]
+        raise DeviceMismatch(f"{func} at {ledger.line()} got tensors on cuda:0 and cpu: {', '.join(shapes)}")
+
+
+def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if the host waits for the device, for a number or a size, or to copy an index from the host."""
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func not in INDEXED:
+        return func in SIZED
+    reads = any(x is not None and (x.dtype == torch.bool or not isinstance(x, CudaTensor)) for x in args[1])
+    return reads and not (len(args) > 2 and args[2].numel() == 1)  # a single value is a masked fill
+
+
+def _count(func: Any, args: Any, kwargs: Any) -> None:
+    if not func.is_view and func not in NO_KERNEL:
+        current().add(KERNEL)
+    if _waits(func, args, kwargs):
+        current().add(SYNC)
+
+
+def _count_copy(up: bool, non_blocking: bool) -> None:
+    current().add(SYNC if not non_blocking else UPLOAD if up else DOWNLOAD)
+
+
+def _move(func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
+    """Finish a copy between the sides, or within one."""
+    if func is aten.copy_.default:
+        target, source = args[:2]
+        if isinstance(target, CudaTensor) != isinstance(source, CudaTensor):
+            _count_copy(isinstance(target, CudaTensor), bool(args[2:] and args[2] or kwargs.get("non_blocking")))
+        return target
+    asked, was = kwargs.get("device"), isinstance(args[0], CudaTensor)
+    becomes = was if asked is None else on_device(asked)
+    if was != becomes:
+        _count_copy(becomes, bool(kwargs.get("non_blocking")))
+        out = out.clone() if out is _inside(args[0]) else out
+    return CudaTensor(out) if becomes else out
+
+
+def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operator of torch on the content of its tensors, count it, and wrap what belongs to the device."""
+    tensors = _tensors((args, kwargs))
+    cuda = any(isinstance(x, CudaTensor) for x in tensors)
+    if cuda:
+        _check_mix(func, args, tensors)
+        _count(func, args, kwargs)
+    inner_args, inner_kwargs = tree_map(_inside, args), tree_map(_inside, kwargs)
+    inner_kwargs.pop("pin_memory", None)
+    call = EMULATED.get(func, func)
+    recording = Device.recorder is not None and (cuda or on_device(kwargs.get("device")))
+    run = Device.recorder if recording and Device.recorder is not None else lambda f, call, a, k: call(*a, **k)
+    out = run(func, call, inner_args, inner_kwargs)
+    if func in COPIES:
+        return _move(func, args, kwargs, out)
+    asked = kwargs.get("device")
+    if not (cuda and asked is None or on_device(asked)):
+        return out
+    wrapped = tree_map(lambda x: CudaTensor(x) if isinstance(x, Tensor) else x, out)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+class Operators(TorchDispatchMode):
+    """Sends every operator through :func:`execute`, also those without a tensor of the device among its arguments."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back with its local part
+        return execute(func, args, kwargs or {})
+
+
+def _lazy(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return LAZY if value.type == "cuda" else value
+    return "lazy" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+def _replace(target: Tensor, value: Tensor) -> None:
+    """Assign ``target.data`` from the other side; CUDA allows it, torch does not for tensors of two classes."""
+    made = value.detach().requires_grad_(target.requires_grad)
+    torch.utils.swap_tensors(target, torch.nn.Parameter(made) if isinstance(target, torch.nn.Parameter) else made)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+    """Attend with the kernel that a CPU tensor would get; torch itself would take the operators one by one."""
+    if query.shape[1] != key.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
+
+
+class Calls(TorchFunctionMode):
+    """Says "lazy" to torch where the program says "cuda"."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: _lazy(value) if key == "device" else value for key, value in (kwargs or {}).items()}
+        kwargs.pop("pin_memory", None)
+        args = tuple(_lazy(x) if isinstance(x, torch.device) else x for x in args)
+        if func is Tensor.to:
+            args = args[:1] + tuple(map(_lazy, args[1:]))
+        if func is F.scaled_dot_product_attention and isinstance(args[0], CudaTensor):
+            return _attention(*args, **kwargs)
+        if func is Tensor.cuda:
+            return args[0].to(LAZY)
+        if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor):
+            return _replace(args[0], args[1])
+        made = {torch.tensor: args[0] if args else None, Tensor.new_tensor: args[1] if len(args) > 1 else None}
+        if func in made and (on_device(kwargs.get("device")) or isinstance(args[0], CudaTensor)):
+            if func is Tensor.new_tensor:
+                kwargs.setdefault("dtype", args[0].dtype)
+            current().add(SYNC)
+            return CudaTensor(torch.tensor(made[func], **{k: v for k, v in kwargs.items() if k != "device"}))
+        return func(*args, **kwargs)
