@@ -1,4 +1,4 @@
-# make quickstart | test | numeric | oracles | format | fcheck | docs | docs-live | dbuild | constraints
+# make quickstart | test | numeric | oracles | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -16,7 +16,7 @@ IMAGE ?= lightrft
 ENGINE ?= vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test numeric oracles format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart test numeric oracles gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -37,6 +37,13 @@ numeric: $(DEV)
 
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)
+
+# With PYTHON, the Python at hand measures and nothing is installed. OUT: folder of the results and the page.
+gpu: $(if $(PYTHON),,$(CORE))
+	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+gpu-reduced: $(if $(PYTHON),,$(DEV))
+	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --reduced $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 format: $(DEV)
 	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))

@@ -1,0 +1,1 @@
+"""Benchmarks of lightrft; each file is a script, and ``benchmarks.gpu`` runs those that need a GPU."""

@@ -1,0 +1,106 @@
+"""The measurements: names, what they need, and the seconds that they take on one H100."""
+from dataclasses import dataclass, field
+
+PIECE_S = 540  # longest piece; every measurement ends within one
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arguments of a measurement: model, engine, folders.
+
+    Args:
+        size: shape of the model, a key of ``models.SHAPES``.
+        tp: ranks that run one engine together.
+        recompute: gradient checkpointing.
+        reduced: tiny shapes, for the CPU.
+        models: folder that keeps the random models between measurements.
+        scratch: empty folder, removed afterwards.
+    """
+    size: str = "0.5b"
+    engine: str = "hf"
+    tp: int = 1
+    recompute: bool = False
+    reduced: bool = False
+    models: str = ""
+    scratch: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A function that returns the rows of some tables; it runs in a separate process.
+
+    Args:
+        function: ``module:name``; takes a :class:`Setting`, returns rows by the title of their table.
+        tables: titles of the tables it adds rows to.
+        seconds: expected time; after twice of it, or at the end of a piece, the process is ended.
+        needs: "gpu", or packages by the name of their import.
+        ranks: processes, one per GPU.
+        reduced: False: not part of the reduced form.
+    """
+    name: str
+    function: str
+    tables: tuple[str, ...]
+    seconds: int
+    setting: Setting = field(default_factory=Setting)
+    needs: tuple[str, ...] = ()
+    ranks: int = 1
+    reduced: bool = True
+
+    @property
+    def limit(self) -> int:
+        """Seconds after which the process is ended."""
+        return min(2 * self.seconds, PIECE_S - 20)
+
+
+FACTS, ANATOMY = "Step-1 facts in bfloat16", "Anatomy of a step"
+SLEEP, SYNC, ROLLOUT = "Memory of the engine, asleep and awake", "Weight sync", "Rollout"
+UPDATE, ATTENTION, LOGPROBS = "Update", "Attention kernels", "Log-probs from hidden states"
+DOCTOR, TESTS, QUICKSTART, TRL = "Doctor", "Tests on the GPU", "Quickstart", "TRL on the same GPU"
+STEP, ENGINE = (FACTS, ANATOMY), (SLEEP, SYNC, ROLLOUT)
+
+
+def _steps(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
+    return Measurement(f"step-{engine}-{size}", "training:steps", STEP, seconds, _setting(size, engine),
+                       _package(engine), reduced=reduced)
+
+
+def _engine(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
+    return Measurement(f"engine-{engine}-{size}", "rollout:engine", ENGINE, seconds, _setting(size, engine),
+                       _package(engine), reduced=reduced)
+
+
+def _setting(size: str, engine: str = "hf", tp: int = 1) -> Setting:
+    return Setting(size, engine, tp, recompute=size == "7b")
+
+
+def _package(engine: str) -> tuple[str, ...]:
+    return () if engine == "hf" else (engine, )
+
+
+MEASUREMENTS = (
+    Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),
+    Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("gpu", "pytest")),
+    _steps("0.5b", "hf", 60),
+    _steps("0.5b", "vllm", 100, reduced=False),
+    _steps("0.5b", "sglang", 120, reduced=False),
+    _engine("0.5b", "hf", 50),
+    _engine("0.5b", "vllm", 80),
+    _engine("0.5b", "sglang", 100, reduced=False),
+    Measurement("update-0.5b", "training:update", (UPDATE, ), 60, reduced=False),
+    Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 60, Setting(recompute=True), reduced=False),
+    Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
+    Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
+    Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
+    _steps("7b", "hf", 150, reduced=False),
+    _steps("7b", "vllm", 200, reduced=False),
+    _steps("7b", "sglang", 220, reduced=False),
+    _engine("7b", "hf", 100, reduced=False),
+    _engine("7b", "vllm", 150, reduced=False),
+    _engine("7b", "sglang", 170, reduced=False),
+    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b")),
+    Measurement("engine-hf-0.5b-fsdp2", "rollout:engine", ENGINE, 60, ranks=2, reduced=False),
+    Measurement("update-0.5b-fsdp2", "training:update", (UPDATE, ), 80, ranks=2),
+    Measurement("step-vllm-7b-tp2", "training:steps", STEP, 250, _setting("7b", "vllm", 2), ("vllm", ), ranks=2,
+                reduced=False),
+)  # yapf: disable
+"""In the order in which they run: what is most worth knowing first. SGLang and vLLM do not fit into one environment."""

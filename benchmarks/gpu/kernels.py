@@ -1,0 +1,118 @@
+"""Kernels against each other: attention over packed sequences, and log-probs from hidden states."""
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from logprob_memory import METHODS
+from torch import Tensor
+
+from benchmarks.gpu.catalog import ATTENTION, LOGPROBS, Setting
+from benchmarks.gpu.models import shape, SHAPES
+from benchmarks.gpu.store import Row, Tables
+from lightrft.models import attention as packed
+
+REPEATS, MIB, CHUNK_MIB = 5, 1 << 20, 256
+
+
+def device_of(setting: Setting) -> torch.device:
+    """Return the GPU, or the CPU in the reduced form."""
+    return torch.device("cpu" if setting.reduced else "cuda")
+
+
+def best(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of the fastest of several calls."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tensor | None:
+    kernel = packed._flash_attn()
+    cu, longest = layout.cu_seqlens, layout.max_len
+    return None if kernel is None or not q.is_cuda else kernel(q, k, v, cu, cu, longest, longest, causal=True)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tensor | None:
+    return packed._attend_varlen(q, k, v, layout, None, None) if q.is_cuda else None
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tensor | None:
+    return packed._attend_rows(q, k, v, layout, None, None, None)
+
+
+KERNELS = {"flash-attn": _flash, "torch varlen": _varlen, "SDPA rows": _rows}
+
+
+def kernels(setting: Setting) -> Tables:
+    """Compare the kernels for the heads of both sizes, and two lengths each."""
+    sizes, device = [shape(replace(setting, size=size)) for size in SHAPES], device_of(setting)
+    layouts, counts = (((64, 4), (256, 1)), (16, 32)) if setting.reduced else (((2048, 8), (16384, 1)), (2048, 8192))
+    return {
+        ATTENTION: [attention_row(each, device, *layout) for each in sizes for layout in layouts],
+        LOGPROBS: [logprobs_row(each, device, tokens) for each in sizes for tokens in counts],
+    }
+
+
+def attention_row(sizes: dict[str, Any], device: torch.device, length: int, sequences: int) -> Row:
+    """Time every kernel on ``sequences`` of ``length`` tokens; None where it cannot run."""
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    width = sizes["hidden_size"] // heads
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
+    inputs = [torch.randn(length * sequences, h, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+              for h in (heads, kv_heads, kv_heads)]  # yapf: disable
+    row: Row = {"heads": f"{heads} / {kv_heads} x {width}", "sequences": f"{sequences} x {length}"}
+    flops = 3 * 2.0 * length**2 * sequences * heads * width
+    for name, kernel in KERNELS.items():
+        layout = packed.PackedLayout.build(starts)
+        seconds = attention_seconds(lambda: kernel(*inputs, layout), inputs, device)  # noqa: B023  (called here)
+        row |= {f"{name}, ms": None if seconds is None else seconds * 1e3,
+                f"{name}, TFLOP/s": None if seconds is None else flops / seconds / 1e12}  # yapf: disable
+    return row
+
+
+def attention_seconds(run: Callable[[], Tensor | None], inputs: list[Tensor], device: torch.device) -> float | None:
+    """Return the seconds of forward and backward; None if this kernel is not there."""
+    out = run()
+    if out is None:
+        return None
+    grad = torch.randn_like(out)
+    return best(lambda: torch.autograd.grad(run(), inputs, grad), device)
+
+
+def logprobs_row(sizes: dict[str, Any], device: torch.device, tokens: int) -> Row:
+    """Time both ways and read their peaks."""
+    hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5).requires_grad_()
+    targets = torch.randint(vocab, (tokens, ), device=device)
+    row: Row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocab}
+    for name in METHODS:
+        ms, mib = logprobs_cost(name, x, weight, targets)
+        row |= {f"{name}, ms": ms, f"{name}, MiB": mib}
+    return row
+
+
+def logprobs_cost(name: str, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[float | str, float | None]:
+    """Return milliseconds, and MiB above the inputs (None on CPUs); what does not fit is a result too."""
+
+    def run() -> None:
+        found, entropy = METHODS[name](x, weight, targets, CHUNK_MIB)
+        torch.autograd.grad(found.sum() + 0.1 * entropy.sum(), (x, weight))
+
+    before = 0
+    if x.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    try:
+        seconds = best(run, x.device)
+    except torch.OutOfMemoryError:
+        return "out of memory", None
+    return seconds * 1e3, (torch.cuda.max_memory_allocated() - before) / MIB if x.is_cuda else None

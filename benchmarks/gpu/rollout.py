@@ -1,0 +1,148 @@
+"""The rollout engine in the trainer's process: memory asleep and awake, weight sync, speed."""
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.catalog import ROLLOUT, Setting, SLEEP, SYNC
+from benchmarks.gpu.models import model_folder, open_trainer
+from benchmarks.gpu.store import Row, Tables
+from benchmarks.gpu.training import synchronize
+from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.utils.env import used_memory_gib
+
+CHUNK = 256 << 20  # bytes copied at once
+REPEATS = 3
+
+
+def engine(setting: Setting) -> Tables:
+    """Measure the life of one engine around a step of training."""
+    prompts, samples, new = (4, 2, 8) if setting.reduced else (64, 8, 256)
+    with open_trainer(setting, prompts, samples, new, 1) as trainer:
+        requests = make_requests(trainer, prompts, samples)
+        sleep = memory(trainer, requests)
+        sync = sync_speed(trainer)
+        return {SLEEP: [sleep], SYNC: [sync], ROLLOUT: [speed(trainer, requests, setting)]}
+
+
+def make_requests(trainer: SPMDPPOTrainer, prompts: int, samples: int) -> list[Request]:
+    """Take this rank's share of the prompts; responses differ by their seeds."""
+    strategy, data = trainer.strategy, trainer.loader.dataset
+    return [Request(data[i].token_ids, [samples * i + j for j in range(samples)])
+            for i in range(strategy.rank, prompts, strategy.world_size)]  # yapf: disable
+
+
+def timed(strategy: StrategyBase, function: Callable[[], Any]) -> float:
+    """Return the seconds of a call, on all ranks together."""
+    synchronize(strategy)
+    start = time.perf_counter()
+    function()
+    synchronize(strategy)
+    return time.perf_counter() - start
+
+
+def memory(trainer: SPMDPPOTrainer, requests: list[Request]) -> Row:
+    """Read the memory in use before and after sleeping, and after the generation that brings the cache back."""
+
+    def used() -> float:
+        synchronize(trainer.strategy)
+        return used_memory_gib(trainer.strategy.device)
+
+    row: Row = {"started": used()}
+    trainer.engine.sleep()
+    row["asleep"] = used()
+    trainer.engine.wake()
+    row["awake"] = used()
+    trainer.sync_weights(1)
+    trainer.engine.generate(requests, SamplingParams(4))
+    row["generating"] = used()
+    trainer.engine.sleep()
+    row["asleep again"] = used()
+    trainer.engine.wake()
+    return row
+
+
+def sync_speed(trainer: SPMDPPOTrainer) -> Row:
+    """Time the weight sync with its proof, and a copy of as many bytes."""
+    strategy, engine = trainer.strategy, trainer.engine
+    if engine.shared_storage():
+        trainer.sync_weights(2)
+        return {"s": "the engine runs on the trainer's weights: nothing is copied"}
+    seconds = min(timed(strategy, lambda version=version: trainer.sync_weights(version)) for version in range(2, 5))
+    sizes = {name: dtype.itemsize for name, dtype in engine.weight_dtypes().items()}
+    shapes = {name: tensor.numel() for name, tensor in strategy.full_params(trainer.prepared["actor"].model)}
+    nbytes = sum(numel * sizes.get(name, 2) for name, numel in shapes.items())
+    plain = copy_seconds(strategy, nbytes)
+    return {
+        "s": seconds, "GB": nbytes / 1e9, "GB/s": nbytes / seconds / 1e9, "plain copy, GB/s": nbytes / plain / 1e9,
+        "plain copies": seconds / plain
+    }
+
+
+def copy_seconds(strategy: StrategyBase, nbytes: int) -> float:
+    """Return the seconds of a copy of ``nbytes`` bytes on the device."""
+    chunk = min(CHUNK, nbytes)
+    source = torch.ones(chunk, dtype=torch.uint8, device=strategy.device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        for start in range(0, nbytes, chunk):
+            target.copy_(source)
+
+    return min(timed(strategy, copy) for _ in range(REPEATS))
+
+
+def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> Row:
+    """Measure tokens/s through the library and of bare vLLM, and the way from asleep to the first token."""
+    params = SamplingParams(trainer.config.rollout.generate_max_len)
+
+    def through_the_library() -> int:
+        return sum(len(one.token_ids) for group in trainer.engine.generate(requests, params) for one in group)
+
+    ways = {"tokens/s": through_the_library}
+    if setting.engine == "vllm" and setting.tp == 1:
+        ways["bare vLLM, tokens/s"] = bare_vllm(trainer, requests, params.max_new_tokens, setting)
+    row: Row = {name: tokens_per_second(trainer.strategy, way) for name, way in ways.items()}
+    return row | first_token(trainer)
+
+
+def tokens_per_second(strategy: StrategyBase, way: Callable[[], int]) -> float:
+    """Return the best speed of all ranks together, after a call that warms up."""
+    speeds, made = [], []
+    for _ in range(REPEATS):
+        seconds = timed(strategy, lambda: made.append(way()))
+        speeds.append(strategy.all_reduce(torch.tensor(made[-1])).item() / seconds)
+    return max(speeds[1:])
+
+
+def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], new: int, setting: Setting) -> Callable[[], int]:
+    """Make a function that generates the same requests with vLLM's own ``LLM`` on the same engine."""
+    from rollout_overhead import llm_around
+    from vllm import SamplingParams as Native
+    native: Any = trainer.engine.native  # type: ignore[attr-defined]  # of vLLM's engine
+    llm = llm_around(native, str(model_folder(setting)))
+    prompts = [{"prompt_token_ids": one.token_ids} for one in requests for _ in one.seeds]
+    params = [Native(max_tokens=new, logprobs=0, seed=seed, detokenize=False)
+              for one in requests for seed in one.seeds]  # yapf: disable
+
+    def generate() -> int:
+        native.reset_prefix_cache()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+    return generate
+
+
+def first_token(trainer: SPMDPPOTrainer) -> Row:
+    """Time waking up, the sync with its proof and the first token."""
+    strategy, engine = trainer.strategy, trainer.engine
+    request = [Request(trainer.loader.dataset[0].token_ids, [0])]
+    engine.sleep()
+    parts = {
+        "wake, s": timed(strategy, engine.wake), "sync, s": timed(strategy, lambda: trainer.sync_weights(9)),
+        "one token, s": timed(strategy, lambda: engine.generate(request, SamplingParams(1)))
+    }
+    return {"wake to first token, s": sum(parts.values()), **parts}

@@ -1,0 +1,113 @@
+"""Records of measurements: one JSON file each, with the machine that it ran on."""
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "transformers", "vllm", "sglang", "flash_attn", "deepspeed", "trl", "liger_kernel")
+STATUS = ("ok", "failed", "skipped")
+Row = dict[str, Any]  # column -> text, number or None
+Tables = dict[str, list[Row]]
+
+
+@dataclass
+class Record:
+    """Result of one measurement.
+
+    ``status``: one of ``STATUS``; ``error`` is the end of the output of a failed one, or why one was skipped.
+    """
+    name: str
+    status: str
+    tables: Tables = field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+    machine: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """True if the measurement ran; a skipped one runs once its reason is gone."""
+        return self.status != "skipped"
+
+
+class Store:
+    """The records in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self) -> dict[str, Record]:
+        """Return all records, by the name of the measurement."""
+        files = sorted(self.folder.glob("*.json"))
+        records = [Record(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        return {record.name: record for record in records}
+
+    def write(self, record: Record) -> None:
+        """Write a record; a process that is killed meanwhile leaves the old one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, text = self.folder / f"{record.name}.json", json.dumps(asdict(record), indent=1)
+        new = path.with_suffix(".new")
+        new.write_text(text + "\n", encoding="utf-8")
+        new.replace(path)
+
+
+@lru_cache(maxsize=1)
+def gpus() -> tuple[tuple[str, str, str], ...]:
+    """Return (name, driver, memory) of every NVIDIA GPU that this process may use; empty without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(each for each in found if len(each) == 3)[:None if visible is None else len(visible.split(","))]
+
+
+def machine(reduced: bool) -> dict[str, str]:
+    """Describe this machine and its packages; without a GPU, or ``reduced``, its CPU."""
+    if gpus() and not reduced:
+        (name, driver, memory), count = gpus()[0], len(gpus())
+        device = {"device": f"{count} x {name}, {memory}", "driver": driver}
+    else:
+        device = {"device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
+    return device | {"python": platform.python_version()} | _versions() | {"commit": _commit(), "date": _today()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name.replace("_", "-"))
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def missing(needs: tuple[str, ...], ranks: int, reduced: bool) -> str:
+    """Return why this machine cannot run a measurement, or an empty string."""
+    if ranks > 1 and not reduced and len(gpus()) < ranks:
+        return f"needs {ranks} GPUs, here {'is' if len(gpus()) == 1 else 'are'} {len(gpus())}"
+    if "gpu" in needs and (reduced or not gpus()):
+        return "needs a GPU"
+    absent = [name for name in needs if name != "gpu" and importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} is not installed" if absent else ""

@@ -1,0 +1,178 @@
+"""``make gpu``: the reduced form measures on the CPU; the runner resumes, and survives what fails or hangs."""
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lightrft
+
+ROOT = Path(lightrft.__file__).parents[1]
+pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
+if (ROOT / "benchmarks").exists():
+    sys.path.append(str(ROOT))
+    from benchmarks.gpu import runner as gpu_runner
+    from benchmarks.gpu import store as gpu_store
+    from benchmarks.gpu.catalog import Measurement, MEASUREMENTS, PIECE_S
+    from benchmarks.gpu.page import INTROS, render
+    from benchmarks.gpu.runner import PAGE, RESULTS, Runner
+    from benchmarks.gpu.store import Record, Store
+
+GOOD, BAD, HANGING = (f"lightrft.tests.support.gpu_measurements:{name}" for name in ("good", "bad", "hanging"))
+
+
+def planned(name, function=GOOD, seconds=60, **options):
+    return Measurement(name, function, ("Doctor", ), seconds, **options)
+
+
+def runner(folder, **options):
+    (folder / "models").mkdir(exist_ok=True)
+    return Runner(Store(folder / "out"), folder / "models", reduced=True, **options)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split(")")[1].split()[0] == "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.dist
+@pytest.mark.timeout(1500)
+def test_the_reduced_form_measures_all_and_resumes(tmp_path):
+    folders = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--reduced", *folders]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
+    records = Store(tmp_path / "out").read()
+    errors = {name: record.error for name, record in records.items() if record.status == "failed"}
+    assert first.returncode == 0 and not errors, errors or first.stdout + first.stderr
+    expected = {one.name: one for one in MEASUREMENTS if one.reduced}
+    assert set(records) == set(expected)
+    skipped = {name: record.error for name, record in records.items() if record.status == "skipped"}
+    absent = {name: f"{name.split('-')[0]} is not installed" for name in skipped if name != "tests"}
+    assert skipped == {"tests": "needs a GPU"} | absent and set(absent) <= {"trl-0.5b"}
+    for name in set(records) - set(skipped):
+        assert set(records[name].tables) == set(expected[name].tables) and all(records[name].tables.values()), name
+        assert records[name].machine["device"].startswith("CPU") and records[name].machine["torch"]
+    assert not (tmp_path / "models").exists(), "17 GB would stay"
+    page = (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
+    assert "bare vLLM, tokens/s" in page and "## Errors" not in page
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.json") if file.stem not in skipped}
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0 and "about" not in again.stdout, again.stdout
+    assert times == {file: file.stat().st_mtime_ns for file in times}
+
+
+def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
+    run = runner(tmp_path)
+    chosen = [planned("bad", BAD), planned("hanging", HANGING, 3), planned("good")]
+    assert run.run(chosen, minutes=30) == []
+    records = run.store.read()
+    assert {name: record.status
+            for name, record in records.items()} == {"bad": "failed", "hanging": "failed", "good": "ok"}
+    assert "RuntimeError: out of everything" in records["bad"].error and records["bad"].error.startswith("exit code 1")
+    assert records["hanging"].error.startswith("ended after 6 s, its limit")
+    assert records["good"].tables == {"Doctor": [{"size": "0.5b", "reduced": True}]}
+    child = tmp_path / "models" / "child"
+    assert not child.exists() or gone(int(child.read_text(encoding="utf-8"))), "a child outlived its measurement"
+    page = render(chosen, records)
+    assert "RuntimeError: out of everything" in page and "- `bad`: failed" in page and "| `good` | 0.5b |" in page
+
+
+def test_a_second_call_runs_what_has_no_result(tmp_path, monkeypatch):
+    run, ran = runner(tmp_path), []
+
+    def measure(one):
+        ran.append(one.name)
+        return Record(one.name, "failed" if one.name == "b" else "ok")
+
+    monkeypatch.setattr(run, "measure", measure)
+    chosen = [planned("a"), planned("b"), planned("c", needs=("not_a_package", ))]
+    for _ in range(2):
+        run.run(chosen, minutes=30)
+    assert ran == ["a", "b"] and run.store.read()["c"].error == "not_a_package is not installed"
+    run.run([*chosen[:2], replace(chosen[2], needs=())], minutes=30)
+    assert ran == ["a", "b", "c"], "the reason is gone"
+
+
+def test_a_piece_ends_in_its_time(tmp_path, monkeypatch):
+    now = [0.0]
+    run = runner(tmp_path, clock=lambda: now[0])
+
+    def measure(one):
+        now[0] += one.limit
+        return Record(one.name, "ok")
+
+    monkeypatch.setattr(run, "measure", measure)
+    left, ends = None, []
+    while left != []:
+        start = now[0]
+        left = run.run([replace(one, needs=(), ranks=1) for one in MEASUREMENTS], PIECE_S / 60)
+        ends.append(now[0] - start)
+        assert 0 < ends[-1] <= PIECE_S
+    assert set(run.store.read()) == {one.name for one in MEASUREMENTS}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_one_gpu_takes_half_an_hour(engine):
+    other = {"vllm": "sglang", "sglang": "vllm"}[engine]  # they need different environments
+    seconds = [one.seconds for one in MEASUREMENTS if one.ranks == 1 and other not in one.needs]
+    assert sum(seconds) <= 30 * 60
+
+
+def test_every_measurement_has_its_tables():
+    assert {title for one in MEASUREMENTS for title in one.tables} == set(INTROS)
+    assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
+
+
+def test_the_page_shows_the_stored_results():
+    assert PAGE.read_text(encoding="utf-8") == render(MEASUREMENTS,
+                                                      Store(RESULTS).read()), ("run: python -m benchmarks.gpu --render")
+
+
+def test_the_page_names_the_machines():
+    h100 = {"device": "1 x NVIDIA H100, 81559 MiB", "driver": "580.1", "torch": "2.11.0"}
+    rows = {"Doctor": [{"verdict": "ok", "number": 0.01234}]}
+    page = render(MEASUREMENTS, {"doctor": Record("doctor", "ok", rows, machine=h100)})
+    assert "- 1 x NVIDIA H100, 81559 MiB; driver 580.1, torch 2.11.0: `doctor`" in page
+    assert "| `doctor` | ok | 0.0123 |" in page and "- `tests`: not run yet" in page and "Nothing" not in page
+
+
+def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'NVIDIA H100, 580.1, 81559 MiB\\nNVIDIA H100, 580.1, 81559 MiB\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu_store.gpus.cache_clear()
+    try:
+        assert gpu_store.machine(False)["device"] == "2 x NVIDIA H100, 81559 MiB"
+        assert gpu_store.missing((), 2, False) == "" and gpu_store.missing(("gpu", ), 1, False) == ""
+        assert gpu_store.missing((), 4, False) == "needs 4 GPUs, here are 2"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        gpu_store.gpus.cache_clear()
+        assert gpu_store.missing((), 2, False) == "needs 2 GPUs, here is 1"
+    finally:
+        gpu_store.gpus.cache_clear()
+
+
+def test_without_a_gpu_nothing_is_stored(monkeypatch):
+    monkeypatch.setattr(gpu_runner, "gpus", lambda: ())
+    with pytest.raises(SystemExit, match="no NVIDIA GPU here"):
+        gpu_runner.main([])
+    with pytest.raises(SystemExit, match="unknown measurement doctr"):
+        gpu_runner.main(["--reduced", "--only", "doctr"])
+
+
+def test_make_gpu_installs_nothing_into_the_python_at_hand():
+    words = ["make", "-n", "gpu", "PYTHON=python3", "MINUTES=9", "OUT=results", "ARGS=--again doctor"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == 'python3 -m benchmarks.gpu --minutes 9 --out "results" --again doctor'
+    help_text = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--help"], cwd=ROOT, capture_output=True,
+                               text=True, check=True, timeout=60).stdout  # yapf: disable
+    assert "--minutes" in help_text
