@@ -16,12 +16,13 @@ from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.rendering import Renderer
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import Denominators
-from lightrft.ops.divergence import SUMS, mismatch_metrics
+from lightrft.ops.divergence import BINS, gap_metrics, SUMS, mismatch_metrics
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
 from lightrft.tests.support import tiny
 from lightrft.tests.test_layering import LAYERS
+from lightrft.trainer.checks.first_step import FIRST_KL, FIRST_RATIO
 from lightrft.trainer.checks.tripwires import PATIENCE
 from lightrft.trainer.optimizer_step import StepResult, step_metrics
 from lightrft.types import Experience
@@ -182,10 +183,11 @@ def test_the_causes_of_unscored_rewards():
 def metric_keys():
     """Every key that is spelled out in the code, or that a function returns."""
     code = sources_of("trainer", "rollout")
-    keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z_/]+)"', code))
+    keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z0-9_/]+)"', code))
     keys |= {f"time/{name}_s" for name in re.findall(r'(?:timer|Pass)\("(\w+)"', code)}
     keys |= {"time/step_s", "time/other_s"}
-    keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS)), torch.ones(2))}
+    keys |= {f"{key}_{name}" for key in (FIRST_RATIO, FIRST_KL) for name in gap_metrics(torch.ones(2 + BINS))}
+    keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS) + 2 * BINS), torch.ones(2))}
     keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
     keys |= {f"tripwire/{name}" for name in PATIENCE}
     cu, ones = torch.tensor([0, 2]), torch.ones(2)

@@ -7,6 +7,7 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
+from lightrft.ops.rounding import has_experts
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -67,7 +68,8 @@ class PPOTrainer(BaseTrainer):
                                          if rollout.shards.size else {})
         metrics |= self._wake_engine(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
-            check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type)
+            experts = has_experts(self.prepared["actor"].model)
+            check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type, experts)
             self.facts_due = False
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)

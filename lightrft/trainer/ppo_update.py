@@ -21,7 +21,7 @@ from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
 from lightrft.trainer.replay_buffer import gathered, MiniBatch
-from lightrft.trainer.checks.first_step import SamePolicy
+from lightrft.trainer.checks.first_step import add_gaps, FIRST_KL, FIRST_RATIO, pass_metrics, SamePolicy
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.shards import RankSpread, Shards
 from lightrft.trainer.checks.gradient_invariance import SelfTest
@@ -29,7 +29,6 @@ from lightrft.types import Experience, RolloutBatch
 from lightrft.utils.timer import Timer
 
 Coefs = tuple[float, float | None]  # coefficients of the KL and the entropy bonus
-FIRST_RATIO, FIRST_KL = "policy/first_ratio_gap", "policy/first_kl_ref"
 
 
 class PolicyUpdate:
@@ -145,9 +144,9 @@ class PolicyUpdate:
             sums.add_tokens({f"policy/{key}": value for key, value in metrics.items()}, exp.loss_mask)
             sums.peak("policy/ratio_max", _peak(metrics["ratio"], exp.loss_mask))
             if first_step:
-                sums.peak(FIRST_RATIO, _peak((metrics["ratio"] - 1).abs(), exp.loss_mask))
+                add_gaps(sums, FIRST_RATIO, metrics["ratio"] - 1, exp.loss_mask)
                 if exp.ref_logprobs is not None:
-                    sums.peak(FIRST_KL, _peak((logprobs - exp.ref_logprobs).abs(), exp.loss_mask))
+                    add_gaps(sums, FIRST_KL, logprobs - exp.ref_logprobs, exp.loss_mask)
             return loss
 
         return loss_of
@@ -175,6 +174,7 @@ class PolicyUpdate:
         if results["policy"] and live.any():
             metrics |= {key: sums.mean(key) for key in sums.keys() if key.startswith("policy/")}
             metrics |= {key: sums.vector(key).item() for key in sums.peaks() if key.startswith("policy/")}
+            metrics |= pass_metrics(sums)
         if results["critic"]:
             metrics |= _critic_metrics(sums)
         trained = shards.lens[live].sum().item() * self.config.train.max_epochs

@@ -119,6 +119,29 @@ def test_the_entropy_changes_no_log_prob(dtype, soft_cap, monkeypatch):
         seen.clear()
 
 
+class RowSums(TorchDispatchMode):
+    """Multiplies matrices like a GPU: the rounding of a row depends on how many rows there are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.mul_(1 + len(args[0]) * 2**-7) if func.overloadpacket is torch.ops.aten.mm else out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_depend_on_the_rows_change_no_ratio(dtype):
+    """The pass before the update has no entropy and the update has one: both cut the same rows at any chunk size."""
+    hidden, weight, targets = [x.detach() for x in problem(33, 64, 96, torch.float32, bias=False)[:3]]
+
+    def logprobs(chunk_mib, entropy):
+        with RowSums():
+            return chunked_logprobs(hidden.to(dtype), weight.to(dtype), targets, 1.0, None, chunk_mib, entropy)[0]
+
+    chunks = [chunk_of(rows, 64, 3, 4) for rows in (2, 3, 5, 7, 11)]
+    pairs = [(logprobs(chunk, False), logprobs(chunk, True)) for chunk in chunks]
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert not torch.equal(pairs[0][0], pairs[-1][0]), "the emulation rounds other rows otherwise"
+
+
 class Live(TorchDispatchMode):
     """Counts bytes of live [rows, V] tensors made under it."""
 
@@ -160,10 +183,7 @@ def test_the_benchmark_shows_a_bounded_peak():
         "--tokens", "256", "--hidden", "16", "--chunk_mib", "8", "--vocabs", "50000", "--repeats", "1", "--device",
         "cpu"
     ]
-    done = subprocess.run([sys.executable, str(script), *flags],
-                          capture_output=True,
-                          text=True,
-                          timeout=120,
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=120,
                           check=True)
     row = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
     assert row[0] == "50000" and float(row[1]) > 100 and float(row[2]) < 24

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
+from lightrft.ops.rounding import Arithmetic, engine_arithmetic, has_experts
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.optimizer import ParamSlice
@@ -154,7 +155,8 @@ class WeightSyncVerifier:
         self.wants_fingerprints = cfg.sync_proof in ("fingerprint", "both")
         self.wants_canary = cfg.sync_proof in ("canary", "both")
         self.fingerprints = Fingerprints(strategy, prepared, engine, timer)
-        self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, bf16)
+        arithmetic = engine_arithmetic(cfg, bf16, strategy.device.type, has_experts(prepared.model))
+        self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, arithmetic)
 
     def watch(self, stream: Named) -> Named:
         """Wrap the stream of weights; see :meth:`Fingerprints.watch`."""
@@ -200,9 +202,7 @@ def get_weight_sync_verifier(cfg: RolloutConfig, strategy: StrategyBase, prepare
 
 
 PROMPTS, NEW_TOKENS = 4, 4
-# nats, mean |engine - trainer| over the tokens, without and with bfloat16. The first gap, with the weights that were
-# loaded, must stay below AT_START; it sets the band of the later ones: SLACK times itself, at least LEAST.
-AT_START, LEAST, SLACK = (1e-3, 0.2), (1e-4, 0.05), 10.0
+SLACK = 10.0  # the first gap, with the weights that were loaded, sets the band of the later ones: this times itself
 
 
 class Canary:
@@ -210,15 +210,16 @@ class Canary:
 
     Args:
         prompts: the first few are used, the same on every rank; ``new_tokens``: most tokens of each response.
-        bf16: the trainer computes in bfloat16.
+        arithmetic: of engine and trainer; it limits the first gap, and is the least band of the later ones.
 
     Attributes:
         band: largest gap that is no fault; None before the first measurement.
     """
 
     def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
-                 new_tokens: int, bf16: bool) -> None:
-        self.strategy, self.prepared, self.engine, self.bf16 = strategy, prepared, engine, bf16
+                 new_tokens: int, arithmetic: Arithmetic) -> None:
+        self.strategy, self.prepared, self.engine = strategy, prepared, engine
+        self.at_start, self.least = arithmetic.canary_limits()
         chosen = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
         self.requests = [Request(prompt.token_ids, [i], prompt.media) for i, prompt in enumerate(chosen)]
         self.params = SamplingParams(min(NEW_TOKENS, new_tokens))
@@ -229,14 +230,14 @@ class Canary:
         mine = torch.zeros(self.strategy.world_size, dtype=torch.float64)
         mine[self.strategy.rank] = self._gap()
         gaps = self.strategy.all_reduce(mine).tolist()
-        if self.band is None and max(gaps) <= AT_START[self.bf16]:
-            self.band = max(LEAST[self.bf16], SLACK * max(gaps))
+        if self.band is None and max(gaps) <= self.at_start:
+            self.band = max(self.least, SLACK * max(gaps))
         return gaps
 
     @property
     def limit(self) -> float:
         """The band, or the bound of the first gap."""
-        return AT_START[self.bf16] if self.band is None else self.band
+        return self.at_start if self.band is None else self.band
 
     @torch.no_grad()
     def _gap(self) -> float:

@@ -1,8 +1,12 @@
 """Checks of the first step: engine, trainer and reference must agree, or all later numbers are meaningless."""
+import math
+from typing import NamedTuple
+
 from torch import Tensor
 
 from lightrft.config.schema import Config
-from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
+from lightrft.ops.divergence import gap_metrics, gap_sums, mismatch_metrics, mismatch_sums
+from lightrft.ops.rounding import engine_arithmetic, trainer_arithmetic
 from lightrft.ops.segment import shift_right
 from lightrft.trainer.logprob_pass import on_update_packs
 from lightrft.trainer.metric_sums import MetricSums
@@ -10,28 +14,12 @@ from lightrft.types import Experience
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 
-# Gaps of engine and trainer, nats (mean) and probability (largest): float32 on CPUs, float32 on GPUs (kernels may
-# multiply in TF32), bfloat16. Stale weights move the mean. The largest gap is the rounding of one token: two exact
-# float32 evaluations of a sharp model differed by up to 1.1e-5 on CPUs in a measurement.
-ENGINE = {"abs_logp_mean": (1e-5, 1e-3, 0.05), "abs_dp_max": (1e-4, 1e-2, 0.5)}
-PASSES = (1e-3, 0.5)  # gap of two trainer passes, ratio and nats (largest over tokens): float32, bfloat16
+FIRST_RATIO, FIRST_KL = "policy/first_ratio_gap", "policy/first_kl_ref"
+WARNS = ("fp8", )  # the gap is the price of the option, and no bound of it is known: a warning, not an error
 
 
 class StepFactError(ExpectedError, RuntimeError):
     """Engine, trainer and reference disagree before the first update."""
-
-
-def limits(bf16: bool, device: str, same_rows: bool) -> dict[str, float]:
-    """Return the largest gaps that rounding explains: those of :data:`ENGINE`, and ``passes``, of two trainer passes.
-
-    Args:
-        device: type of the device. CPUs repeat a computation to the bit; GPU kernels need not.
-        same_rows: both passes forward the same packs, and the same rows of them through the head. A matmul of other
-            rows, and attention over other packs, round differently.
-    """
-    kind = 2 if bf16 else int(device != "cpu")
-    passes = 0.0 if same_rows and device == "cpu" else PASSES[bf16]
-    return {key: values[kind] for key, values in ENGINE.items()} | {"passes": passes}
 
 
 def facts_are_measured(metrics: dict[str, float]) -> bool:
@@ -41,36 +29,73 @@ def facts_are_measured(metrics: dict[str, float]) -> bool:
         and metrics.get("rollout/same_policy/tokens", 1))
 
 
-def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, device: str) -> None:
-    """Check the first step in which a process trains the policy, on a ``device`` type, within :func:`limits`.
+class Fact(NamedTuple):
+    """Metric that must not exceed ``most``."""
+    key: str
+    most: float
+    meaning: str  # of a larger number
+    stops: bool = True
+
+
+def step_facts(config: Config, fresh: bool, device: str, experts: bool, dropped: bool) -> list[Fact]:
+    """Return what must hold in the first step in which a process trains the policy.
 
     Engine and trainer agree on the tokens of the policy in training (:class:`SamePolicy`). The ratio of the first
     optimizer step is 1 (not with dropout). In a ``fresh`` run with a reference the KL to it is 0 as well. The old
-    log-probs and the update forward the same packs unless samples were dropped in between or the options differ.
-
-    Raises:
-        StepFactError: names the number, its limit and the likely cause.
+    log-probs and the update forward the same packs unless samples were ``dropped`` in between or the options differ.
     """
-    same_rows = on_update_packs(config) and not metrics.get("rollout/dropped_samples", 0)
-    limit = limits(config.model.bf16, device, same_rows)
+    bf16 = config.model.bf16
+    engine = engine_arithmetic(config.rollout, bf16, device, experts)
+    passes = trainer_arithmetic(bf16, device, experts).pass_limits(on_update_packs(config) and not dropped)
     dropout = config.model.lora_dropout > 0  # the update then computes other numbers than the passes before it
     full_support = config.rollout.top_p == 1 and not config.rollout.top_k and not config.rollout.min_p
     facts = []
     if not dropout and not config.bypasses:  # else the ratio is the mismatch
-        facts += [("policy/first_ratio_gap", limit["passes"], "the old log-probs and the update see different numbers")]
+        meaning = "the old log-probs and the update see different numbers"
+        facts += [Fact(FIRST_RATIO + end, most, meaning) for end, most in passes.items()]
     if full_support and not dropout:
         measured = "same_policy" if SamePolicy(config).apart else "mismatch"
-        facts += [(f"rollout/{measured}/{key}", limit[key],
-                   "the engine does not sample from the weights that are trained") for key in ENGINE]
+        meaning = "the engine does not sample from the weights that are trained"
+        facts += [Fact(f"rollout/{measured}/{key}", most, meaning, engine.kind not in WARNS)
+                  for key, most in engine.engine_limits().items()]  # yapf: disable
     if fresh and config.algorithm.init_kl_coef > 0 and config.model.ref_pretrain in (None, config.model.pretrain):
         meaning = "the reference is not the model that training starts from"
-        facts.append(("policy/first_kl_ref", limit["passes"], meaning))
-    for key, most, meaning in facts:
-        if key not in metrics:
-            raise StepFactError(f"step 1: {key} was not measured")
-        if not metrics[key] <= most:
-            raise StepFactError(f"step 1: {key} is {metrics[key]:.3g}, not within {most:g}: {meaning}")
-    get_logger().info("step-1 facts hold: " + ", ".join(f"{key} {metrics[key]:.3g}" for key, _, _ in facts))
+        facts += [Fact(FIRST_KL + end, most, meaning) for end, most in passes.items()]
+    return facts
+
+
+def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, device: str, experts: bool) -> None:
+    """Check :func:`step_facts` on the metrics of a step.
+
+    Raises:
+        StepFactError: names the number, its limit and the likely cause.
+    """
+    facts = step_facts(config, fresh, device, experts, bool(metrics.get("rollout/dropped_samples", 0)))
+    unknown = [fact.key for fact in facts if fact.key not in metrics]
+    if unknown:
+        raise StepFactError(f"step 1: {', '.join(unknown)}: not measured")
+    exceeded = [fact for fact in facts if not metrics[fact.key] <= fact.most]
+    for key, most, meaning, stops in exceeded:
+        message = f"step 1: {key} is {metrics[key]:.3g}, not within {most:g}: {meaning}"
+        if stops or not math.isfinite(metrics[key]):
+            raise StepFactError(message)
+        get_logger().warning(f"{message}, or the quantized engine rounds this much (compare with "
+                             "--engine_quantization none)")
+    hold = [f"{fact.key} {metrics[fact.key]:.3g}" for fact in facts if fact not in exceeded]
+    get_logger().info(f"step-1 facts hold: {', '.join(hold)}")
+
+
+def add_gaps(sums: MetricSums, key: str, gaps: Tensor, mask: Tensor) -> None:
+    """Add the gaps [T] of a micro-batch between two passes of the trainer."""
+    totals, peak = gap_sums(gaps.detach().abs(), mask)
+    sums.add_vector(f"{key} sums", totals)
+    sums.peak(key, peak)
+
+
+def pass_metrics(sums: MetricSums) -> dict[str, float]:
+    """Return the mean and the high quantile of the gaps of passes; :class:`MetricSums` reports the largest itself."""
+    return {f"{key}_{name}": value for key in (FIRST_RATIO, FIRST_KL) if key in sums.peaks()
+            for name, value in gap_metrics(sums.vector(f"{key} sums")).items()}  # yapf: disable
 
 
 _SUMS, _PEAKS = "same policy", "same policy, peaks"
@@ -110,5 +135,6 @@ class SamePolicy:
         return {
             "rollout/same_policy/tokens": sums.vector(_SUMS)[0].item(),
             "rollout/same_policy/abs_logp_mean": found["abs_logp_mean"],
+            "rollout/same_policy/abs_dp_p999": found["abs_dp_p999"],
             "rollout/same_policy/abs_dp_max": found["abs_dp_max"],
         }

@@ -30,7 +30,7 @@ def test_each_correction_trains(name, home, tmp_path, plain):
     assert (metrics["policy/correction_weight"] != 1) == bool(bounds)
     assert before["policy/correction_weight"] == 1 and before["policy/correction_bound_frac"] == 0
     mismatch = {key: value for key, value in before.items() if "mismatch" in key}
-    assert len(mismatch) == 11 and mismatch == pytest.approx({key: metrics[key] for key in mismatch}, rel=1e-6)
+    assert len(mismatch) == 13 and mismatch == pytest.approx({key: metrics[key] for key in mismatch}, rel=1e-6)
 
 
 def test_the_veto_drops_whole_responses(home, tmp_path):

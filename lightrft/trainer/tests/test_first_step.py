@@ -1,7 +1,4 @@
 """The facts of the first step: each one violated is an error that names it."""
-import re
-from pathlib import Path
-
 import pytest
 
 from lightrft.config.schema import Config
@@ -9,8 +6,7 @@ from lightrft.models import actor_language
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny
 from lightrft.trainer import ppo_trainer
-from lightrft.trainer.checks import first_step as step_facts
-from lightrft.trainer.checks.first_step import ENGINE, PASSES, StepFactError, check_step_facts, limits
+from lightrft.trainer.checks.first_step import StepFactError, check_step_facts
 from lightrft.trainer.logprob_pass import LogprobPass
 
 no_picture = runs.no_picture
@@ -18,6 +14,10 @@ no_picture = runs.no_picture
 GOOD = {
     "policy/first_ratio_gap": 0.0, "rollout/mismatch/abs_logp_mean": 1e-6, "rollout/mismatch/abs_dp_max": 1e-6,
     "policy/first_kl_ref": 0.0
+}
+ON_GPUS = {
+    "policy/first_ratio_gap_mean": 0.0, "policy/first_ratio_gap_p999": 0.0, "rollout/mismatch/abs_logp_mean": 1e-6,
+    "rollout/mismatch/abs_dp_p999": 1e-6, "policy/first_kl_ref_mean": 0.0, "policy/first_kl_ref_p999": 0.0
 }
 
 
@@ -35,20 +35,20 @@ def config(**options) -> Config:
 
 
 def test_good_numbers_pass():
-    check_step_facts(GOOD, config(), True, "cpu")
+    check_step_facts(GOOD, config(), True, "cpu", False)
 
 
 @pytest.mark.parametrize("key", list(GOOD))
 @pytest.mark.parametrize("value", [2e-4, float("nan")])
 def test_each_violation_is_named(key, value):
     with pytest.raises(StepFactError, match=f"step 1: {key} is"):
-        check_step_facts({**GOOD, key: value}, config(), True, "cpu")
+        check_step_facts({**GOOD, key: value}, config(), True, "cpu", False)
 
 
 @pytest.mark.parametrize("key", list(GOOD))
 def test_a_fact_that_was_not_measured_is_no_fact(key):
     with pytest.raises(StepFactError, match=f"{key}.*not measured"):
-        check_step_facts({name: value for name, value in GOOD.items() if name != key}, config(), True, "cpu")
+        check_step_facts({name: value for name, value in GOOD.items() if name != key}, config(), True, "cpu", False)
 
 
 @pytest.mark.parametrize("key,value,options,fresh", [
@@ -60,32 +60,20 @@ def test_a_fact_that_was_not_measured_is_no_fact(key):
     ("rollout/mismatch/abs_dp_max", 0.5, {"top_p": 0.9}, True),
     ("rollout/mismatch/abs_dp_max", 0.5, {"top_k": 5}, True),
     ("rollout/mismatch/abs_logp_mean", 0.5, {"min_p": 0.1}, True),
-    ("rollout/mismatch/abs_logp_mean", 0.02, {"bf16": True}, True),
     ("rollout/mismatch/abs_dp_max", 0.5, {"lora_rank": 4, "lora_dropout": 0.1}, True),
     ("policy/first_ratio_gap", 0.5, {"lora_rank": 4, "lora_dropout": 0.1}, True),
     ("policy/first_ratio_gap", 0.5, {"rollout_correction": "bypass"}, True),
 ])
 def test_what_need_not_hold(key, value, options, fresh):
-    check_step_facts({**GOOD, key: value}, config(**options), fresh, "cpu")
+    check_step_facts({**GOOD, key: value}, config(**options), fresh, "cpu", False)
 
 
-@pytest.mark.parametrize("key", list(GOOD))
-@pytest.mark.parametrize("bf16", [False, True])
-def test_gpus_may_round(key, bf16):
-    """Also where passes forward the same rows; ten times a good number is a fault."""
-    most = {**limits(bf16, "cuda", True), "first_ratio_gap": PASSES[bf16], "first_kl_ref": PASSES[bf16]}
-    value = most[key.split("/")[-1]]
-    assert value >= 1e-3
-    check_step_facts({**GOOD, key: value}, config(bf16=bf16), True, "cuda")
+@pytest.mark.parametrize("key", list(ON_GPUS))
+def test_gpus_may_round(key):
+    """Also where passes forward the same rows. The largest gap of a token decides nothing."""
+    check_step_facts({**ON_GPUS, **GOOD, key: 9e-5, "policy/first_ratio_gap": 9.0}, config(), True, "cuda", False)
     with pytest.raises(StepFactError, match=f"step 1: {key} is"):
-        check_step_facts({**GOOD, key: 10 * value}, config(bf16=bf16), True, "cuda")
-
-
-def test_the_limits_of_passes():
-    """0 only where a computation is repeated, which does not depend on the dtype."""
-    found = {(device, same): [limits(bf16, device, same)["passes"] for bf16 in (False, True)]
-             for device in ("cpu", "cuda") for same in (True, False)}  # yapf: disable
-    assert found.pop(("cpu", True)) == [0, 0] and all(values == [1e-3, 0.5] for values in found.values())
+        check_step_facts({**ON_GPUS, key: 2e-3}, config(), True, "cuda", False)
 
 
 def dropped(value):
@@ -94,9 +82,9 @@ def dropped(value):
 
 
 def test_dropped_samples_are_other_packs():
-    check_step_facts(dropped(5e-4), config(), True, "cpu")
+    check_step_facts(dropped(5e-4), config(), True, "cpu", False)
     with pytest.raises(StepFactError, match="first_ratio_gap"):
-        check_step_facts(dropped(2e-3), config(), True, "cpu")
+        check_step_facts(dropped(2e-3), config(), True, "cpu", False)
 
 
 def odd_ones_lost(item):
@@ -156,7 +144,9 @@ def with_foreign_engine(home, folder, by=1e-3, **options):
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request, monkeypatch):
     """The limits of a device, for numbers that were measured on a CPU."""
-    monkeypatch.setattr(ppo_trainer, "check_step_facts", lambda *args: check_step_facts(*args[:3], request.param))
+    monkeypatch.setattr(
+        ppo_trainer, "check_step_facts",
+        lambda metrics, cfg, fresh, _, experts: check_step_facts(metrics, cfg, fresh, request.param, experts))
     return request.param
 
 
@@ -185,7 +175,7 @@ def test_a_pass_with_other_weights_is_caught(model, key, home, tmp_path, device,
         offset(vars(self)[model].model, -1e-3)
 
     monkeypatch.setattr(LogprobPass, "fill", wrong)
-    with pytest.raises(StepFactError, match=f"policy/{key} is"):
+    with pytest.raises(StepFactError, match=f"policy/{key}"):
         runs.run(home, tmp_path, max_epochs=2, init_kl_coef=0.1, top_p=0.9)  # no comparison with the engine
 
 
@@ -212,16 +202,3 @@ def test_dropout_does_not_stop_a_resumed_run(home, tmp_path):
     runs.run(home, tmp_path / "run", **options)
     done = runs.run(home, tmp_path / "run", **options | {"max_steps": 2}, load_checkpoint=True)
     assert done.metrics["policy/first_ratio_gap"] > 1e-3
-
-
-def test_the_limits_in_the_docs():
-    page = Path(step_facts.__file__).parents[3] / "docs" / "safety.md"
-    if not page.exists():
-        pytest.skip("installed without its repository")
-    text = page.read_text(encoding="utf-8")
-    for key, values in ENGINE.items():
-        shown = re.search(rf"^\| `rollout/mismatch/{key}` \| (\S+) \| (\S+) \| (\S+) \|", text, re.MULTILINE)
-        assert tuple(map(float, shown.groups())) == values
-    shown = re.search(r"^\| `policy/first_ratio_gap` \| 0, on other packs (\S+) \| (\S+) \| (\S+), on a CPU 0", text,
-                      re.MULTILINE)
-    assert tuple(map(float, shown.groups())) == (PASSES[0], *PASSES)

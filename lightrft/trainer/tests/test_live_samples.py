@@ -177,7 +177,7 @@ def test_the_mismatch_covers_every_sample_that_any_pass_has_seen(options, home, 
     less, whole = (traced(home, tmp_path / str(drop), **options, drop_zero_advantage=drop)[0].metrics
                    for drop in (True, False))  # yapf: disable
     found, expected = mismatch(less), mismatch(whole)
-    assert less["rollout/dropped_samples"] >= 12 and found.keys() == expected.keys() and len(found) == 11
+    assert less["rollout/dropped_samples"] >= 12 and found.keys() == expected.keys() and len(found) == 13
     if options == {"train_batch_size": 24, "micro_train_batch_size": 24}:
         assert 0 < found["rollout/mismatch/tokens"] < expected["rollout/mismatch/tokens"]
     else:
