@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "lightrft.algorithms": ("ADVANTAGES", "CORRECTIONS", "POLICY_LOSSES"),
     "lightrft.algorithms.base": ("advantage", ),
+    "lightrft.api": ("GRPO", "RL", "SFT"),
     "lightrft.config.cli": ("parse_config", ),
     "lightrft.config.schema": ("Config", "StrategyConfig"),
     "lightrft.datasets.prompts_dataset": ("PromptsDataset", ),

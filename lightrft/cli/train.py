@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 8 -m lightrft.cli.train --pretrain MODEL --prompt_data DATA ...
 """
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightrft.config.cli import parse_config
+from lightrft.config.cli import parse_config, ParsedConfig
 
 
 def main(argv: Sequence[str] | None = None, defaults: dict[str, Any] | None = None,
@@ -17,19 +17,29 @@ def main(argv: Sequence[str] | None = None, defaults: dict[str, Any] | None = No
         defaults: option values of a script, by name; flags and YAML keys win over them.
         prog: name of the script in messages.
     """
-    parsed = parse_config(argv, prog, defaults, "Reinforcement fine-tuning of a language model.")
+    train(parse_config(argv, prog, defaults, "Reinforcement fine-tuning of a language model."))
+
+
+def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    """Train with parsed options.
+
+    Args:
+        exits: as in :func:`lightrft.trainer.session.training_session`.
+        functions: of this program, by the names under which ``--reward`` selects them.
+    """
     # imported after the command line is read: --help and mistakes do not wait for torch
     from lightrft.datasets.prompts_dataset import PromptsDataset
     from lightrft.models.loader import load_tokenizer
+    from lightrft.rewards.manager import RewardManager
     from lightrft.trainer.session import training_session
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
     config, data = parsed.config, parsed.config.data
-    with training_session(parsed) as session:
+    with training_session(parsed, exits) as session:
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
         prompts = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len)
         held_out = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, "eval") if data.eval_data else []
-        models = build_models(config, session.strategy)
-        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer).fit()
+        models, rewards = build_models(config, session.strategy), RewardManager(config.reward, functions)
+        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards).fit()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, refusal
-from lightrft.config.files import load_config, plugins_of
+from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, did_you_mean
@@ -23,8 +23,11 @@ Provenance = dict[str, str]
 
 
 class ParsedConfig(NamedTuple):
-    """Result of parsing the command line. ``provenance[option]`` begins with default, script, ``recipe NAME``, stages,
-    ``semantics NAME``, ``yaml:PATH`` or flag; the value that a preset would have given follows after a semicolon."""
+    """Result of parsing the command line, or keywords of a program.
+
+    ``provenance[option]`` begins with default, script, ``recipe NAME``, stages, ``semantics NAME``, ``yaml:PATH``, flag
+    or keyword; the value that a preset would have given follows after a semicolon.
+    """
     config: Any
     provenance: Provenance
     dry_run: bool
@@ -181,3 +184,16 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         _import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
         return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)
+
+
+def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Sequence[str] = (),
+                   defaults: dict[str, Any] | None = None) -> ParsedConfig:
+    """Build the option tree from Python values by option name, as :func:`parse_config` does from flags.
+
+    Raises:
+        ConfigError: with every problem, in the words of the command line.
+    """
+    _import_plugins(list(plugins), tree)
+    values, provenance = resolve(tree, _script_defaults(defaults, tree),
+                                 [Layer("keyword", convert_options(given, tree))])
+    return ParsedConfig(build(tree, values), provenance, False, list(plugins))

@@ -87,6 +87,19 @@ def plugins_of(path: str | Path) -> list[str]:
     return [str(name) for name in (named if isinstance(named, list) else [named])]
 
 
+def convert_options(given: dict[str, Any], tree: type) -> dict[str, Any]:
+    """Convert options given as Python values, by name or nested by group.
+
+    Raises:
+        ConfigError: with every problem: unknown names (and the nearest known), wrong types, options given twice.
+    """
+    reader = _Reader(tree)
+    reader.document(given)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return reader.values
+
+
 def load_config(path: str | Path, tree: type) -> dict[str, Any]:
     """Read the options of a YAML file, converted, by name.
 
@@ -95,11 +108,10 @@ def load_config(path: str | Path, tree: type) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem of the file: unknown keys (and the nearest known), wrong types, repeated keys.
     """
-    reader = _Reader(tree)
-    reader.document(_read(Path(path)))
-    if reader.problems:
-        raise ConfigError([f"--config {path}: {problem}" for problem in reader.problems])
-    return reader.values
+    try:
+        return convert_options(_read(Path(path)), tree)
+    except ConfigError as error:
+        raise ConfigError([f"--config {path}: {problem}" for problem in error.problems]) from None
 
 
 def to_yaml(config: Any, plugins: list[str] | None = None) -> str:

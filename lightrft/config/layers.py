@@ -8,6 +8,8 @@ from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.stages import stage_options
 from lightrft.config.tree import flatten, options
 
+DIRECT = ("flag", "keyword")  # sources that the user has just written
+
 
 class Layer(NamedTuple):
     """Option values by name, all from one source."""
@@ -76,7 +78,7 @@ def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:
 def _with_source(problem: str, provenance: dict[str, str]) -> str:
     name = problem.removeprefix("--").partition(" ")[0]
     source = provenance.get(name, "flag").partition("; ")[0] if problem.startswith("--") else "flag"
-    return problem if source in ("flag", "default") else f"{problem} (it is from {source})"
+    return problem if source in (*DIRECT, "default") else f"{problem} (it is from {source})"
 
 
 def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[Layer]) -> dict[str, str]:
@@ -90,10 +92,10 @@ def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[
 
 def _check_recipe(values: dict[str, Any], provenance: dict[str, str]) -> None:
     """Raise an error if files (the ``config.yaml`` of a run) override every option of a recipe on the command line."""
-    if provenance.get("recipe") != "flag" or not values["recipe"]:
+    if provenance.get("recipe") not in DIRECT or not values["recipe"]:
         return
     recipe = RECIPES[values["recipe"]].options
     if f"recipe {values['recipe']}" not in provenance.values() and any(values[k] != v for k, v in recipe.items()):
-        files = sorted({provenance[name].removeprefix("yaml:") for name in recipe} - {"flag"})
+        files = sorted({provenance[name].removeprefix("yaml:") for name in recipe}.difference(DIRECT))
         raise ConfigError(f"--recipe {values['recipe']}: has no effect, because every option it sets is given "
                           f"otherwise{' in ' + ', '.join(files) if files else ''}; drop it, or drop those options")

@@ -1,5 +1,6 @@
 """Reads files, folders and hub ids into rows (dicts). Errors name the file, the row and the remedy."""
 import csv
+import hashlib
 import io
 import json
 import re
@@ -57,12 +58,29 @@ class Rows:
         return f"{name}, row {row}"
 
 
+_IN_MEMORY: dict[str, list[Row]] = {}
+
+
+def hold_rows(rows: Iterable[Row]) -> str:
+    """Keep rows of this program in memory, and return the entry under which :func:`load_rows` finds them.
+
+    Its name is a hash of the rows: a run resumes on the same rows, and other rows are another entry.
+    """
+    held = [_as_row(row, f"row {number}") for number, row in enumerate(rows, start=1)]
+    digest = hashlib.blake2b(digest_size=8)
+    for row in held:
+        digest.update(repr(row).encode())
+    _IN_MEMORY[spec := f"memory:{digest.hexdigest()}"] = held
+    return spec
+
+
 def load_rows(spec: str, split: str = "train") -> Rows:
     """Read one ``--prompt_data`` entry.
 
     Args:
         spec: a parquet, json, jsonl, csv or arrow file, a folder that ``save_to_disk`` wrote, a folder of such files
-            named after their split, or a hub id; ``path@data_dir`` picks a folder inside.
+            named after their split, or a hub id; ``path@data_dir`` picks a folder inside. Or a result of
+            :func:`hold_rows`.
         split: the split to read; a single file is read whole.
 
     Raises:
@@ -70,7 +88,12 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     """
     path, data_dir = _split_spec(spec)
     local = Path(path).expanduser()
-    if local.is_dir():
+    if spec in _IN_MEMORY:
+        rows = Rows(_IN_MEMORY[spec], [(spec, len(_IN_MEMORY[spec]))])
+    elif spec.startswith("memory:"):
+        raise DataError(f"{spec}: rows of a Python program, which are not in a file. Start that program again, or name "
+                        "a file")
+    elif local.is_dir():
         rows = _read_folder(local / data_dir, split)
     elif local.is_file():
         rows = _read_files([local])

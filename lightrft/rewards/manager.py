@@ -2,13 +2,15 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import Outcome, RewardInput, Score
-from lightrft.rewards.spec import file_part, named_part, parse_entry, RewardPart, recipe_for, remote_part, Submit
+from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, RewardPart, recipe_for,
+                                   remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
@@ -44,12 +46,13 @@ class Handle:
 class RewardManager:
     """Manager of a run's rewards, one instance per rank. ``total = sum(weight * part)``, unscored if any part is.
 
+    ``functions`` of this program are rewards under their names; they have the signatures of a reward file.
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
     ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
-    def __init__(self, cfg: RewardConfig) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self.cfg, self.functions = cfg, functions or {}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
@@ -154,7 +157,9 @@ class RewardManager:
 
     def _part(self, name: str) -> RewardPart:
         if name not in self._named:
-            part = self._named[name] = named_part(name, self.pool)
+            function = self.functions.get(name)
+            part = self._named[name] = (named_part(name, self.pool) if function is None else function_part(
+                name, function, self.pool))
             if part.warm is not None:
                 part.warm()
         return self._named[name]

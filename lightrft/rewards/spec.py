@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import cloudpickle
 
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 from lightrft.rewards.timeouts import GroupBudget
@@ -15,7 +18,7 @@ from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
 from lightrft.rewards.workers.user_file import check_source
 from lightrft.rewards.workers.worker import Spec
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import first_line, UserError
 
 Submit = Callable[[list[RewardInput], list[GroupBudget]], list[Future[list[Outcome]]]]
 
@@ -75,23 +78,33 @@ def named_part(name: str, pool: WorkerPool) -> RewardPart:
         return RewardPart(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
     if name in FAST:
         return RewardPart(name, FAST[name])
+    return _in_worker(Spec("callable", function=name, pickled=_pickled(name, reward)), pool)
+
+
+def _pickled(name: str, reward: object) -> bytes:
+    """Pickle a reward, by value if it is defined in the program that runs, such as a notebook."""
     try:
-        spec = Spec("callable", function=name, pickled=pickle.dumps(reward))
+        return cloudpickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"reward {name!r} cannot be sent to a worker process ({error}). Remedy: make it a function or a class "
-            "at the top of an importable module") from error
-    pool.load(spec).result()
-    return RewardPart(name, submit=partial(pool.submit_together, spec), together=True)
+        raise UserError(f"reward {name!r} cannot be sent to a worker process: {first_line(error)}. Remedy: open files, "
+                        "models and locks inside of the function") from error
+
+
+def _in_worker(spec: Spec, pool: WorkerPool) -> RewardPart:
+    info = pool.load(spec).result()
+    return RewardPart(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
+                      together=info.batched)
 
 
 def file_part(entry: RewardEntry, pool: WorkerPool) -> RewardPart:
     """Check a user's file and load it in a worker now. Raises ``ValueError`` with file, line and remedy if unfit."""
     check_source(Path(entry.path))
-    spec = Spec("file", entry.path, entry.function)
-    info = pool.load(spec).result()
-    return RewardPart(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
-                      together=info.batched)
+    return _in_worker(Spec("file", entry.path, entry.function), pool)
+
+
+def function_part(name: str, function: Callable[..., Any], pool: WorkerPool) -> RewardPart:
+    """Send a function of this program to the workers; it has one of the signatures of a reward file."""
+    return _in_worker(Spec("function", function=name, pickled=_pickled(name, function)), pool)
 
 
 def remote_part(remote: RemoteReward) -> RewardPart:

@@ -2,7 +2,7 @@
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
-from lightrft.utils.watchdog import Watchdog, connect_store, install_signal_handlers, stop_exit_code
+from lightrft.utils.watchdog import (Watchdog, clear_stop_request, connect_store, signal_handlers, stop_exit_code)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Session:
 
 
 @contextmanager
-def training_session(parsed: ParsedConfig) -> Iterator[Session]:
+def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Session]:
     """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
@@ -38,24 +38,38 @@ def training_session(parsed: ParsedConfig) -> Iterator[Session]:
     ends in one line and exit code 2, another expected error in one line and exit code 1, and any other error with a
     traceback and a report of all ranks (:mod:`lightrft.utils.watchdog`). A run that receives a stop request exits with
     143 (SIGTERM) or 130 (Ctrl-C) after it has saved.
+
+    With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
+    ``KeyboardInterrupt``.
     """
-    check(parsed)
+    with exit_on_config_error() if exits else nullcontext():
+        check(parsed)
+    with signal_handlers():
+        yield from _session(parsed, exits)
+    if exits and stop_exit_code():
+        raise SystemExit(stop_exit_code())
+    if stop_exit_code():
+        clear_stop_request()
+        raise KeyboardInterrupt
+
+
+def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
     config, world, timer = parsed.config, World.from_env(), Timer()
-    install_signal_handlers()
-    with exit_on_config_error():
+    with exit_on_config_error() if exits else nullcontext():
         strategy = get_strategy(config.strategy, bf16=config.model.bf16)
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
     store, limit_s = connect_store(world), config.strategy.dist_timeout_s
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store)
-    with _one_line(watchdog), watchdog, disk_full_is_expected(config.checkpoint.save_path):
+    with _one_line(watchdog) if exits else nullcontext(), watchdog, disk_full_is_expected(config.checkpoint.save_path):
         seed_everything(config.train.seed + strategy.rank)
         _announce(parsed, strategy)
         gc.freeze()  # imported objects stay: scanning them in every collection takes milliseconds per step
-        yield Session(strategy, timer)
+        try:
+            yield Session(strategy, timer)
+        finally:
+            gc.unfreeze()
     strategy.teardown()
-    if stop_exit_code():
-        raise SystemExit(stop_exit_code())
 
 
 @contextmanager
@@ -72,14 +86,12 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 def check(parsed: ParsedConfig) -> None:
     """Validate; with ``--dry_run`` print the report and exit; else create the folder of the run."""
     world = World.from_env()
-    with exit_on_config_error():
-        _validate(parsed, world.world_size)
+    _validate(parsed, world.world_size)
     if parsed.dry_run:
         text = report(parsed.config, parsed.provenance, world.world_size)
         sys.stdout.write(text + "\n" if world.is_main else "")
         raise SystemExit(0)
-    with exit_on_config_error():
-        _make_folder(Path(parsed.config.checkpoint.save_path))
+    _make_folder(Path(parsed.config.checkpoint.save_path))
 
 
 def _validate(parsed: ParsedConfig, world_size: int) -> None:

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -254,6 +255,21 @@ class _Stop:
     """The signal that asked this process to stop, if any."""
     received: int = 0
     at: float = 0.0
+
+
+@contextmanager
+def signal_handlers() -> Iterator[None]:
+    """Run a block with :func:`install_signal_handlers`, where Python allows it: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    install_signal_handlers()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def install_signal_handlers() -> None:

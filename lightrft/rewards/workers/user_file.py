@@ -47,17 +47,19 @@ def check_source(path: Path) -> None:
 
 def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
     """Import the file and wrap its function; return (scorer, function's name, True if it takes a whole batch)."""
-    module = _import(Path(path))
-    chosen = _choose(module, path, function)
-    kind = signature_of(chosen)
+    chosen = _choose(_import(Path(path)), path, function)
+    scorer, batched = scorer_of(chosen, f"reward file {path}, line {chosen.__code__.co_firstlineno}: {chosen.__name__}")
+    return scorer, chosen.__name__, batched
+
+
+def scorer_of(function: Callable[..., Any], where: str) -> tuple[Scorer, bool]:
+    """Wrap a function of one of the signatures; return (scorer, True if it takes a whole batch)."""
+    kind = signature_of(function)
     if kind is None:
-        raise UserError(
-            f"reward file {path}, line {chosen.__code__.co_firstlineno}: {chosen.__name__}{inspect.signature(chosen)} "
-            f"has none of the known signatures. Remedy: {EXPECTED}")
+        raise UserError(f"{where}{inspect.signature(function)} has none of the known signatures. Remedy: {EXPECTED}")
     if kind == "compute_score":
-        return _each(chosen), chosen.__name__, False
-    arguments = _query_arguments if kind == "reward_func" else _completion_arguments
-    return _batched(chosen, arguments), chosen.__name__, True
+        return _each(function), False
+    return _batched(function, _query_arguments if kind == "reward_func" else _completion_arguments), True
 
 
 def signature_of(function: Callable[..., Any]) -> str | None:

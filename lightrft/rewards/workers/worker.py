@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
-from lightrft.rewards.workers.user_file import Scorer, load, outcomes_of
+from lightrft.rewards.workers.user_file import load, outcomes_of, Scorer, scorer_of
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TOGETHER_S = 1e-3  # faster outcomes share a message: a message costs both sides more than they do
@@ -28,7 +28,8 @@ _MATH_BYTES = 2 << 30  # limit of one algebra call: 9**9**9 must not take the ma
 
 @dataclass(frozen=True)
 class Spec:
-    """Specification of a worker's reward: ``math``, a user's ``file`` (path, function) or a pickled ``callable``."""
+    """Specification of a worker's reward: ``math``, a user's ``file`` (path, function), a pickled ``function`` of a
+    known signature, or a pickled ``callable`` that takes reward inputs."""
     kind: str
     path: str = ""
     function: str = ""
@@ -47,6 +48,9 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
     if spec.kind == "file":
         scorer, name, batched = load(spec.path, spec.function)
         return scorer, Info(name, batched)
+    if spec.kind == "function":
+        scorer, batched = scorer_of(pickle.loads(spec.pickled), f"reward {spec.function}")
+        return scorer, Info(spec.function, batched)
     if spec.kind == "callable":
         reward = pickle.loads(spec.pickled)
 
