@@ -156,8 +156,8 @@ def test_responses_begin_one_by_one_and_a_group_is_scored_in_its_order(make_mana
 
 def test_probe_accepts_every_built_in_recipe(make_manager):
     manager = make_manager(reward_timeout_s=20.0)
-    probe(
-        manager, [RewardInput("q", "", label=label, reference=reference) for label in RECIPES for reference in ("5", )])
+    probe(manager,
+          [RewardInput("q", "", label=label, reference=reference) for label in RECIPES for reference in ("5", )])
     probe(manager, [RewardInput("q", "", label="math_rule", reference=reference) for reference in (r"\frac{x}{2}", )])
     probe(manager, [RewardInput("q", "", label="gsm8k_rule", reference="yes")])
     assert not manager.counters, "probing does not count"
@@ -196,9 +196,15 @@ def test_a_registered_reward_of_a_plugin_runs_in_a_worker(make_manager, tmp_path
     REWARDS.register("pid_for_test")(my_plugin.pid)
     manager = make_manager("pid_for_test")
     assert score(manager, rows(3))[0].total == manager.pool.pids[0], "scored by the worker"
-    REWARDS.register("lambda_for_test")(lambda batch: [0.0] * len(batch))
-    with pytest.raises(ValueError, match="cannot be sent to a worker"):
-        make_manager("lambda_for_test")
+
+
+def test_a_reward_travels_to_the_workers_by_value_if_it_can(make_manager):
+    REWARDS.register("lambda_for_test")(lambda batch: [0.5] * len(batch))
+    assert score(make_manager("lambda_for_test"), rows(3))[0].total == 0.5
+    lock = threading.Lock()
+    REWARDS.register("lock_for_test")(lambda batch: [float(lock.locked())] * len(batch))
+    with pytest.raises(ValueError, match="cannot be sent to a worker process.*inside of the function"):
+        make_manager("lock_for_test")
 
 
 def test_a_registered_name_calls_the_rule():
@@ -207,8 +213,7 @@ def test_a_registered_name_calls_the_rule():
 
 
 def test_worker_side_imports_no_torch():
-    code = (
-        "import sys; import lightrft.rewards.workers.worker, lightrft.rewards.rules, lightrft.rewards.manager; "
-        "import math_verify; "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+    code = ("import sys; import lightrft.rewards.workers.worker, lightrft.rewards.rules, lightrft.rewards.manager; "
+            "import math_verify; "
+            "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "torch or numpy was imported"
