@@ -21,8 +21,13 @@ class PolicyModelConfig:
                                       hint="name the prefixes of the parameters to freeze, e.g. model.embed_tokens")
     use_liger: bool = option(False, "replace RMSNorm, rotary and MLP kernels by Liger's (CUDA, needs the liger extra)",
                              free=True)
-    logprob_chunk_mib: int = option(256, "MiB of float32 logits alive at once while log-probs are computed",
-                                    within=COUNT, free=True)
+    logprob_chunk_mib: int = option(
+        0, "MiB of float32 logits alive at once while log-probs are computed; 0: 1/64 of the memory of a GPU, at least "
+        "256, and 256 on a CPU", within=NON_NEGATIVE, free=True)
+
+    def chunk_mib(self, gpu_bytes: int) -> int:
+        """Return ``logprob_chunk_mib``, with 0 resolved for a GPU of ``gpu_bytes`` of memory in all, or a CPU (0)."""
+        return self.logprob_chunk_mib or max(256, (gpu_bytes >> 20) // 64)
 
 
 @dataclass

@@ -33,8 +33,8 @@ class ActorLanguage(PackedModel):
         """
         index, hidden = self.action_hidden_states(exp)
         head = self.modality.head(self.hf_model)
-        hidden = hidden.to(head.weight.dtype)
-        logprobs, entropies = chunked_logprobs(hidden * head.scale if head.scale != 1.0 else hidden, head.weight,
+        weight = head.weight.to(hidden.dtype)  # ZeRO-3 gathers float32
+        logprobs, entropies = chunked_logprobs(hidden * head.scale if head.scale != 1.0 else hidden, weight,
                                                exp.token_ids[index], temperature=temperature, bias=head.bias,
                                                chunk_mib=self.chunk_mib, entropy=entropy, soft_cap=head.soft_cap)
         return _scatter(logprobs, index, exp), None if entropies is None else _scatter(entropies, index, exp)

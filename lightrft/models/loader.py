@@ -22,6 +22,7 @@ from lightrft.models.attention import PACKED
 from lightrft.models.lora import add_lora, hf_name
 from lightrft.models.packed_model import Critic
 from lightrft.utils.errors import UserError, first_line
+from lightrft.utils.env import total_memory
 from lightrft.utils.logging import get_logger
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -83,7 +84,8 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
     modality = modality_of(config, path)
     hf, _ = _weights(modality.auto_class, path, config, dtype, new=())
     model = _finish(hf, cfg, train, lora=True)
-    return ActorLanguage(model, cfg.logprob_chunk_mib, modality)
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    return ActorLanguage(model, cfg.chunk_mib(total_memory(gpu) if gpu else 0), modality)
 
 
 def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,

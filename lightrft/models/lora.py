@@ -32,6 +32,9 @@ def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_
     with torch.random.fork_rng(devices=[]):  # the same adapters on every rank, whatever its generator has drawn before
         torch.manual_seed(0)
         peft = get_peft_model(hf, config)
+    for module in peft.get_base_model().modules():
+        if isinstance(module, LoraLayer):  # inputs have the type that the layer computes in; its parameters may not
+            module.cast_input_dtype_enabled = False
     ends = {id(hf.get_input_embeddings()), id(hf.get_output_embeddings())}
     wrong = [
         name for name, module in peft.get_base_model().named_modules()
@@ -105,6 +108,6 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _merge(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Merge to [out, in] (or its transpose for layers that store it so), in the dtype of ``weight``, via float32."""
+    """Merge to [out, in] (or its transpose for layers that store it so), in float32: frozen weights may have less."""
     delta = (b.float() @ a.float()) * layer.scaling[ADAPTER]
-    return (weight.float() + (delta.t() if layer.fan_in_fan_out else delta)).to(weight.dtype)
+    return weight.float() + (delta.t() if layer.fan_in_fan_out else delta)

@@ -92,7 +92,7 @@ class Critic(PackedModel):
         """
         index, hidden = self.action_hidden_states(exp)
         score: Any = self.hf_model.score
-        values = score(hidden.to(score.weight.dtype))[:, 0].float()
+        values = score(hidden)[:, 0].float()
         return torch.zeros(exp.num_tokens, device=values.device).index_put((index, ), values)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:

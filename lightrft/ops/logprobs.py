@@ -3,22 +3,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_BLOCK = 1 << 14  # rows of a sum of products that are computed at once
+
 
 def _rows(vocab: int, buffers: int, itemsize: int, chunk_mib: float) -> int:
     """Return the rows whose ``buffers`` live [rows, V] temporaries fit into ``chunk_mib``; at least one."""
     return max(1, int(chunk_mib * 2**20) // (vocab * buffers * itemsize))
 
 
-class _Head:
-    """Logits of a slice of rows: matmul in the dtype of the inputs, everything after it in ``math`` precision.
+def _matmul(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """``left @ right`` in ``out``, in the inputs' dtype or in float32; sums are float32 also of half precision."""
+    if left.dtype == out.dtype:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
-    The [rows, V] buffers are allocated once per pass and reused by every chunk; methods return views of them.
+
+def _add_matmul(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``out``, which is float32 where they are half precision: without rounding the product."""
+    if left.dtype == out.dtype:
+        out.addmm_(left, right)
+        return
+    room = torch.empty_like(out[:_BLOCK])
+    for total, rows in zip(out.split(_BLOCK), left.split(_BLOCK)):
+        total += _matmul(rows, right, room[:len(rows)])
+
+
+class _Head:
+    """Logits of a slice of rows: operands in the dtype of the inputs, sums and all that follows in ``math`` precision.
+
+    A CPU has no product of half precision with float32 sums: there the operands are converted, which is exact. The
+    [rows, V] buffers are allocated once per pass and reused by every chunk; methods return views of them.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, soft_cap: float) -> None:
-        self.weight, self.bias = weight, bias
-        self.temperature, self.soft_cap = temperature or 1.0, soft_cap
         self.math = torch.promote_types(weight.dtype, torch.float32)
+        self.weight, self.bias = weight if weight.is_cuda else weight.to(self.math), bias
+        self.temperature, self.soft_cap = temperature or 1.0, soft_cap
         self.buffers = weight.new_empty(0)
 
     def allocate(self, rows: int, total: int, entropy: bool) -> None:
@@ -27,7 +47,7 @@ class _Head:
         self.buffers = self.weight.new_empty(size, dtype=self.math)
 
     def rows(self, chunk_mib: float) -> int:
-        """Return the rows per chunk: buffers hold logits, entropy and soft-cap temporaries, and a half-dtype copy.
+        """Return the rows per chunk: buffers hold logits, entropy and soft-cap temporaries, the gradient as operand.
 
         The result does not depend on ``entropy``, because the matmul of other chunks rounds log-probs differently.
         """
@@ -36,11 +56,7 @@ class _Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V]."""
-        logits = self.buffers[0, :len(hidden)]
-        if self.weight.dtype == self.math:
-            torch.mm(hidden, self.weight.t(), out=logits)
-        else:
-            logits.copy_(hidden @ self.weight.t())
+        logits = _matmul(hidden.to(self.weight.dtype), self.weight.t(), self.buffers[0, :len(hidden)])
         if self.bias is not None:
             logits += self.bias
         if self.soft_cap > 0:
@@ -95,22 +111,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature, soft_cap, rows = ctx.options
         head, needs = _Head(weight, bias, temperature, soft_cap), ctx.needs_input_grad
         head.allocate(rows, len(hidden), grad_entropy is not None)
-        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_hidden = torch.empty_like(hidden, dtype=head.weight.dtype) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=head.math) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=head.math) if needs[2] else None
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             grad = _grad_logits(head, hidden[part], targets[part, None], norms[part, None], _column(entropies, part),
                                 _column(grad_logprobs, part), _column(grad_entropy, part))
-            if grad_hidden is not None:
-                torch.mm(grad.to(weight.dtype), weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[part].to(head.math))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+            operand = grad.to(head.weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(operand, head.weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_matmul(grad_weight, operand.t(), hidden[part].to(operand.dtype))
+        return (_as(grad_hidden, hidden), _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None, None)
+
+
+def _as(grad: Tensor | None, of: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(of.dtype)
 
 
 def _column(x: Tensor | None, part: slice) -> Tensor | None:
@@ -134,19 +153,15 @@ def _grad_logits(head: _Head, hidden: Tensor, targets: Tensor, norm: Tensor, ent
     return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
 
 
-def chunked_logprobs(hidden: Tensor,
-                     weight: Tensor,
-                     targets: Tensor,
-                     temperature: float = 1.0,
-                     bias: Tensor | None = None,
-                     chunk_mib: float = 256,
-                     entropy: bool = True,
+def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
+                     bias: Tensor | None = None, chunk_mib: float = 256, entropy: bool = True,
                      soft_cap: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """``p = log_softmax((hidden @ weight.T + bias).float() / temperature); (p[i, targets[i]], -(p.exp() * p).sum(-1))``
 
     Computed in chunks of rows whose temporaries together stay within ``chunk_mib``, and recomputed in the backward
     pass: the peak does not grow with N, and with V only by the weight and its gradient (accumulated in float32). The
-    log-probs are the same to the bit with and without the entropy.
+    log-probs are the same to the bit with and without the entropy. Products of half precision are summed up in float32
+    and not rounded; only the gradient of the logits is rounded to it, on CUDA, where it is an operand.
 
     Args:
         hidden: [N, H] states that choose the targets; float64 stays float64, everything else does its math in float32.

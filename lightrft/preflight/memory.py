@@ -9,7 +9,8 @@ from pathlib import Path
 from lightrft.config.schema import Config
 from lightrft.preflight.cost import GIB, MIB
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
-from lightrft.strategy.memory import gathered_weights, ModelSize, reduced_gradients, shares, STEP_BYTES, whole_gradients
+from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, shares, STEP_BYTES,
+                                      whole_gradients)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def memory(config: Config, world_size: int, size: ModelSize, device: Device,
     Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
     and are left out. What rests in host memory counts where it visits the device. Gradients exist only in an update.
     """
-    held = _trainer(config, world_size, size, device.total, critic)
+    held = _trainer(config, world_size, size, device, critic)
     held |= engine_memory(config, world_size, size, device.total, device.cuda)
     return {name: values for name, values in held.items() if any(values)}
 
@@ -68,28 +69,32 @@ def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
     return PHASES[phase], sums[phase], max(held, key=lambda name: held[name][phase])
 
 
-def _trainer(config: Config, world_size: int, size: ModelSize, device_bytes: int, critic: bool) -> dict[str, ByPhase]:
+def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, critic: bool) -> dict[str, ByPhase]:
     s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
     models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device * models for share in shares(s, world_size))
+    frozen, copied_once = frozen_width(s, world_size, m.bf16), not sharded
+    weights *= frozen / 4 if m.lora_rank and copied_once else 1
     adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
     adam *= not s.adam_offload
-    chunk, copies = m.logprob_chunk_mib * MIB, gathered_weights(s, world_size, size, m.bf16, m.gradient_checkpointing)
-    computing, updating = (models * copied for copied in copies)
-    whole = whole_gradients(s, world_size, size.total * trained, device_bytes)
+    chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
+    copies = gathered_weights(s, world_size, size, m.bf16, m.gradient_checkpointing)
+    computing, updating = (models * copied * (trained if copied_once else 1) for copied in copies)
+    resting = computing * copied_once
+    whole = whole_gradients(s, world_size, size.total * trained, device.total)
     reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
-    reference = 4 * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
+    reference = frozen * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {
-        "weights, float32": (weights * stays, *(weights, ) * 4),
+        "weights": (weights * stays, *(weights, ) * 4),
         "gradients, float32": (0, 0, *(gradients * trained, ) * 2, 0),
         "gradients, unsharded until the last micro-batch": (0, 0, models * whole, 0, 0),
         "gradients on their way to other ranks": (0, 0, reduced, 0, 0),
         "Adam state, float32": (adam * stays, adam, adam, adam + stepping, adam),
-        "weights gathered or cast for computing": (0, computing, updating, 0, 0),
-        "reference, float32": (reference * stays, *(reference, ) * 4),
+        "weights gathered or cast for computing": (resting * stays, computing, updating, resting, resting),
+        "reference": (reference * stays, *(reference, ) * 4),
         "logits of one chunk": (0, chunk, chunk, 0, 0),
         "bucket of full weights": (0, 0, 0, 0, bucket),
     }  # yapf: disable

@@ -3,7 +3,6 @@
 Everything above this layer sees full semantics: losses are *sums over ranks* (each rank back-propagates its share of
 one global loss), parameters have their Hugging Face names, and world size 1 needs no branch.
 """
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
+from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.optimizer import (HostBuffers, LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local,
                                          own_slice, set_schedule_step, squared_norm)
 
@@ -30,6 +30,12 @@ class Prepared:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None  # torch.optim.lr_scheduler.LambdaLR, where there is an optimizer
+    copy: ComputeCopy | None = None  # of the weights, where the model computes with one
+
+    def refresh(self) -> None:
+        """Let the model compute with weights that have changed."""
+        if self.copy is not None:
+            self.copy.refresh()
 
 
 @runtime_checkable
@@ -47,18 +53,6 @@ def default_dtype(dtype: torch.dtype) -> ExitStack:
     stack.enter_context(torch.device("cpu"))
     torch.set_default_dtype(dtype)
     return stack
-
-
-def autocast(model: nn.Module, device_type: str) -> None:
-    """Let the forward pass of ``model`` compute in bfloat16 where that is safe; its weights stay as they are."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    model.forward = wrapped
 
 
 def untied_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -144,6 +138,7 @@ class StrategyBase(ABC):
         if math.isfinite(norm):
             clip(grads, norm, max_norm)
             self._update(prepared)
+            prepared.refresh()
             prepared.scheduler.step()
         self.discard_gradients(prepared)
         return norm
@@ -245,6 +240,8 @@ class StrategyBase(ABC):
         """Move parameters, gradients and optimizer state to host memory."""
         if prepared.optimizer is not None:
             trained(prepared).offload()
+        if prepared.copy is not None:
+            prepared.copy.free()
         self._move(prepared, torch.device("cpu"))
         self.host.wait()
         if self.device.type == "cuda":
@@ -253,6 +250,8 @@ class StrategyBase(ABC):
     def reload(self, prepared: Prepared) -> None:
         """Undo :meth:`offload`; with ``--adam_offload`` the optimizer state stays in host memory."""
         self._move(prepared, self.device)
+        if prepared.copy is not None:
+            prepared.copy.make()
         if prepared.optimizer is not None:
             trained(prepared).reload()
 
@@ -287,6 +286,7 @@ class StrategyBase(ABC):
             for key, target in own.items():
                 if key != "schedule/step":
                     target.copy_(state[key])
+        prepared.refresh()
         if prepared.optimizer is not None:
             set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
 

@@ -87,8 +87,8 @@ def wrapped_hf(model: nn.Module) -> Pretrained:
 
 def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None,
                 dtype: torch.dtype | None) -> None:
-    """Write the full parameters of ``stream``, the config and the generation config to the HF folder ``path``. A rank
-    without a ``path`` takes part in gathering only."""
+    """Write the full parameters of ``stream``, the config and the generation config to the HF folder ``path``, in
+    ``dtype`` (default: at least float32). A rank without a ``path`` takes part in gathering only."""
     hf = wrapped_hf(model)
     if path is None:
         for _ in stream:
@@ -97,7 +97,7 @@ def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Pa
     path.mkdir(parents=True, exist_ok=True)
     writer = SafetensorsWriter(path)
     for name, tensor in stream:
-        kept = tensor.to("cpu", dtype or tensor.dtype)
+        kept = tensor.to("cpu", dtype or torch.promote_types(tensor.dtype, torch.float32))
         writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
     writer.close()
     _write_config(hf.get_base_model() if isinstance(hf, WithAdapters) else hf, path, dtype)

@@ -50,6 +50,11 @@ def reduced_gradients(s: StrategyConfig, world_size: int, size: ModelSize, train
     return 4 * buffers * min(trained, REDUCED_AT_ONCE) * (chosen == "deepspeed" and s.zero_stage > 0)
 
 
+def frozen_width(s: StrategyConfig, world_size: int, bf16: bool) -> float:
+    """Return the bytes per weight of a model that is not trained; FSDP2 keeps it in float32."""
+    return 2.0 if bf16 and s.resolved(world_size) != "fsdp" else 4.0
+
+
 def gathered_weights(s: StrategyConfig, world_size: int, size: ModelSize, bf16: bool,
                      gradient_checkpointing: bool) -> tuple[float, float]:
     """Return the bytes of weights that are gathered or cast, in a pass without gradients and in an update.

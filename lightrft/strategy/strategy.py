@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.base import Prepared, StrategyBase, autocast
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
+from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
 from lightrft.strategy.optimizer import OptimSpec, create_optimizer, create_scheduler
 from lightrft.utils.errors import UserError
 from lightrft.utils.gpu import rank_device
@@ -32,13 +33,15 @@ class SingleProcessStrategy(StrategyBase):
 
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
         """Place ``model`` on the device; ``shard_size`` has no meaning on one rank."""
-        model.to(self.device)
-        if self.bf16:
-            autocast(model, self.device.type)
         if optim is None:
-            return Prepared(model.requires_grad_(False))
+            model.requires_grad_(False)
+        if self.bf16:
+            round_frozen(model)
+        model.to(self.device)
+        if optim is None:
+            return Prepared(model)
         optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
-        return Prepared(model, optimizer, create_scheduler(optimizer, optim))
+        return Prepared(model, optimizer, create_scheduler(optimizer, optim), ComputeCopy(model) if self.bf16 else None)
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """Return a copy; sums of bool are int64."""

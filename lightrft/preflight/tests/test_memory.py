@@ -21,14 +21,25 @@ def held(world_size=2, room=GPU, critic=False, **values):
 def test_one_process_with_the_hf_engine():
     assert held(1) == {"weights": (4000, ) * 5, "gradients": (0, 0, 4000, 4000, 0),
                        "Adam state": (8000, ) * 5}  # yapf: disable
-    assert held(1, bf16=True)["weights gathered or cast for computing"] == (0, 2000, 2000, 0, 0)
+    assert held(1, bf16=True)["weights gathered or cast for computing"] == (2000, ) * 5, "one copy, which stays"
     assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
     assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0, 0)
 
 
+def test_what_is_not_trained_takes_two_bytes_in_bfloat16():
+    """Without a copy beside it; FSDP2 keeps it in float32, and ZeRO-3 the base of adapters."""
+    half, zero, copy = {"bf16": True}, {"bf16": True, "strategy": "deepspeed"}, "weights gathered or cast for computing"
+    for ranks, options, base, reference, copies in ((1, half, 2000, 2000, False), (2, half, 2000, 2000, True),
+                                                    (2, zero, 2000, 2000, False), (2, zero | {"zero_stage": 3}, 2000,
+                                                                                   1000, True)):
+        found = held(ranks, lora_rank=4, **options)
+        assert found["weights"] == (base, ) * 5 and (copy in found) is copies
+        assert held(ranks, init_kl_coef=0.1, **options)["reference"] == (reference, ) * 5
+
+
 def test_sharded_over_two_ranks():
     found = memory(build(Config, {}), 2, SIZE, GPU)
-    assert found["weights, float32"] == (2000, ) * 5
+    assert found["weights"] == (2000, ) * 5
     assert "gradients, unsharded until the last micro-batch" not in found, "4000 bytes are more than an eighth"
     assert found["gradients on their way to other ranks"] == (0, 0, 2 * 4 * 200, 0, 0)
     assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0, 0)
@@ -106,8 +117,14 @@ def test_the_phase_that_takes_most():
     config = build(Config, VLLM | {"logprob_chunk_mib": 1})
     assert peak(memory(config, 2, SIZE, GPU)) == ("backward", 2000 + 4000 + 2000 + 1600 + 1600 + 2**20,
                                                   "logits of one chunk")  # yapf: disable
-    config = build(Config, VLLM | {"logprob_chunk_mib": 0, "engine_mem_util": 0.9, "sync_bucket_mib": 0})
-    assert peak(memory(config, 2, SIZE, GPU))[:2] == ("generation", 2000 + 4000 + 9000)
+    config = build(Config, VLLM | {"logprob_chunk_mib": 1, "engine_mem_util": 0.9, "sync_bucket_mib": 0})
+    room = Device("cuda:0", 10 << 20, 10 << 20)
+    assert peak(memory(config, 2, SIZE, room))[:2] == ("generation", 2000 + 4000 + 0.9 * (10 << 20))
+
+
+def test_chunks_of_logits_fill_the_device():
+    for room, mib in ((HOST, 256), (Device("cuda:0", 80 * GIB, 80 * GIB), 1280)):
+        assert memory(build(Config, {}), 1, SIZE, room)["logits of one chunk"] == (0, mib << 20, mib << 20, 0, 0)
 
 
 def test_the_table():
@@ -116,7 +133,7 @@ def test_the_table():
     rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
     assert lines[1].split() == ["generation", "log-probs", "backward", "optimizer", "weight", "sync"]
     assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "0.00", "8.00"]
-    assert rows["together"] == ["16.00", "7.85", "11.45", "8.00", "16.50"]
+    assert rows["together"] == ["16.00", "7.91", "11.51", "8.00", "16.50"]
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     lines = memory_lines(build(Config, VLLM | {"offload_during_rollout": True}), 2, size, GPU)
     assert lines[-1].endswith("--sync_proof fingerprint spares it")

@@ -89,7 +89,7 @@ def test_report_names_every_option_and_its_provenance(tmp_path: Path) -> None:
 def test_report_with_a_known_model() -> None:
     size = ModelSize(GIB, GIB // 10, GIB // 5)
     text = "\n".join(memory_lines(Config(), 2, size, UNKNOWN))
-    assert "weights, float32" in text and "GiB per rank" in text
+    assert "  weights  " in text and "GiB per rank" in text
     text = time_line(Config(), 2, size, "NVIDIA H200")
     assert "about" in text and "H200 at 40% of 989" in text, text
     assert "a CPU" in time_line(Config(), 1, SIZE, ""), "a CPU has no estimate"

@@ -18,6 +18,7 @@ from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Re
                                      stop_ids)
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.weight_sync.sync import checked
+from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.optimizer import is_whole
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
@@ -26,14 +27,13 @@ _MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def _inference(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
+def _inference(model: nn.Module) -> Iterator[None]:
     """Context of evaluation mode without gradients; afterwards every submodule has its former mode again."""
     training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device.type
     for module in training:
         module.training = False
     try:
-        with torch.no_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        with torch.no_grad():
             yield
     finally:
         for module in training:
@@ -57,19 +57,18 @@ class HFEngine:
         kv_bytes: most bytes of key-value cache; 0 takes ``1 / share`` of a quarter of the device's memory (of all of
             it, not of what is free: a resumed run then batches as the first one did, to the last bit).
         owns_model: the model is this engine's own copy, filled by :meth:`update_weights`; else it is the trainer's.
-        autocast: compute dtype when it differs from that of the weights.
         share: engines that share this device's memory.
     """
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
-                 autocast: torch.dtype | None = None, share: int = 1) -> None:
+                 share: int = 1) -> None:
         config: Any = hf_model.config
         if config._attn_implementation != "packed":
             raise ValueError(f"the HF engine needs a model with attn_implementation='packed', "
                              f"not {config._attn_implementation!r}")
         self.model: Any = hf_model
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kv_bytes, self.owns_model, self.autocast, self.share = kv_bytes, owns_model, autocast, share
+        self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
         self.weight_version = 0
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
@@ -89,7 +88,7 @@ class HFEngine:
         if not requests:
             return []
         collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
-        with _inference(self.model, self.autocast):
+        with _inference(self.model):
             cache = self._cache_for(requests, params)
             return Generation(self.model, cache, collector, params, self._stop_mask(params)).run()
 
@@ -145,15 +144,15 @@ class HFEngine:
 
     def shared_storage(self) -> set[int]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`."""
-        return set() if self.owns_model else {parameter.data_ptr() for parameter in self.model.parameters()}
+        return set() if self.owns_model else {weight.data_ptr() for _, weight in compute_weights(self.model)}
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`; every weight can be read."""
-        return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        return {name: weight.dtype for name, weight in compute_weights(self.model)}
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`."""
-        held = dict(self.model.named_parameters(remove_duplicate=False))
+        held = dict(compute_weights(self.model))
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
@@ -187,8 +186,7 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
     sharded = not all(map(is_whole, source.parameters()))
     model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
-    return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded,
-                    autocast=torch.bfloat16 if bf16 and not sharded else None, share=share)
+    return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -44,7 +44,6 @@ class _Probe:
         if key.shape != value.shape:
             raise UserError(f"the HF engine needs keys and values of one shape, "
                             f"got {list(key.shape)} and {list(value.shape)}")
-        # under autocast keys are float32 and attention casts them, so the dtype is that of the values
         self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
         return query.transpose(1, 2)
 
@@ -149,8 +148,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right)
     if left.is_cuda:
         return torch.bmm(left, right, out_dtype=torch.float32)
-    with torch.autocast(left.device.type, enabled=False):
-        return torch.bmm(left.float(), right.float())
+    return torch.bmm(left.float(), right.float())
 
 
 class Decode:

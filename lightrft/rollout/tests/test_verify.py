@@ -52,6 +52,7 @@ class Rig:
         with torch.no_grad():
             for parameter in self.prepared.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+        self.prepared.refresh()
 
     def sync(self):
         self.version += 1
@@ -143,6 +144,17 @@ def test_shared_weights_are_proven_by_their_addresses(folder, monkeypatch):
         rig.sync()
     rig.engine.model = copy.deepcopy(rig.engine.model)
     with pytest.raises(WeightSyncError, match="model.embed_tokens.weight is not shared"):
+        rig.sync()
+
+
+def test_a_shared_copy_is_compared_with_the_weights(folder):
+    rig = Rig(folder, bf16=True, shared=True)
+    rig.sync()
+    rig.learn()
+    assert rig.sync()
+    with torch.no_grad():
+        rig.prepared.model.hf_model.model.layers[1].mlp.up_proj._parameters["weight"].mul_(2)
+    with pytest.raises(WeightSyncError, match=r"layers.1.mlp.up_proj.weight \(layer 1\) was not rounded again"):
         rig.sync()
 
 

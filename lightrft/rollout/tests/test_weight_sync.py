@@ -66,7 +66,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_the_weights(folder):
     half = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
     assert engine._spec.dtype == torch.bfloat16, "the cache is not in bfloat16"
     assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
-    full = ranks.flat(engine_of(folder, strategy, prepared).generate(ranks.REQUESTS, ranks.PARAMS))
+    full = ranks.flat(engine_of(folder, *prepare(folder)).generate(ranks.REQUESTS, ranks.PARAMS))
     assert not ranks.equal(half, full), "bf16 changes nothing"
 
 

@@ -18,6 +18,7 @@ from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
 from lightrft.ops.rounding import Arithmetic, engine_arithmetic, has_experts
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
 from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.optimizer import ParamSlice
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import ExpectedError
@@ -38,7 +39,8 @@ class WeightSyncError(ExpectedError, RuntimeError):
 class Fingerprints:
     """Comparison of every weight that the engine can read with the trainer's.
 
-    An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared.
+    An engine that computes with the trainer's own tensors cannot hold other values: there the addresses are compared,
+    and where both compute with one bfloat16 copy of the weights, this copy with the weights.
     With LoRA most engines get weights that the trainer never holds (merged ones); their fingerprints are taken from the
     stream on its way to the engine (:meth:`watch`), on rank 0.
     """
@@ -121,10 +123,11 @@ class Fingerprints:
     def _elsewhere(self) -> str | None:
         """Describe the first of the trainer's weights that the engine should share but does not compute with."""
         addresses = self.engine.shared_storage()
-        for name, parameter in self.prepared.model.named_parameters():
-            if parameter.data_ptr() not in addresses:
+        for name, weight in compute_weights(self.prepared.model):
+            if weight.data_ptr() not in addresses:
                 return f"{_with_layer(name)} is not shared: the engine computes with another tensor"
-        return None
+        stale = self.prepared.copy.stale() if self.prepared.copy else []
+        return f"{_with_layer(stale[0])} was not rounded again: both compute with older weights" if stale else None
 
     def _likely(self, name: str, value: int, before: dict[str, int]) -> str:
         if before.get(name) == value:

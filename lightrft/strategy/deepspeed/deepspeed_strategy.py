@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
-from lightrft.strategy.base import Prepared, autocast, untied_state
+from lightrft.strategy.base import Prepared, untied_state
 from lightrft.strategy.deepspeed import Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
+from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -40,8 +41,9 @@ def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, confi
 def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> dict[str, Any]:
     """DeepSpeed's configuration for a model of ``numel`` parameters.
 
-    Everything is float32, bfloat16 is left to autocast: DeepSpeed's own bf16 mode rounds the weights before it copies
-    them, and its autocast mode sums gradients in bfloat16. Batches, clipping and the schedule are the strategy's.
+    Everything is float32, bfloat16 is left to :mod:`lightrft.strategy.mixed_precision`: DeepSpeed's own bf16 mode
+    rounds the weights before it copies them, and its autocast mode sums gradients in bfloat16. Batches, clipping and
+    the schedule are the strategy's.
     """
     zero: dict[str, Any] = {
         "stage": cfg.zero_stage,
@@ -102,11 +104,13 @@ class DeepspeedStrategy(DistributedStrategy):
     def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
         """Pass ``model`` to DeepSpeed. A model that is not trained is divided with stage 3 only; ``shard_size`` has no
         meaning."""
-        if self.bf16:
-            autocast(model, self.device.type)
+        divided = self.cfg.zero_stage == 3
         if optim is None:
             model.requires_grad_(False)
-            return Prepared(model.to(self.device) if self.cfg.zero_stage < 3 else self._engine(model, None).module)
+        if self.bf16 and (optim is None or not divided):  # stage 3 joins weights of one type only
+            round_frozen(model)
+        if optim is None:
+            return Prepared(self._engine(model, None).module if divided else model.to(self.device))
         kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
         offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
         optimizer = kind(model.named_parameters(), optim, fused=True, offloaded=offloaded)
@@ -114,7 +118,9 @@ class DeepspeedStrategy(DistributedStrategy):
         engine = self._engine(model, optimizer)
         if isinstance(optimizer, ZeroAdamW):
             optimizer.partitions = self._partitions(engine.optimizer, optimizer)
-        return Prepared(model, optimizer, scheduler)
+        if self.bf16 and divided:
+            round_in_passes(model)
+        return Prepared(model, optimizer, scheduler, ComputeCopy(model) if self.bf16 and not divided else None)
 
     def _engine(self, model: nn.Module, optimizer: LocalAdamW | None) -> Any:
         numel = sum(param.numel() for param in model.parameters())
@@ -210,6 +216,7 @@ class DeepspeedStrategy(DistributedStrategy):
             moments = {key[6:]: value for key, value in state.items() if key.startswith("optim/")}
             partitions.load_moments(prepared.optimizer, moments, self.device)
             set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
+        prepared.refresh()
 
     def _load_weights(self, prepared: Prepared, state: dict[str, Tensor]) -> None:
         self.free_full(prepared.model)

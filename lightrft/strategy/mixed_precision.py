@@ -1,0 +1,123 @@
+"""Computing in bfloat16 with float32 master weights, for models that are whole on one device, and for ZeRO-3.
+
+The parameters of a model stay what they are: float32, under their names, read by the optimizer, checkpoints and
+exports. Its modules compute with another tensor, found under the same attribute: an entry in the ``__dict__`` of a
+module hides the parameter of that name. So the forward pass, a recomputed one and generation read bfloat16, and
+autograd leads from there to the gradient of the parameter: one bfloat16 gradient per backward pass, added up in
+float32, as FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` does.
+"""
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COMPUTE = torch.bfloat16
+
+
+class _Rounded(torch.autograd.Function):
+    """``copy``, which holds the rounded ``master``; the gradient goes to the master, in its type."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
+        return copy.detach()  # shares storage and version: a copy that is written between the passes is noticed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+
+Slot = tuple[nn.Module, str, nn.Parameter]  # module, attribute, value
+
+
+def _own_slots(module: nn.Module) -> list[Slot]:
+    """The float32 parameters of ``module`` itself."""
+    found = module._parameters.items()
+    return [(module, name, param) for name, param in found if param is not None and param.dtype == torch.float32]
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    """The float32 parameters of ``model``; a tied one comes several times."""
+    for module in model.modules():
+        yield from _own_slots(module)
+
+
+def compute_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that passes of ``model`` read, under the names of its parameters; tied ones come several times."""
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield f"{prefix}.{name}".lstrip("."), getattr(module, name)
+
+
+def round_frozen(model: nn.Module) -> None:
+    """Turn what is not trained into bfloat16 for good: no update needs more digits than the passes read."""
+    for _, _, param in _slots(model):
+        if not param.requires_grad:
+            param.data = param.data.to(COMPUTE)
+
+
+def round_in_passes(model: nn.Module) -> None:
+    """Let every module compute in bfloat16 with weights that are whole only during its own pass, as with ZeRO-3.
+
+    They are rounded in each pass, and again where it is recomputed. What a pass reads of another module stays float32.
+    """
+    for module in model.modules():
+        if module._parameters:
+            module.register_forward_pre_hook(_show)
+            module.register_forward_hook(_hide, always_call=True)
+
+
+def _show(module: nn.Module, _args: Any) -> None:
+    vars(module).update({name: param.to(COMPUTE) for _, name, param in _own_slots(module)})
+
+
+def _hide(module: nn.Module, _args: Any, _output: Any) -> None:
+    for name in module._parameters:
+        vars(module).pop(name, None)
+
+
+class ComputeCopy:
+    """One bfloat16 copy of the float32 weights of ``model``, with which it computes from now on.
+
+    The copy is written in place by :meth:`refresh` alone, so threads that compute meanwhile share nothing else.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.masters: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        self.make()
+
+    def make(self) -> None:
+        """Make the copy, where the weights are now."""
+        self.free()
+        shown: dict[nn.Parameter, Tensor] = {}
+        for module, name, param in _slots(self.model):
+            if param not in shown:
+                copy = param.detach().to(COMPUTE)
+                self.masters.append(param)
+                self.copies.append(copy)
+                with torch.enable_grad():
+                    shown[param] = _Rounded.apply(param, copy)
+            vars(module)[name] = shown[param]
+
+    def free(self) -> None:
+        """Drop the copy; until :meth:`make`, the model must not compute."""
+        for module, name, _ in _slots(self.model):
+            vars(module).pop(name, None)
+        self.masters, self.copies = [], []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the weights again, after they have changed."""
+        torch._foreach_copy_(self.copies, self.masters)
+
+    @torch.no_grad()
+    def stale(self) -> list[str]:
+        """Names of the weights whose copy is not what they are when rounded; one answer from the device."""
+        if not self.copies:
+            return []
+        wrong = torch.stack([(copy != param.to(COMPUTE)).any() for copy, param in zip(self.copies, self.masters)])
+        names: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
+        return [names[self.masters[index]] for index in wrong.nonzero()[:, 0].tolist()]
