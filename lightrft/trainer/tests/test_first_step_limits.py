@@ -205,3 +205,11 @@ def test_the_limits_in_the_docs():
     assert row(text, "float32, CPU")[:2] == list(exact.engine_limits().values())
     assert re.search(r"largest: 0, on other packs (\S+) \|$", text, re.MULTILINE)[1] == "1e-3"
     assert exact.pass_limits(False) == {"": 1e-3} and exact.pass_limits(True) == {"": 0.0}
+
+
+@pytest.mark.parametrize("device,kind,experts,limits", [
+    ("cpu", "float32", False, (1e-3, 1e-4)), ("cuda", "float32", False, (1e-3, 1e-4)),
+    ("cuda", "tf32", False, (0.02, 5e-3)), ("cuda", "bf16", True, (0.8, 0.2))])  # yapf: disable
+def test_canaries_have_the_limits_of_the_same_arithmetic(device, kind, experts, limits):
+    """The first gap: 1e-3 or four times the limit of the mean, the larger one; later ones at least that limit."""
+    assert Arithmetic(device, kind, experts).canary_limits() == pytest.approx(limits)
