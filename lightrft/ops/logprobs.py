@@ -28,6 +28,15 @@ def _add_matmul(out: Tensor, left: Tensor, right: Tensor) -> None:
         total += _matmul(rows, right, room[:len(rows)])
 
 
+def full_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``hidden @ weight.T + bias`` [..., V] as :func:`chunked_logprobs` has it: float32, of half precision too;
+    no gradient."""
+    head = _Head(weight, bias, 1.0, 0.0)
+    rows = hidden.flatten(0, -2)
+    head.allocate(len(rows), len(rows), False)
+    return head.logits(rows).unflatten(0, hidden.shape[:-1])
+
+
 class _Head:
     """Logits of a slice of rows: operands in the dtype of the inputs, sums and all that follows in ``math`` precision.
 

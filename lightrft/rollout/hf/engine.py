@@ -12,6 +12,7 @@ from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.ops.logprobs import full_logits
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
@@ -28,14 +29,18 @@ _MIB = 1 << 20
 
 @contextlib.contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
-    """Context of evaluation mode without gradients; afterwards every submodule has its former mode again."""
+    """Context of evaluation mode without gradients, in which the logits are those of the trainer: not rounded to
+    bfloat16. Afterwards every submodule has its former mode again, and the head computes as before."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
+    vars(head)["forward"] = lambda hidden: full_logits(hidden, head.weight, head.bias)
     try:
         with torch.no_grad():
             yield
     finally:
+        del vars(head)["forward"]
         for module in training:
             module.training = True
 

@@ -9,6 +9,7 @@ from lightrft.models import attention
 from lightrft.models.loader import load_actor, load_critic, load_tokenizer
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.engines import get_engine
+from lightrft.rollout.hf.engine import _inference
 from lightrft.strategy.mixed_precision import compute_weights, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
@@ -77,6 +78,18 @@ def test_attention_gets_bfloat16_from_passes_and_generation(folder, options, mon
     assert seen == {(HALF, HALF, HALF)} and all(values.dtype == torch.float32 for values in found)
     engine.generate([Request([5, 6, 7], [1])], SamplingParams(2))
     assert seen == {(HALF, HALF, HALF)} and engine._spec.dtype == HALF
+
+
+def test_the_engine_has_the_logits_of_the_trainer(folder):
+    """Of the copy, in float32: rounded to bfloat16 they would be off by 2^-9 of their size."""
+    _, prepared = actor_of(folder)
+    hf, exp = prepared.model.hf_model, naive_model.experience([30])
+    head, trained = hf.get_output_embeddings(), prepared.model(exp)[0][exp.loss_mask]
+    with _inference(hf):
+        logits = hf(**prepared.model.modality.inputs(exp)).logits[0]
+    assert logits.dtype == torch.float32 and "forward" not in vars(head)
+    logprobs = logits.log_softmax(-1)[:-1].gather(-1, exp.token_ids[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs[exp.loss_mask[1:]], trained[-int(exp.loss_mask[1:].sum()):], atol=1e-5, rtol=0)
 
 
 def test_a_critic_computes_in_bfloat16(folder, monkeypatch):
