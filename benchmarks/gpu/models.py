@@ -91,23 +91,32 @@ def write_prompts(setting: Setting) -> Path:
     return path
 
 
-@contextmanager
-def open_trainer(setting: Setting, prompts: int, samples: int, new_tokens: int, steps: int) -> Iterator[SPMDPPOTrainer]:
-    """Open the trainer of a run in bfloat16; under torchrun on every rank. The final export is left out.
+def trainer_flags(setting: Setting, prompts: int, samples: int, new_tokens: int, steps: int) -> list[str]:
+    """Return the options of a run in bfloat16, without its model and data.
 
     Args:
         prompts, samples: of a step, which makes one optimizer step.
         new_tokens: length of the responses, which random models hardly ever end before.
     """
-    flags = (f"--save_path {setting.scratch}/run --engine_type {setting.engine} --engine_tp_size {setting.tp} --bf16 "
-             f"--rollout_batch_size {prompts} --n_samples_per_prompt {samples} --train_batch_size {prompts * samples} "
-             f"--prompt_max_len 128 --generate_max_len {new_tokens} --max_steps {steps} --disable_ckpt --reward "
-             f"{REWARD}:compute_score --reward_probe False --actor_learning_rate 1e-6 --lr_scheduler constant").split()
+    flags = (f"--save_path {setting.scratch}/run --engine_type {setting.engine} --bf16 --rollout_batch_size {prompts} "
+             f"--n_samples_per_prompt {samples} --train_batch_size {prompts * samples} --prompt_max_len 128 "
+             f"--generate_max_len {new_tokens} --max_steps {steps} --disable_ckpt --reward {REWARD}:compute_score "
+             "--reward_probe False --actor_learning_rate 1e-6 --lr_scheduler constant").split()
+    flags += ["--engine_tp_size", str(setting.tp)] if setting.tp > 1 else []
     flags += ["--lora_rank", "16"] if setting.size in LORA else []
     flags += ["--gradient_checkpointing"] if setting.recompute else []
-    if setting.size in LORA and setting.engine != "hf":
-        flags += ["--engine_mem_util", "0.4"]  # it starts while the trainer's weights are on the device
-    flags += ["--engine_kv_mib", "64"] if setting.reduced else []
+    if setting.reduced:
+        return [*flags, "--engine_kv_mib", "64"]
+    # a large engine starts while the trainer's weights are on the device
+    small = setting.size in LORA and setting.engine != "hf"
+    return [*flags, "--engine_mem_util", "0.4"] if small else flags
+
+
+@contextmanager
+def open_trainer(setting: Setting, prompts: int, samples: int, new_tokens: int, steps: int) -> Iterator[SPMDPPOTrainer]:
+    """Open the trainer of a run; under torchrun on every rank. The final export is left out. For the arguments see
+    :func:`trainer_flags`."""
+    flags = trainer_flags(setting, prompts, samples, new_tokens, steps)
     flags += ["--pretrain", str(model_folder(setting)), "--prompt_data", str(write_prompts(setting))]
     parsed = parse_config(flags, "python -m benchmarks.gpu")
     with training_session(parsed) as session:
