@@ -43,4 +43,5 @@ setup(
     packages=find_packages(include=["lightrft", "lightrft.*"], exclude=["*.tests", "*.tests.*"]),
     install_requires=CORE,
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["lightrft = lightrft.cli.main:main"]},
 )

@@ -68,11 +68,14 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
 def _unknown_words(words: list[str], known: list[str]) -> list[str]:
     """One sentence per unknown flag: the remedy for a flag of the original LightRFT, or the nearest known flag."""
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
-    if not flags:
-        return [f"unexpected value {word!r}: options are given as --name value" for word in words]
+    if not flags:  # verl's options are words such as actor_rollout_ref.rollout.n=8
+        theirs = [refusal(word.lstrip("+").partition("=")[0], known) for word in words]
+        return [text or f"unexpected value {word!r}: options are given as --name value"
+                for word, text in zip(words, theirs)]  # yapf: disable
     names = [flag.removeprefix("--") for flag in flags]
     return [
-        refusal(name) or f"unknown flag --{name}{did_you_mean(name.replace('-', '_'), known, '--')}" for name in names
+        refusal(name, known) or f"unknown flag --{name}{did_you_mean(name.replace('-', '_'), known, '--')}"
+        for name in names
     ]
 
 

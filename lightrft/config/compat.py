@@ -1,4 +1,6 @@
-"""Flags of the original LightRFT that are not options here: translated, or refused with the remedy."""
+"""Flags of LightRFT, TRL, ms-swift and verl that are not options here: translated, or refused with the remedy."""
+import re
+from collections.abc import Container
 from typing import Any
 
 # flag -> (option, value)
@@ -76,7 +78,126 @@ REFUSED: dict[str, str] = {
     "print_replay_buffer_stats": "rollout statistics are in the step table and metrics.jsonl; use --logging_steps",
 }
 
+_BATCH = "--train_batch_size: samples per optimizer step, over all ranks and micro-batches"
+_MICRO = "--micro_train_batch_size or --max_tokens_per_micro_batch"
+_CLIP = "--eps_clip and --eps_clip_high"
+_KL = "--init_kl_coef, with --use_kl_loss for a KL in the loss"
+_RANKS = "torchrun: --nproc-per-node, --nnodes"
 
-def refusal(name: str) -> str | None:
-    """Explain why the original's flag ``name`` (without dashes) is refused, and what to use; ``None`` if it is not."""
-    return f"--{name} is not an option here: {REFUSED[name]}" if name in REFUSED else None
+ELSEWHERE: dict[str, str] = {
+    # TRL, ms-swift
+    "model": "--pretrain",
+    "model_name_or_path": "--pretrain",
+    "num_generations": "--n_samples_per_prompt",
+    "generation_batch_size": "--rollout_batch_size, which counts prompts",
+    "per_device_train_batch_size": f"{_BATCH}; {_MICRO} bounds one forward pass",
+    "gradient_accumulation_steps": _BATCH,
+    "num_iterations": "--max_epochs",
+    "num_train_epochs": "--num_episodes",
+    "max_completion_length": "--generate_max_len",
+    "max_prompt_length": "--prompt_max_len",
+    "learning_rate": "--actor_learning_rate",
+    "beta": _KL,
+    "epsilon": "--eps_clip",
+    "epsilon_high": "--eps_clip_high",
+    "delta": "--dual_clip",
+    "scale_rewards": "--advantage_estimator group_norm or dr_grpo",
+    "loss_type": "--loss_agg_mode and --policy_loss",
+    "multi_objective_aggregation": "--advantage_estimator gdpo",
+    "importance_sampling_level": "--policy_loss gspo",
+    "reward_funcs": "--reward",
+    "reward_weights": "--reward name=weight",
+    "max_grad_norm": "--max_norm",
+    "weight_decay": "--l2",
+    "warmup_ratio": "--lr_warmup_ratio",
+    "output_dir": "--save_path",
+    "save_total_limit": "--max_ckpt_num",
+    "resume_from_checkpoint": "--load_checkpoint",
+    "mask_truncated_completions": "--mask_truncated",
+    "top_entropy_quantile": "--high_entropy_token_ratio",
+    "use_adaptive_entropy": "--entropy_target",
+    "vllm_importance_sampling_mode": "--rollout_correction",
+    "vllm_importance_sampling_clip_min": "--correction_low",
+    "vllm_importance_sampling_clip_max": "--correction_high",
+    "use_vllm": "--engine_type vllm",
+    "vllm_mode": "--engine_type vllm, which shares the GPUs of training",
+    "vllm_gpu_memory_utilization": "--engine_mem_util",
+    "vllm_tensor_parallel_size": "--engine_tp_size",
+    "dataset": "--prompt_data",
+    "dataset_name": "--prompt_data",
+    "dataset_path": "--prompt_data",
+    "report_to": "--use_tensorboard, --use_wandb or --use_trackio",
+    "run_name": "--wandb_run_name",
+    "rlhf_type": "python -m lightrft.cli.train",
+    "train_type": "--lora_rank for LoRA",
+    "deepspeed": "--strategy deepspeed with --zero_stage",
+    # verl, without actor_rollout_ref
+    "data.train_files": "--prompt_data",
+    "data.val_files": "--eval_data",
+    "data.train_batch_size": "--rollout_batch_size",
+    "data.max_prompt_length": "--prompt_max_len",
+    "data.max_response_length": "--generate_max_len",
+    "actor.ppo_mini_batch_size": "--train_batch_size, which counts samples: multiply by --n_samples_per_prompt",
+    "actor.ppo_micro_batch_size_per_gpu": "--micro_train_batch_size",
+    "actor.ppo_max_token_len_per_gpu": "--max_tokens_per_micro_batch",
+    "actor.ppo_epochs": "--max_epochs",
+    "actor.optim.lr": "--actor_learning_rate",
+    "critic.optim.lr": "--critic_learning_rate",
+    "actor.clip_ratio": _CLIP,
+    "actor.clip_ratio_low": "--eps_clip",
+    "actor.clip_ratio_high": "--eps_clip_high",
+    "actor.clip_ratio_c": "--dual_clip",
+    "actor.entropy_coeff": "--entropy_coef",
+    "actor.use_kl_loss": "--use_kl_loss",
+    "actor.kl_loss_coef": _KL,
+    "actor.kl_loss_type": "--kl_estimator",
+    "actor.loss_agg_mode": "--loss_agg_mode",
+    "actor.policy_loss.loss_mode": "--policy_loss",
+    "rollout.n": "--n_samples_per_prompt",
+    "rollout.name": "--engine_type",
+    "rollout.temperature": "--temperature",
+    "rollout.top_p": "--top_p",
+    "rollout.tensor_model_parallel_size": "--engine_tp_size",
+    "rollout.gpu_memory_utilization": "--engine_mem_util",
+    "model.path": "--pretrain",
+    "algorithm.adv_estimator": "--advantage_estimator",
+    "algorithm.use_kl_in_reward": "--init_kl_coef without --use_kl_loss",
+    "algorithm.kl_ctrl.kl_coef": _KL,
+    "algorithm.kl_penalty": "--kl_estimator",
+    "actor.policy_loss.ppo_kl_coef": "--kl_cov_coef",
+    "algorithm.rollout_correction.rollout_is": "--rollout_correction",
+    "algorithm.rollout_correction.rollout_is_threshold": "--correction_high and --correction_low",
+    "algorithm.rollout_correction.bypass_mode": "--rollout_correction bypass",
+    "algorithm.norm_adv_by_std_in_grpo": "--advantage_estimator dr_grpo",
+    "algorithm.gamma": "--gamma",
+    "algorithm.lam": "--lambd",
+    "custom_reward_function.path": "--reward path.py:function",
+    "trainer.total_epochs": "--num_episodes",
+    "trainer.total_training_steps": "--max_steps",
+    "trainer.save_freq": "--save_steps",
+    "trainer.test_freq": "--eval_steps",
+    "trainer.val_before_train": "--eval_at_start",
+    "trainer.n_gpus_per_node": _RANKS,
+    "trainer.nnodes": _RANKS,
+    "trainer.default_local_dir": "--save_path",
+    "trainer.logger": "--use_tensorboard, --use_wandb or --use_trackio",
+    "trainer.resume_mode": "--load_checkpoint",
+}
+"""Names of other trainers (docs/coming_from.md) -> flags here."""
+
+
+def refusal(name: str, known: Container[str] = ()) -> str | None:
+    """Explain why a flag of another trainer, ``name`` (without dashes), is refused, and what to use instead.
+
+    Args:
+        known: options of the tree; a counterpart is named if it is one of them.
+
+    Returns:
+        None for a name that is not known, or has no counterpart in the tree.
+    """
+    if name in REFUSED:
+        return f"--{name} is not an option here: {REFUSED[name]}"
+    remedy = ELSEWHERE.get(name.removeprefix("actor_rollout_ref."), "")
+    flag = re.match(r"--(\w+)", remedy)
+    fits = remedy and (flag is None or flag[1] in known)
+    return f"{name} is not an option here; use {remedy}" if fits else None

@@ -43,7 +43,7 @@ def _unknown(key: Any, tree: type, group: str) -> str:
         return f"{group}.{key}: {key} belongs to the group {known[key].group}"
     if group:
         return f"unknown key {group}.{key}{did_you_mean(key, group_options(groups(tree)[group], group))}"
-    return refusal(key) or f"unknown key {key}{did_you_mean(key, [*known, *groups(tree)])}"
+    return refusal(str(key), known) or f"unknown key {key}{did_you_mean(key, [*known, *groups(tree)])}"
 
 
 class _Reader:

@@ -1,4 +1,5 @@
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, REFUSED
+from lightrft.config.compat import ALIASES, ELSEWHERE, REFUSED
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
@@ -227,3 +228,30 @@ def test_exit_code_of_a_real_process() -> None:
     code = "from lightrft.config.cli import parse_config; parse_config()"
     done = subprocess.run([sys.executable, "-c", code, "--sede", "1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "did you mean --seed" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_names_of_other_trainers_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only where the tree has the option, and never in place of one."""
+    known = options(Config)
+    for name, text in ELSEWHERE.items():
+        assert name not in known and name not in REFUSED
+        for flag in re.findall(r"--(\w+)", text):
+            assert flag in known or flag in ("nproc", "nnodes"), f"{name}: {flag}"
+    with pytest.raises(SystemExit):
+        parse_config(["--num_generations", "8", "actor_rollout_ref.rollout.n=8", "--nonsense", "1"])
+    with pytest.raises(SystemExit):
+        parse_config(["data.train_files=a", "word"])
+    with pytest.raises(SystemExit):
+        parse_config(["--num_train_epochs", "2"], tree=SFTConfig)
+    said = capsys.readouterr().err
+    assert "num_generations is not an option here; use --n_samples_per_prompt" in said
+    assert "data.train_files is not an option here; use --prompt_data" in said and "unexpected value 'word'" in said
+    assert "--num_episodes" not in said, "SFT has no such option"
+
+
+def test_the_page_for_newcomers_and_the_answers_agree() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    tables = page.split("## TRL")[1].split("## Differences")[0]
+    for row in re.findall(r"^\| (`.+?) \| (.+?) \|", tables, re.MULTILINE):
+        for name in re.findall(r"`(\w[\w.]+)[`=]", row[0]) if "no counterpart" not in row[1] else ():
+            assert name in ELSEWHERE or name in options(Config) or name == "sequence", name

@@ -1,0 +1,68 @@
+"""The command ``lightrft``: ``lightrft train | sft | doctor ...``; ``--nproc 8`` starts a process per GPU."""
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
+    "sft": ("lightrft.cli.train_sft", "supervised fine-tuning"),
+    "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
+}
+USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(
+    f"  {name:<8} {text}\n" for name, (_, text) in COMMANDS.items()) + """
+  --nproc N   start N processes on this machine, one per GPU; several machines: torchrun -m lightrft.cli.train
+
+lightrft COMMAND --help lists the options of a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Run the command line; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words else ""
+    if name in ("", "-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if name not in COMMANDS:
+        sys.stderr.write(f"lightrft: error: unknown command {name!r}\n{USAGE}")
+        return 2
+    module = COMMANDS[name][0]
+    ranks, rest = take_nproc(words)
+    if ranks:
+        return launch(ranks, module, rest)
+    return import_module(module).main(rest)
+
+
+def take_nproc(words: list[str]) -> tuple[str, list[str]]:
+    """Return the value of ``--nproc`` (empty without it), and the other words."""
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == "--nproc":
+            value = value if equals else "".join(words[i + 1:i + 2])
+            if not value.isdigit() or not int(value):
+                raise SystemExit(f"lightrft: error: --nproc {value}: expected the number of processes, such as 8")
+            return value, words[:i] + words[i + (1 if equals else 2):]
+    return "", words
+
+
+def launch(ranks: str, module: str, words: list[str]) -> int:
+    """Run ``python -m module`` on ``ranks`` processes, as ``torchrun --standalone`` does; return the exit code.
+
+    The ranks have reported their errors themselves, so the launcher adds nothing to them.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", "-m", module, *words]))
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return 128 - code if code < 0 else code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The command ``lightrft``: its commands, and what a user sees when several processes fail."""
+import subprocess
+import sys
+
+import pytest
+
+from lightrft.cli import main as command
+from lightrft.tests.support.launch import ROOT
+
+
+def run(*words):
+    """Run ``lightrft`` in a process."""
+    code = "import sys; from lightrft.cli.main import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200, cwd=ROOT)
+
+
+def test_every_command_shows_its_options(capsys):
+    assert command.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in command.COMMANDS)
+    for name in command.COMMANDS:
+        with pytest.raises(SystemExit) as done:
+            command.main([name, "--help"])
+        assert done.value.code == 0 and "--pretrain" in capsys.readouterr().out
+    assert command.main(["trian"]) == 2 and "unknown command 'trian'" in capsys.readouterr().err
+
+
+def test_the_number_of_processes_is_taken_out_of_the_words():
+    assert command.take_nproc(["--a", "1", "--nproc", "8", "--b"]) == ("8", ["--a", "1", "--b"])
+    assert command.take_nproc(["--nproc=2"]) == ("2", []) and command.take_nproc(["--a"]) == ("", ["--a"])
+    for words in (["--nproc"], ["--nproc", "many"], ["--nproc=0"]):
+        with pytest.raises(SystemExit, match="expected the number of processes"):
+            command.take_nproc(words)
+
+
+@pytest.mark.dist
+def test_an_error_of_the_user_is_the_last_line_and_comes_once(tmp_path):
+    """Before there is a process group, and within one; the launcher adds nothing."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1", "reference": "2"}')
+    early = run("train", "--nproc", "2", "--pretrain", "model", "--prompt_data", "data", "--n_samples_per_prompt", "0")
+    late = run("train", "--nproc", "2", "--pretrain", str(ROOT / "docs"), "--prompt_data", str(tmp_path / "a.jsonl"),
+               "--save_path", str(tmp_path / "run"))
+    for done, said in ((early, "--n_samples_per_prompt 0"), (late, "holds no tokenizer")):
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert done.stderr.count(said) == 1 and said in "".join(done.stderr.strip().splitlines()[-2:]), done.stderr
+
+
+def test_the_launcher_passes_the_exit_code_on(tmp_path):
+    (tmp_path / "ends.py").write_text("import os, sys; sys.exit(int(sys.argv[1]) * (os.environ['RANK'] == '1'))")
+    code = "import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'ends', [sys.argv[1]]))"
+    for number in (0, 3):
+        done = subprocess.run([sys.executable, "-c", code, str(number)], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=200, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
+        assert done.returncode == number, done.stderr
