@@ -249,7 +249,7 @@ def needed_by(phase: int, **options: Any) -> int:
 
 
 def test_one_byte_decides():
-    options = {"engine_kv_mib": 1024, "grad_sync": "last"}
+    options = {"engine_kv_mib": 1024, "grad_sync": "last", "logprob_chunk_mib": 256}
     needed = needed_by(2, **options)
     assert verdict_for(needed + 1, **options).verdict == "ok"
     found = verdict_for(needed - 1, **options)
