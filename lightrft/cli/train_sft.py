@@ -1,5 +1,6 @@
 """Supervised fine-tuning: ``torchrun --nproc-per-node N -m lightrft.cli.train_sft --pretrain ... --train_data ...``."""
 from collections.abc import Sequence
+from functools import partial
 
 from lightrft.config.cli import parse_config, ParsedConfig
 from lightrft.config.sft_schema import SFTConfig
@@ -25,8 +26,7 @@ def train(parsed: ParsedConfig, exits: bool = True) -> None:
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
         rows = SFTDataset(data, tokenizer, config.data.max_len)
         held_out = SFTDataset(data, tokenizer, config.data.max_len, "eval") if data.eval_data else []
-        with session.strategy.init_model_context():
-            actor = load_actor(config.model)
+        actor = partial(load_actor, config.model, deferred=True)  # loaded when the strategy prepares it
         SFTTrainer(config, session.strategy, actor, tokenizer, rows, held_out, session.timer).fit()
 
 

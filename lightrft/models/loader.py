@@ -4,8 +4,10 @@ Chat templates that a user can name are here too; ``generation`` marks the token
 """
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -20,11 +22,14 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
 from lightrft.models.lora import add_lora, hf_name
-from lightrft.models.packed_model import Critic
+from lightrft.models.packed_model import Critic, PackedModel
+from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.env import total_memory
 from lightrft.utils.logging import get_logger
+from lightrft.utils.module_tensors import to_meta
 
+Model = TypeVar("Model", bound=PackedModel)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -66,8 +71,8 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
 
 
-def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
-               dtype: torch.dtype = torch.float32) -> ActorLanguage:
+def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,
+               deferred: bool = False) -> ActorLanguage:
     """Load the policy at ``path`` (default ``cfg.pretrain``), with LoRA, frozen parts and checkpointing of ``cfg``.
 
     Dropout is off (also in training mode, LoRA dropout excepted), so that log-probs do not depend on who computes them.
@@ -75,6 +80,8 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
     Args:
         train: False gives a frozen model without LoRA (a reference).
         dtype: of the weights; they are the master weights, so float32 for what is trained.
+        deferred: leave the weights in their files, where they are stored as the model has them (see
+            :class:`~lightrft.models.weight_files.WeightFiles`); the strategy then reads this rank's part.
 
     Raises:
         ValueError: the path, the architecture, the weights or an option do not fit; the message says which.
@@ -82,14 +89,14 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True,
     path = _chosen(path or cfg.pretrain, "--pretrain")
     config = _config(path)
     modality = modality_of(config, path)
-    hf, _ = _weights(modality.auto_class, path, config, dtype, new=())
-    model = _finish(hf, cfg, train, lora=True)
+    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred)
+    model = _finish(loaded.hf, cfg, train, lora=True)
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    return ActorLanguage(model, cfg.chunk_mib(total_memory(gpu) if gpu else 0), modality)
+    return _defer(ActorLanguage(model, cfg.chunk_mib(total_memory(gpu) if gpu else 0), modality), loaded)
 
 
-def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,
-                dtype: torch.dtype = torch.float32) -> Critic:
+def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,
+                deferred: bool = False) -> Critic:
     """Load the value function from ``path`` (default ``cfg.critic_pretrain``, then ``cfg.pretrain``).
 
     A checkpoint without a value head gets one of zeros, so that all values start at exactly 0. LoRA and
@@ -99,13 +106,13 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True,
     config = _config(path)
     modality = modality_of(config, path)
     config.num_labels = 1
-    hf: Any  # its head is ``score``
-    hf, fresh = _weights(AutoModelForSequenceClassification, path, config, dtype, new=("score.weight", ),
-                         key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
-    if fresh:
+    loaded = _weights(AutoModelForSequenceClassification, path, config, dtype, ("score.weight", ), deferred,
+                      key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
+    hf: Any = loaded.hf  # its head is ``score``
+    if loaded.missing:
         nn.init.zeros_(hf.score.weight)
     hf.generation_config = None  # exports ask every model for it; this class has none
-    return Critic(_finish(hf, cfg, train, lora=False), cfg.value_head_prefix, modality)
+    return _defer(Critic(_finish(hf, cfg, train, lora=False), cfg.value_head_prefix, modality), loaded)
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -201,9 +208,38 @@ def _quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+@dataclass
+class _Loaded:
+    """A model, the names of its tensors that no file has, and, where ``places`` are known, tensors that stand in for
+    those in the files."""
+    hf: PreTrainedModel
+    missing: set[str]
+    stand_ins: StandIns | None = None
+    places: dict[str, Place] | None = None
+
+
 def _weights(auto_class: Any, path: str, config: PretrainedConfig, dtype: torch.dtype, new: tuple[str, ...],
-             **kwargs: Any) -> tuple[PreTrainedModel, bool]:
-    """The model with its weights, and whether the parameters ``new`` were missing (no other may be)."""
+             deferred: bool, **kwargs: Any) -> _Loaded:
+    """Load the model with its weights, or with stand-ins for those that can be read from their files as they are."""
+    load = partial(_from_pretrained, auto_class, path, config, dtype, new, **kwargs)
+    if not deferred or "quantization_config" in config.to_dict():
+        return load()
+    random = torch.get_rng_state()
+    with stand_ins(dtype) as made:
+        loaded = load()
+    if not made.made:  # no safetensors: these are the weights
+        return loaded
+    places = made.places(loaded.hf, loaded.missing)
+    if places is not None:
+        return replace(loaded, stand_ins=made, places=places)
+    torch.set_rng_state(random)
+    del loaded
+    return load()
+
+
+def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype: torch.dtype, new: tuple[str, ...],
+                     **kwargs: Any) -> _Loaded:
+    """Load the model with its weights; only the parameters ``new`` may be missing."""
     try:
         with _quiet():
             hf, info = auto_class.from_pretrained(
@@ -216,7 +252,15 @@ def _weights(auto_class: Any, path: str, config: PretrainedConfig, dtype: torch.
         raise UserError(
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
-    return hf, bool(info["missing_keys"])
+    return _Loaded(hf, set(info["missing_keys"]))
+
+
+def _defer(model: Model, loaded: _Loaded) -> Model:
+    """Put the tensors of ``model`` that are stood in for on the meta device, to be read from their files later."""
+    if loaded.stand_ins is not None and loaded.places is not None:
+        to_meta(model, loaded.stand_ins.stands_in)
+        model.files = WeightFiles(loaded.places)
+    return model
 
 
 # -- how it is held ---------------------------------------------------------------------------------------------------

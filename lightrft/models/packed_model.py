@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.lora import ADAPTER, apart_params, base_model, merged_params
+from lightrft.models.lora import ADAPTER, apart_params, base_model, hf_name, merged_params
+from lightrft.models.weight_files import WeightFiles
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
@@ -23,6 +24,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.modality = modality or ActorModality()
+        self.files: WeightFiles | None = None  # of the weights that are on the meta device
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -55,6 +57,12 @@ class PackedModel(nn.Module):
         first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
         index = (exp.drawn & ~first).nonzero()[:, 0]
         return index, hidden.index_select(0, index - 1)
+
+    def read(self, name: str, first: int, rows: int) -> Tensor:
+        """Return rows of the tensor ``name`` of this module from the files of the model."""
+        if self.files is None:
+            raise ValueError(f"{name}: the weights of this model are in no files")
+        return self.files.read(hf_name(name.removeprefix("model.")), first, rows)
 
     @property
     def merges(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
+from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.optimizer import (HostBuffers, LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local,
                                          own_slice, set_schedule_step, squared_norm)
@@ -100,9 +101,22 @@ class StrategyBase(ABC):
         """Context that builds models in float32 on the CPU; :meth:`prepare` moves what this rank keeps."""
         return default_dtype(torch.float32)
 
+    def prepare(self, model: nn.Module | Builder, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
+        """Place (shard) ``model``; with ``optim`` also build AdamW over its trainable parameters and the schedule.
+
+        Args:
+            model: a model, or what builds one. Its weights may be on the meta device, if it reads them
+                (:class:`~lightrft.strategy.materialize.ReadsWeights`).
+            shard_size: ranks that share one copy, where the strategy shards; 0: its own choice.
+        """
+        if not isinstance(model, nn.Module):
+            with self.init_model_context():
+                model = model()
+        return self._prepare(model, optim, shard_size)
+
     @abstractmethod
-    def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
-        """Place (shard) ``model``; with ``optim`` also build AdamW over its trainable parameters and the schedule."""
+    def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
+        """Place (shard) a model that is built."""
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, prepared: Prepared, last: bool = True) -> None:

@@ -53,15 +53,22 @@ def is_whole(param: Tensor) -> bool:
     return not isinstance(param, DTensor) and "ds_shape" not in vars(param)
 
 
+def first_row(tensor: Tensor) -> int:
+    """Index of the first row of ``tensor`` that is stored on this rank; the number of rows where none is."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1)), tensor.shape[0])
+
+
 def own_slice(tensor: Tensor) -> ParamSlice:
     """The elements of ``tensor`` for which this rank is responsible; none where a rank of another replica is."""
     if not isinstance(tensor, DTensor):
         return ParamSlice(tensor.detach().view(-1), tensor.shape, 0)
     mesh = tensor.device_mesh
-    first = mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     replica = mesh.ndim == 2 and mesh.get_local_rank(0) > 0
     own = local(tensor)[:0] if replica else local(tensor)
-    return ParamSlice(own.reshape(-1), tensor.shape, min(first, tensor.shape[0]) * tensor.shape[1:].numel())
+    return ParamSlice(own.reshape(-1), tensor.shape, first_row(tensor) * tensor.shape[1:].numel())
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
+from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
 from lightrft.strategy.optimizer import OptimSpec, create_optimizer, create_scheduler
 from lightrft.utils.errors import UserError
@@ -31,12 +32,13 @@ class SingleProcessStrategy(StrategyBase):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
+    def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Place ``model`` on the device; ``shard_size`` has no meaning on one rank."""
         if optim is None:
             model.requires_grad_(False)
         if self.bf16:
             round_frozen(model)
+        materialize(model, self.device)
         model.to(self.device)
         if optim is None:
             return Prepared(model)

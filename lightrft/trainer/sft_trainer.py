@@ -13,6 +13,7 @@ from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
@@ -33,8 +34,9 @@ def pack_rows(rows: Sequence[SFTExample]) -> Experience:
 class SFTTrainer(BaseTrainer):
     """Trains on NLL per assistant token: ``SFTTrainer(config, strategy, actor, tokenizer, rows, eval_rows).fit()``."""
 
-    def __init__(self, config: SFTConfig, strategy: StrategyBase, actor: nn.Module, tokenizer: PreTrainedTokenizerBase,
-                 rows: Sequence[SFTExample], eval_rows: Sequence[SFTExample] = (), timer: Timer | None = None) -> None:
+    def __init__(self, config: SFTConfig, strategy: StrategyBase, actor: nn.Module | Builder,
+                 tokenizer: PreTrainedTokenizerBase, rows: Sequence[SFTExample], eval_rows: Sequence[SFTExample] = (),
+                 timer: Timer | None = None) -> None:
         train, timer = config.train, timer or Timer()
         self.config, self.eval_rows = config, eval_rows
         self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed)

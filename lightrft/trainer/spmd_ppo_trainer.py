@@ -1,6 +1,7 @@
 """The trainer of scripts: wires config, strategy and models into :class:`PPOTrainer`, identically on every rank."""
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import check_spread, probe
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.controllers import get_kl_controller
@@ -34,29 +36,30 @@ from lightrft.utils.timer import Timer
 
 @dataclass
 class Models:
-    """Modules of a run, before the strategy prepares them.
+    """Models of a run, or what builds them, before the strategy prepares them one after the other.
 
     ``reference`` is None without a KL coefficient, and with LoRA (the actor without its adapters is the reference).
     """
-    actor: nn.Module
-    critic: nn.Module | None = None
-    reference: nn.Module | None = None
+    actor: nn.Module | Builder
+    critic: nn.Module | Builder | None = None
+    reference: nn.Module | Builder | None = None
 
 
 def build_models(config: Config, strategy: StrategyBase) -> Models:
-    """Load the models that the options need: always the actor, the critic for GAE, the reference for a KL coefficient.
+    """Choose the models that the options need: the actor, the critic for GAE, the reference for a KL coefficient.
+
+    They are built when the trainer prepares them, so that a rank never holds more than one of them whole.
 
     Raises:
-        ValueError: a model that cannot be used, or lengths beyond the policy's context.
+        ValueError: lengths beyond the policy's context.
     """
     cfg, rollout = config.model, config.rollout
     check_context(cfg.pretrain, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
-    with strategy.init_model_context():
-        actor = load_actor(cfg)
-        critic = load_critic(cfg) if ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic else None
-        wants_reference = config.algorithm.init_kl_coef > 0 and not cfg.lora_rank
-        reference = load_actor(cfg, path=cfg.ref_pretrain or cfg.pretrain, train=False) if wants_reference else None
-    return Models(actor, critic, reference)
+    needs_critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
+    needs_reference = config.algorithm.init_kl_coef > 0 and not cfg.lora_rank
+    actor, critic = partial(load_actor, cfg, deferred=True), partial(load_critic, cfg, deferred=True)
+    reference = partial(load_actor, cfg, path=cfg.ref_pretrain or cfg.pretrain, train=False, deferred=True)
+    return Models(actor, critic if needs_critic else None, reference if needs_reference else None)
 
 
 def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt]) -> None:

@@ -16,6 +16,7 @@ from lightrft.strategy.base import Prepared, untied_state
 from lightrft.strategy.deepspeed import Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
+from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
 
@@ -101,9 +102,10 @@ class DeepspeedStrategy(DistributedStrategy):
         self._meshes.clear()
         super().teardown()
 
-    def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
+    def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Pass ``model`` to DeepSpeed. A model that is not trained is divided with stage 3 only; ``shard_size`` has no
         meaning."""
+        materialize(model, torch.device("cpu") if self._divides_weights() else self.device)
         divided = self.cfg.zero_stage == 3
         if optim is None:
             model.requires_grad_(False)

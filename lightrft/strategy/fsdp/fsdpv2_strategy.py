@@ -14,6 +14,7 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh
+from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
 from lightrft.utils.env import total_memory
@@ -137,7 +138,7 @@ class FSDPV2Strategy(DistributedStrategy):
         self.wrap = wrap or WrapPolicy()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
-    def prepare(self, model: nn.Module, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
+    def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Shard ``model`` over ``shard_size`` ranks (0: --fsdp_shard_size; without ``optim`` all ranks)."""
         size = shard_size or (self.cfg.fsdp_shard_size if optim else 0)
         mesh = shard_mesh(self.device.type, self.world_size, size)
@@ -145,6 +146,7 @@ class FSDPV2Strategy(DistributedStrategy):
             model.requires_grad_(False)
         every = not self._keeps_whole_gradients(model)
         self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload, every)
+        materialize(model, torch.device("cpu") if self.cfg.fsdp_cpu_offload else self.device)
         if optim is None:
             return Prepared(model)
         optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)

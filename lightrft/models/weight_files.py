@@ -1,0 +1,105 @@
+"""Weights in safetensors files: what stands in for them while a model is built, and the rows that a rank reads."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel, modeling_utils
+from transformers.core_model_loading import WeightConverter
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # names of types in safetensors files
+
+
+class Place(NamedTuple):
+    """The file of a tensor, and its name there."""
+    file: str
+    key: str
+
+
+class WeightFiles:
+    """Files that hold the weights of a model; ``places`` maps the names of its tensors to where they are stored."""
+
+    def __init__(self, places: dict[str, Place]) -> None:
+        self.places = places
+
+    def read(self, name: str, first: int, rows: int) -> Tensor:
+        """Return ``rows`` rows of a tensor from ``first`` on, in the type of the file. The file is mapped into memory
+        only while the result exists, so that what other tensors took does not count as this process' memory."""
+        with safe_open(self.places[name].file, framework="pt") as opened:
+            whole = opened.get_slice(self.places[name].key)
+            return whole[first:first + rows] if whole.get_shape() else opened.get_tensor(self.places[name].key)
+
+
+class StandIns:
+    """Tensors with the shapes of those in files and without their data: one element each, expanded.
+
+    transformers assigns them to parameters as if they had been read. So names, tied weights, missing tensors, buffers
+    and what is initialized at random are its decision, as with real weights.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.made: dict[int, tuple[Place, Tensor]] = {}  # by the address of the element
+
+    def make(self, place: Place, shape: list[int]) -> Tensor:
+        """Return the tensor that stands for the one at ``place``."""
+        tensor = torch.zeros(1, dtype=self.dtype).expand(shape) if shape else torch.zeros((), dtype=self.dtype)
+        self.made[tensor.data_ptr()] = place, tensor
+        return tensor
+
+    def open(self, file: str, **kwargs: Any) -> "Header":
+        """Open a file as ``safetensors.safe_open`` does."""
+        return Header(self, file, safe_open(file, **kwargs))
+
+    def stands_in(self, tensor: Tensor) -> bool:
+        """Return True for a tensor made here."""
+        return tensor.data_ptr() in self.made
+
+    def places(self, hf: PreTrainedModel, missing: set[str]) -> dict[str, Place] | None:
+        """Return where the tensors of ``hf`` are stored; None if some are not stored as ``hf`` has them (transformers
+        converted them), or if it depends on their values whether they are tied. ``missing``: not in any file."""
+        state = hf.state_dict(keep_vars=True)
+        found = {name: self.made[tensor.data_ptr()] for name, tensor in state.items() if self.stands_in(tensor)}
+        converted = any(isinstance(one, WeightConverter) for one in vars(hf).get("_weight_conversions") or ())
+        lost = any(state[name].is_floating_point() for name in state.keys() - found.keys() - missing)
+        reshaped = any(state[name].shape != made.shape for name, (_, made) in found.items())
+        stored = {place.key for place, _ in self.made.values()}
+        tied_twice = any({target, source} <= stored for target, source in hf.all_tied_weights_keys.items())
+        if converted or lost or reshaped or tied_twice:
+            return None
+        return {name: place for name, (place, _) in found.items()}
+
+
+class Header:
+    """An open safetensors file whose floating-point tensors are stood in for."""
+
+    def __init__(self, stand_ins: StandIns, file: str, opened: Any) -> None:
+        self.stand_ins, self.file, self.opened = stand_ins, file, opened
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self.opened.keys())
+
+    def get_slice(self, key: str) -> Any:
+        """Return the tensor ``key``, which transformers slices."""
+        real = self.opened.get_slice(key)
+        if real.get_dtype() not in FLOATS:
+            return real
+        return self.stand_ins.make(Place(self.file, key), real.get_shape())
+
+    def __exit__(self, *error: Any) -> None:
+        self.opened.__exit__(*error)
+
+
+@contextmanager
+def stand_ins(dtype: torch.dtype) -> Iterator[StandIns]:
+    """Context in which ``from_pretrained`` reads the headers of safetensors files only."""
+    made, name = StandIns(dtype), "safe_open"
+    before = vars(modeling_utils)[name]
+    setattr(modeling_utils, name, made.open)
+    try:
+        yield made
+    finally:
+        setattr(modeling_utils, name, before)

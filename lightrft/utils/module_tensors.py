@@ -1,0 +1,38 @@
+"""Replacement of the tensors of a module."""
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def replace_tensors(model: nn.Module, chosen: Callable[[Tensor], bool], make: Callable[[str, Tensor], Tensor]) -> None:
+    """Put ``make(name, tensor)`` in the place of every ``chosen`` parameter and buffer of ``model``.
+
+    A tensor that is held in several places is made once, for its first name, and stays tied. Parameters stay
+    parameters, trainable or not.
+    """
+    made: dict[Tensor, Tensor] = {}  # by identity
+
+    def replaced(name: str, tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            value = make(name, tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        return made[tensor]
+
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and chosen(tensor):
+                    held[key] = replaced(f"{prefix}.{key}" if prefix else key, tensor)
+
+
+def on_meta(tensor: Tensor) -> bool:
+    """Return True for a tensor without memory."""
+    return tensor.is_meta
+
+
+def to_meta(model: nn.Module, chosen: Callable[[Tensor], bool]) -> None:
+    """Put tensors without memory in the place of the ``chosen`` ones."""
+    replace_tensors(model, chosen,
+                    lambda name, tensor: torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format))
