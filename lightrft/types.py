@@ -1,11 +1,13 @@
 """The three records that pass through the trainer: Prompt, Sample and Experience."""
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import HERE, expand, Spread
+from lightrft.ops.segment import HERE, expand, position_ids, Spread
+from lightrft.utils.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,17 @@ class Experience:
         """[B]: number of tokens of each sequence."""
         return self.cu_seqlens.diff()
 
+    @cached_property
+    def lens(self) -> list[int]:
+        """Number of tokens of each sequence, on the host; without a sync after :meth:`to`."""
+        return self.seq_lens.tolist()
+
+    @cached_property
+    def actions(self) -> Tensor:
+        """int64 [N]: the positions in [T] of the tokens of ``drawn`` with a predecessor; without a sync after
+        :meth:`to`."""
+        return (self.drawn & (position_ids(self.cu_seqlens, self.num_tokens) > 0)).nonzero()[:, 0]
+
     def per_token(self, values: Tensor) -> Tensor:
         """Repeat values [B] of the samples over the tokens of this rank's sequences: [T]."""
         return expand(self.spread.own(values), self.cu_seqlens, self.num_tokens)
@@ -124,8 +137,10 @@ class Experience:
             **{f.name: change(f.metadata["axis"], values[f.name]) for f in fields(self) if values[f.name] is not None})
 
     def to(self, device: torch.device | str) -> "Experience":
-        """Copy the experience with its tensors on ``device`` (media stay keys)."""
-        return self._map(lambda axis, value: value if axis == "list" else value.to(device))
+        """Copy the experience with its tensors on ``device`` (media stay keys), and what the host knows of it."""
+        moved = self._map(lambda axis, value: value if axis == "list" else upload(value, device))
+        vars(moved).update(lens=self.lens, actions=upload(self.actions, device))
+        return moved
 
     def tokens_of(self, indices: list[int]) -> Tensor:
         """Return the positions in [T] of the tokens of the sequences ``indices``, in that order."""

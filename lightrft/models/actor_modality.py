@@ -36,7 +36,7 @@ class ActorModality:
         """Keyword arguments of one packed forward of the decoder body."""
         if exp.media and any(exp.media):
             raise UserError("these samples carry images, video or audio, and the model takes text only")
-        layout = PackedLayout.build(exp.cu_seqlens)
+        layout = PackedLayout.build(exp.cu_seqlens, exp.lens)
         positions = position_ids(exp.cu_seqlens, exp.num_tokens)
         return {
             "input_ids": exp.token_ids[None], "position_ids": positions[None], "attention_mask": None, "use_cache":

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from lightrft.utils.logging import get_logger
+from lightrft.utils.transfer import upload
 
 PACKED = "packed"
 SHORT = 64  # tokens; longer sequences are not padded (measured: the gather costs more than the saved calls)
@@ -51,9 +52,9 @@ class PackedLayout:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor) -> "PackedLayout":
-        """The layout of ``cu_seqlens`` (int [B + 1]); on CUDA this copies B integers to the host."""
-        return cls(cu_seqlens.to(torch.int32), cu_seqlens.diff().tolist())
+    def build(cls, cu_seqlens: Tensor, lens: list[int] | None = None) -> "PackedLayout":
+        """The layout of ``cu_seqlens`` (int [B + 1]); without ``lens``, CUDA copies B integers to the host."""
+        return cls(cu_seqlens.to(torch.int32), cu_seqlens.diff().tolist() if lens is None else lens)
 
     @property
     def max_len(self) -> int:
@@ -71,7 +72,7 @@ class PackedLayout:
         groups += [(1, length) for length in self.lens if length > SHORT]
         if not bool((lens <= SHORT).any()):
             return groups, None, None
-        there, back = (index.to(self.cu_seqlens.device) for index in _slots(lens[order], widths[order], order))
+        there, back = (upload(index, self.cu_seqlens.device) for index in _slots(lens[order], widths[order], order))
         return groups, there, back
 
     def window_mask(self, length: int, window: int) -> Tensor:
@@ -258,14 +259,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     return out.unsqueeze(0), None
 
 
-def no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask function registered as "packed": no mask is built."""
-
-
 def register() -> None:
-    """Register "packed" with Hugging Face (done when this module is imported; a second call changes nothing)."""
+    """Register "packed" with Hugging Face (done when this module is imported; a second call changes nothing).
+
+    There is no mask function of that name: Hugging Face then builds no mask, and does not ask the device in every
+    forward pass whether positions restart.
+    """
     AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, no_mask)
 
 
 register()

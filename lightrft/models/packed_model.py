@@ -54,9 +54,7 @@ class PackedModel(nn.Module):
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
                 f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
-        first = inputs["position_ids"].reshape(-1, exp.num_tokens)[0] == 0
-        index = (exp.drawn & ~first).nonzero()[:, 0]
-        return index, hidden.index_select(0, index - 1)
+        return exp.actions, hidden.index_select(0, exp.actions - 1)
 
     def read(self, name: str, first: int, rows: int) -> Tensor:
         """Return rows of the tensor ``name`` of this module from the files of the model."""

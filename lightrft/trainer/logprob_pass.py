@@ -66,14 +66,12 @@ def run_passes(shards: Shards, passes: list[list[int]], model: Forward) -> Tenso
     A collective where the weights are sharded: ranks have equally many passes. Other held sequences get 0.
     """
     device, held = shards.strategy.device, shards.held
-    found = [model(shards.take(part).to(device)).float().cpu() for part in passes]
-    whole = torch.zeros(*found[0].shape[:-1], held.num_tokens)
-    starts, lens = held.cu_seqlens.tolist(), held.seq_lens.tolist()
-    for part, values in zip(passes, found):
-        offset = 0
-        for i in shards.slots(part):
-            whole[..., starts[i]:starts[i] + lens[i]] = values[..., offset:offset + lens[i]]
-            offset += lens[i]
+    taken = [shards.take(part) for part in passes]
+    found = torch.cat([model(exp.to(device)).float() for exp in taken], -1).cpu()  # one sync for all passes
+    whole = torch.zeros(*found.shape[:-1], held.num_tokens)
+    for part, values in zip(passes, found.split([exp.num_tokens for exp in taken], -1)):
+        if part:
+            whole[..., held.tokens_of(shards.slots(part))] = values
     return whole
 
 

@@ -1,4 +1,5 @@
 """Metrics of an update (sums over micro-batches and ranks) and of a rollout batch."""
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +10,13 @@ from lightrft.trainer.shards import Shards
 
 
 class MetricSums:
-    """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too)."""
+    """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too).
+
+    What is on a device stays there until :meth:`reduce`, so that no micro-batch waits for it.
+    """
 
     def __init__(self) -> None:
+        self._tokens: dict[tuple[str, ...], Tensor] = {}  # sums of several keys, and their count
         self._sums: dict[str, Tensor] = {}
         self._peaks: dict[str, Tensor] = {}
         self._vectors: set[str] = set()
@@ -19,30 +24,26 @@ class MetricSums:
     def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
         """Add per-token metrics ([T] each), to be averaged over the kept tokens."""
         stacked = torch.stack([metrics[key].detach().float() for key in metrics])
-        sums = torch.where(mask, stacked, 0.0).sum(-1).double().cpu()
-        count = mask.sum().double().cpu()
-        for key, value in zip(metrics, sums):
-            self._add(key, torch.stack([value, count]))
+        sums = torch.where(mask, stacked, 0.0).sum(-1).double()
+        _add(self._tokens, tuple(metrics), torch.cat([sums, mask.sum().double()[None]]))
 
     def add(self, key: str, value: float, count: float = 1.0) -> None:
         """Add a sum over ``count`` items of this rank."""
-        self._add(key, torch.tensor([value, count], dtype=torch.float64))
+        _add(self._sums, key, torch.tensor([value, count], dtype=torch.float64))
 
     def add_vector(self, key: str, values: Tensor) -> None:
         """Add a vector of plain sums (read with :meth:`vector`)."""
         self._vectors.add(key)
-        self._add(key, values.double().cpu())
+        _add(self._sums, key, values.double())
 
     def peak(self, key: str, values: Tensor) -> None:
         """Update the maximum of a scalar or vector."""
-        values = values.detach().double().cpu()
+        values = values.detach().double()
         self._peaks[key] = torch.maximum(self._peaks[key], values) if key in self._peaks else values
-
-    def _add(self, key: str, value: Tensor) -> None:
-        self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def reduce(self, strategy: StrategyBase) -> None:
         """Combine all ranks in place, in one collective: each rank puts its maxima into a separate row."""
+        self._to_host()
         sums, peaks = _flat(self._sums), _flat(self._peaks)
         rows = peaks.new_zeros(strategy.world_size, len(peaks))
         rows[strategy.rank] = peaks
@@ -50,8 +51,23 @@ class MetricSums:
         _unflatten(self._sums, total[:len(sums)])
         _unflatten(self._peaks, total[len(sums):].view_as(rows).amax(0))
 
+    def _to_host(self) -> None:
+        """Copy everything to the host, in one copy for what is on a device, and part the sums of several keys."""
+        tables: list[dict[Any, Tensor]] = [self._tokens, self._sums, self._peaks]
+        away = [(table, key) for table in tables for key, value in table.items() if value.device.type != "cpu"]
+        if away:
+            values = [table[key] for table, key in away]
+            flat = torch.cat([value.reshape(-1) for value in values]).cpu()
+            for (table, key), value, part in zip(away, values, flat.split([value.numel() for value in values])):
+                table[key] = part.view(value.shape)
+        for keys, vector in self._tokens.items():
+            for key, total in zip(keys, vector):
+                _add(self._sums, key, torch.stack([total, vector[-1]]))
+        self._tokens = {}
+
     def keys(self) -> list[str]:
         """Return the keys that have a mean."""
+        self._to_host()
         return [key for key in self._sums if key not in self._vectors]
 
     def peaks(self) -> list[str]:
@@ -60,12 +76,18 @@ class MetricSums:
 
     def mean(self, key: str) -> float:
         """Return sum over count; 0 where nothing was counted."""
+        self._to_host()
         total, count = self._sums[key].tolist()
         return total / count if count else 0.0
 
     def vector(self, key: str) -> Tensor:
         """Return a vector added with :meth:`add_vector`, or a maximum."""
+        self._to_host()
         return self._sums[key] if key in self._sums else self._peaks[key]
+
+
+def _add(table: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    table[key] = table[key] + value if key in table else value
 
 
 def _flat(table: dict[str, Tensor]) -> Tensor:

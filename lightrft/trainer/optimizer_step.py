@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightrft.config.schema import OptimConfig
@@ -35,8 +36,8 @@ class StepResult:
 class OptimizerStep:
     """Runs the optimizer steps of one model and counts the bad ones.
 
-    A step is not made when its mini-batch keeps no token, or when a loss or gradient is not finite on any rank; a
-    non-finite loss is never back-propagated. ``max_bad_steps`` bad ones in a row raise :class:`NonFiniteTraining`.
+    A step is not made when its mini-batch keeps no token, or when a loss or gradient is not finite on any rank.
+    ``max_bad_steps`` bad ones in a row raise :class:`NonFiniteTraining`.
     """
 
     def __init__(self, cfg: OptimConfig, strategy: StrategyBase, timer: Timer) -> None:
@@ -52,18 +53,12 @@ class OptimizerStep:
             kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
         """
         prepared.model.train()
-        total, lr = 0.0, prepared.scheduler.get_last_lr()[0]
-        for number, part in enumerate(micro_batches):
-            micro_batch = take(part).to(self.strategy.device)
-            with self.timer("forward"):  # ends when the slowest rank is done
-                loss = loss_of(micro_batch)
-                value = self.strategy.all_reduce(
-                    loss.detach().double().cpu()).item()  # non-finite if that of any rank is
-            if not math.isfinite(value):
+        own, lr = self._backward(prepared, take, micro_batches, loss_of), prepared.scheduler.get_last_lr()[0]
+        total = 0.0
+        for mine, value in zip(own.tolist(), self.strategy.all_reduce(own).tolist()):
+            if not math.isfinite(value):  # that of any rank is not
                 self.strategy.discard_gradients(prepared)
-                return self._bad("loss", loss.item(), lr)
-            with self.timer("backward"):
-                self.strategy.backward(loss, prepared, last=number == len(micro_batches) - 1)
+                return self._bad("loss", mine, lr)
             total += value
         if not kept_tokens:
             self.strategy.discard_gradients(prepared)
@@ -74,6 +69,23 @@ class OptimizerStep:
             return self._bad("gradient norm", norm, lr)
         self.bad_in_a_row = 0
         return StepResult(total, lr, norm)
+
+    def _backward(self, prepared: Prepared, take: Callable[[list[int]], Experience], micro_batches: list[list[int]],
+                  loss_of: Callable[[Experience], Tensor]) -> Tensor:
+        """Accumulate the gradients of all micro-batches; return their losses on this rank, float64 on the host.
+
+        The host waits for the device once, at the end.
+        """
+        losses = []
+        for number, part in enumerate(micro_batches):
+            micro_batch = take(part).to(self.strategy.device)
+            with self.timer("forward"):
+                loss = loss_of(micro_batch)
+            with self.timer("backward"):
+                self.strategy.backward(loss, prepared, last=number == len(micro_batches) - 1)
+            losses.append(loss.detach().double())
+        with self.timer("backward"):
+            return torch.stack(losses).cpu()
 
     def _bad(self, what: str, value: float, lr: float) -> StepResult:
         self.bad_in_a_row += 1

@@ -137,7 +137,7 @@ def test_sharded_layers_in_bfloat16_share_one_layout(one_rank, monkeypatch):
     exp, model, layouts = naive_model.experience(), actor(), []
     expected = model(exp)[0]
     build = PackedLayout.build
-    monkeypatch.setattr(PackedLayout, "build", lambda cu: layouts.append(build(cu)) or layouts[-1])
+    monkeypatch.setattr(PackedLayout, "build", lambda *args: layouts.append(build(*args)) or layouts[-1])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*model.decoder_layers, model):
         fully_shard(module, mp_policy=policy)

@@ -101,13 +101,10 @@ def a_good_step_is_the_global_one(strategy: StrategyBase) -> None:
 
 @check
 def a_bad_step_changes_nothing_and_is_counted(strategy: StrategyBase) -> None:
-    for spoil, passes in ((nan_loss, 1), (nan_gradient, 4 // strategy.world_size)):
-        case, twin, calls = Case(strategy), Case(strategy), []
-        original, strategy.backward = strategy.backward, lambda *a, **k: calls.append(1) or original(*a, **k)
+    for spoil in (nan_loss, nan_gradient):
+        case, twin = Case(strategy), Case(strategy)
         before, rate = case.weights(), case.rate
         result = case.run(spoil)
-        strategy.backward = original
-        assert len(calls) == passes, f"{len(calls)} backward passes after {spoil.__name__}"
         assert math.isnan(result.loss) and (result.outcome, result.lr) == ("bad", rate)
         assert (case.weights(), case.rate, case.step.bad_in_a_row) == (before, rate, 1)
         assert case.run() == twin.run(), "the next step feels the gradients of the bad one"
