@@ -141,3 +141,19 @@ def test_a_sleeping_vllm_engine_frees_weights_and_cache(trainer):
         check_sleep(engine, strategy, prepared, 1 << 30)
     finally:
         engine.shutdown()
+
+
+def test_graphs_draw_the_tokens_of_eager_steps():
+    """In float32; more responses than slots, so that graphs are dropped and captured again."""
+
+    def responses(graphs):
+        model = tiny.model(initializer_range=0.5).to("cuda")
+        model.set_attn_implementation("packed")
+        engine = HFEngine(model, range(40, 52), kv_bytes=100_000)
+        engine._graph.enabled = graphs
+        found = engine.generate([Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)],
+                                SamplingParams(max_new_tokens=100))
+        assert engine._graph.enabled == graphs, "the step could not be captured"
+        return [each.token_ids for part in found for each in part]
+
+    assert responses(True) == responses(False)

@@ -9,6 +9,7 @@ in this slot.
 """
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.rollout.hf.decode_graph import padded_width, StepGraph
 from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.sampling import sample, uniforms
+from lightrft.utils.transfer import upload
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free
@@ -41,8 +44,8 @@ class Generation:
     """
 
     def __init__(self, model: nn.Module, cache: KVCache, collector: CompletionCollector, params: SamplingParams,
-                 stop: Tensor) -> None:
-        self.model, self.cache, self.collector, self.params = model, cache, collector, params
+                 stop: Tensor, graph: StepGraph) -> None:
+        self.model, self.cache, self.collector, self.params, self.graph = model, cache, collector, params, graph
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
         self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
@@ -69,16 +72,21 @@ class Generation:
 
     def _allocate(self) -> None:
         device, slots, width = self.cache.device, self.cache.plan.slots, self.params.max_new_tokens
-        self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
-        self.state[_SAMPLE] = self.num_samples
+        self.free = upload(torch.tensor([[0], [0], [0], [self.num_samples], [0]]), device)  # state of a free slot
+        self.state = self.free.repeat(1, slots)
         self.noise = None
         if max(self.params.temperature, self.first.temperature) > 0.0:
             self.noise = torch.zeros(slots, width, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(self.num_samples + 1, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
 
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """Copy an array of the host to the device."""
+        return upload(torch.from_numpy(values), self.cache.device)
+
     def run(self) -> list[list[Completion]]:
         """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
+        self.graph.forget()
         complete = self.collector.empty
         while not self.collector.enough(complete):
             complete, resumed = self.collector.take(self._advance())
@@ -86,6 +94,7 @@ class Generation:
                 sample = int(self.bounds[i]) + j
                 self.begun[sample] = len(self.collector.begun(i, j))
                 self.resuming.append(sample)
+        self.graph.forget()
         self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
         return self.collector.own
 
@@ -124,7 +133,7 @@ class Generation:
         logits = self._prefill(groups, prompt_slots[:len(groups)])
         if taken > len(samples):
             self.shared = _Shared(groups[-1], int(samples[-1]) + 1, logits[-1:].clone())
-        return self._start(samples, free[:len(samples)], logits[torch.from_numpy(source).to(logits.device)])
+        return self._start(samples, free[:len(samples)], logits[self._upload(source)])
 
     def _admit_shared(self, shared: _Shared, free: np.ndarray) -> Ended:
         """Fill the slots ``free`` with the other samples of the shared prompt."""
@@ -146,15 +155,14 @@ class Generation:
         self.prompt_slot[groups], self.tenant[prompt_slots] = prompt_slots, groups
         prompts = [self.requests[i].token_ids for i in groups]
         view = Prefill(self.cache, [len(prompt) for prompt in prompts], prompt_slots)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.cache.device)
+        tokens = upload(torch.tensor([token for prompt in prompts for token in prompt]), self.cache.device)
         return self._forward(tokens, view.positions, view, view.last)
 
     def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> Ended:
         """Assign slots to samples and draw a token for each; ``logits`` [k, V] are those after their prompts."""
         fresh, ended = self.begun[samples] == 0, []
         if fresh.any():
-            ended += self._draw(samples[fresh], slots[fresh], logits[torch.from_numpy(fresh).to(logits.device)],
-                                self.first)
+            ended += self._draw(samples[fresh], slots[fresh], logits[self._upload(np.flatnonzero(fresh))], self.first)
         if not fresh.all():
             begun = self._restore(samples[~fresh], slots[~fresh])
             ended += self._draw(samples[~fresh], slots[~fresh], begun, self.params)
@@ -168,8 +176,8 @@ class Generation:
         for part in (passes == number for number in np.unique(passes)):
             tokens = [token for s in samples[part] for token in self._tokens(s)]
             view = Prefill(self.cache, lengths[part].tolist(), slots[part], self.prompt_len[samples[part]])
-            logits.append(self._forward(torch.tensor(tokens, device=self.cache.device), view.positions, view,
-                                        view.last))
+            logits.append(
+                self._forward(upload(torch.tensor(tokens), self.cache.device), view.positions, view, view.last))
         return torch.cat(logits)
 
     def _tokens(self, sample: int) -> list[int]:
@@ -179,14 +187,13 @@ class Generation:
 
     def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> Ended:
         """Draw the next token of samples from ``logits`` [k, V]; from now on their slots are live."""
-        device, begun = self.cache.device, self.begun[samples]
-        index, ids, column, lengths = (torch.from_numpy(x).to(device)
-                                       for x in (slots, samples, begun, self.prompt_len[samples]))
+        begun = self.begun[samples]
+        index, ids, column, lengths = map(self._upload, (slots, samples, begun, self.prompt_len[samples]))
         state = torch.zeros_like(self.state[:, :len(slots)])
         state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = lengths + column - 1, column - 1, ids, 1
         if self.noise is not None:
             seeds = [self.requests[self.request_of[s]].seeds[s - self.bounds[self.request_of[s]]] for s in samples]
-            self.noise[index] = torch.from_numpy(uniforms(seeds, self.params.max_new_tokens)).to(device)
+            self.noise[index] = self._upload(uniforms(seeds, self.params.max_new_tokens))
         self.owner[slots], self.count[slots], self.moved = samples, begun + 1, True
         self.live = max(self.live, int(slots.max()) + 1)
         done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params)
@@ -200,17 +207,23 @@ class Generation:
 
     def _step(self) -> Ended:
         """Draw the next token of every row."""
-        live = self.live
+        live, width = self.live, int(self.count[:self.live].max())
         if self.moved:
             self._arrange()
+        if self.graph.enabled:
+            width = padded_width(width, self.cache.plan.length)
+        done = self.graph.run((live, width), partial(self._compute, live, width))
+        self.count[:live] += self.owner[:live] >= 0
+        finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
+        return self._retire(finished) if len(finished) else []
+
+    def _compute(self, live: int, width: int) -> Tensor:
+        """Run the device's part of a step: rows below ``live``, responses below ``width``; return which ended."""
         state = self.state[:, :live]
-        self.decode.advance(state[_COLUMN], int(self.count[:live].max()))
+        self.decode.advance(state[_COLUMN], width)
         logits = self._forward(state[_TOKEN], state[_POSITION], self.decode, 0)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
-        done = self._record(state, logits, noise, self.params)
-        self.count[:live] += self.owner[:live] >= 0
-        finished = done.nonzero()[:, 0]
-        return self._retire(finished.cpu().numpy()) if len(finished) else []
+        return self._record(state, logits, noise, self.params)
 
     def _arrange(self) -> None:
         """Pass to the attention the prompt slot and the prompt length that each row reads."""
@@ -218,6 +231,7 @@ class Generation:
         alive = owner >= 0
         self.decode.arrange(np.where(alive, self.prompt_slot[self.request_of[owner]], -1),
                             np.where(alive, self.prompt_len[owner], 0))
+        self.graph.forget()
         self.moved = False
 
     def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams) -> Tensor:
@@ -234,8 +248,7 @@ class Generation:
         """Free ``slots``; return what they have drawn."""
         ended = self._read(slots)
         self.owner[slots], self.count[slots] = -1, 0
-        index = torch.from_numpy(slots).to(self.cache.device)
-        self.state[:, index] = self.state.new_tensor([[0], [0], [0], [self.num_samples], [0]])
+        self.state[:, self._upload(slots)] = self.free
         return ended
 
     def _read(self, slots: np.ndarray, reason: str = "") -> Ended:
@@ -243,7 +256,7 @@ class Generation:
         they end; empty: by their last token."""
         slots = slots[self.owner[slots].argsort()]
         samples, ends = self.owner[slots], self.count[slots]
-        index, width = torch.from_numpy(samples).to(self.cache.device), int(ends.max(initial=0))
+        index, width = self._upload(samples), int(ends.max(initial=0))
         rows = (x[index, :width].tolist() for x in (self.tokens, self.logprobs))
         parts: Ended = []
         for s, end, tokens, logprobs in zip(samples.tolist(), ends.tolist(), *rows):
@@ -254,9 +267,9 @@ class Generation:
 
     def _compact(self) -> None:
         """Move the live rows and prompts at the end into the gaps at the front."""
-        self.moved, device = True, self.cache.device
+        self.moved = True
         source, target = _gaps(self.owner[:self.live])
-        moved, to, width = torch.from_numpy(source).to(device), torch.from_numpy(target).to(device), self.count.max()
+        moved, to, width = self._upload(source), self._upload(target), self.count.max()
         rows = self.cache.rows.data
         rows[:, :, to, :, :width] = rows[:, :, moved, :, :width]
         self.state[:, to] = self.state[:, moved]
@@ -267,7 +280,7 @@ class Generation:
         self.live = int((self.owner >= 0).sum())
         source, target = _gaps(self.tenant)
         prompts = self.cache.prompts.data
-        prompts[:, :, torch.from_numpy(target).to(device)] = prompts[:, :, torch.from_numpy(source).to(device)]
+        prompts[:, :, self._upload(target)] = prompts[:, :, self._upload(source)]
         self.prompt_slot[self.tenant[source]] = target
         self.tenant[target], self.tenant[source] = self.tenant[source], -1
 

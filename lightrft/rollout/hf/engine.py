@@ -17,6 +17,7 @@ from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
                                      stop_ids)
+from lightrft.rollout.hf.decode_graph import StepGraph
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
@@ -80,6 +81,7 @@ class HFEngine:
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
         self._spec: KVSpec | None = None
         self._cache: KVCache | None = None
+        self._graph = StepGraph(self._device)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
@@ -95,7 +97,7 @@ class HFEngine:
         collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
         with _inference(self.model):
             cache = self._cache_for(requests, params)
-            return Generation(self.model, cache, collector, params, self._stop_mask(params)).run()
+            return Generation(self.model, cache, collector, params, self._stop_mask(params), self._graph).run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

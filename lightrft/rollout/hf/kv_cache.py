@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lightrft.models.attention import PackedLayout, packed_attention
 from lightrft.utils.errors import UserError
+from lightrft.utils.transfer import upload
 
 _LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name
@@ -123,16 +124,17 @@ class Prefill:
     def __init__(self, cache: KVCache, lengths: list[int], slots: np.ndarray, skip: np.ndarray | None = None) -> None:
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
-        self.store, self.last = cache.prompts if skip is None else cache.rows, (ends - 1).to(cache.device)
-        self.layout = PackedLayout(F.pad(ends, (1, 0)).to(cache.device, torch.int32), lengths)
-        self.positions = (torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)).to(cache.device)
-        slot = torch.repeat_interleave(torch.from_numpy(slots), counts).to(cache.device)
+        self.store, self.last = cache.prompts if skip is None else cache.rows, upload(ends - 1, cache.device)
+        self.layout = PackedLayout(upload(F.pad(ends, (1, 0)).to(torch.int32), cache.device), lengths)
+        positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
+        self.positions = upload(positions, cache.device)
+        slot = torch.repeat_interleave(torch.from_numpy(slots), counts)
         self.kept: slice | Tensor = slice(None)
-        column = self.positions
         if skip is not None:
-            column = column - torch.repeat_interleave(torch.from_numpy(skip), counts).to(cache.device)
-            self.kept = column >= 0
-        self.index = (self.store.first[slot] + column[:, None])[self.kept].flatten()
+            positions = positions - torch.repeat_interleave(torch.from_numpy(skip), counts)
+            kept = (positions >= 0).nonzero()[:, 0]
+            slot, positions, self.kept = slot[kept], positions[kept], upload(kept, cache.device)
+        self.index = (self.store.first[upload(slot, cache.device)] + upload(positions, cache.device)[:, None]).flatten()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
@@ -177,9 +179,9 @@ class Decode:
         to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)
         to_prompts[padded] = rows[:, None] * len(heads) + heads
         device = self.cache.device
-        self.to_rows, self.to_prompts = (torch.from_numpy(x.ravel()).to(device) for x in (to_rows, to_prompts))
+        self.to_rows, self.to_prompts = (upload(torch.from_numpy(x.ravel()), device) for x in (to_rows, to_prompts))
         self.shared = self.cache.prompts.views(self.prompts, self.longest)
-        self.lengths = torch.from_numpy(lengths).to(device)[:, None]
+        self.lengths = upload(torch.from_numpy(lengths), device)[:, None]
         self.seen = self.columns[:self.longest] < self.lengths
 
     def advance(self, newest: Tensor, width: int) -> None:

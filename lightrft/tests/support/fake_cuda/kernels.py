@@ -43,12 +43,18 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, cu_keys: Tenso
 def varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu: Tensor,
                     cu_keys: Tensor, max_q: int, max_k: int, causal: bool, rng: Tensor, scale: float | None = None,
                     window: Window = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate :func:`varlen`."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        forward = varlen(*leaves, cu, cu_keys, max_q, max_k, causal, scale, window)[0]
-        found = torch.autograd.grad(forward, leaves, grad)
-    return found[0], found[1], found[2]
+    """Differentiate :func:`varlen`; dS = P * (dP - sum(dP * P)), with P = softmax(S) and dP = G V^T."""
+    scale = query.shape[-1]**-0.5 if scale is None else scale
+    ends, grads = cu.tolist(), [torch.zeros(x.shape) for x in (query, key, value)]
+    for start, end in zip(ends, ends[1:]):
+        q, k, v, g = (x[start:end].transpose(0, 1).float() for x in (query, key, value, grad))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        probs = (q @ k.mT * scale).masked_fill(~_sight(end - start, window), -torch.inf).softmax(-1)
+        slope = g @ v.mT
+        slope = probs * (slope - (slope * probs).sum(-1, keepdim=True)) * scale
+        for whole, part in zip(grads, (slope @ k, slope.mT @ q, probs.mT @ g)):
+            whole[start:end] = part.unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
 EMULATED: dict[Any, Callable[..., Any]] = {

@@ -5,18 +5,20 @@ from pathlib import Path
 from types import FrameType
 
 PACKAGE = Path(__file__).parents[3]
+HELPERS = ("/tests/", "/utils/transfer.py")
 KERNEL = "kernel"  # a launch
+GRAPH = "graph"  # a launch of many kernels at once
 SYNC = "sync"  # the host waits for the device: a number, a size or data that it reads; a copy that blocks
 UPLOAD = "upload"  # a copy to the device that does not block
 DOWNLOAD = "download"  # a copy to the host that does not block
 
 
 def _own_frame() -> FrameType | None:
-    """Return the innermost frame of this project outside its tests."""
+    """Return the innermost frame of this project outside its tests, and outside the helpers that only copy."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(PACKAGE)) and "/tests/" not in name[len(str(PACKAGE)):]:
+        if name.startswith(str(PACKAGE)) and not any(part in name[len(str(PACKAGE)):] for part in HELPERS):
             return frame
         frame = frame.f_back
     return None

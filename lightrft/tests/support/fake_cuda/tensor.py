@@ -75,7 +75,7 @@ class CudaTensor(Tensor):
 
     def tolist(self) -> Any:
         """Copy to the host, which waits."""
-        current().add(SYNC)
+        wait()
         return self.data_on_host.tolist()
 
     def numpy(self, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -93,6 +93,13 @@ def current() -> Ledger:
     """Return the ledger in use."""
     assert Device.ledger is not None, "a tensor of the fake device was used outside of fake_cuda()"
     return Device.ledger
+
+
+def wait() -> None:
+    """Count a sync; it is an error while a graph records, as on CUDA."""
+    if Device.recorder is not None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    current().add(SYNC)
 
 
 def on_device(device: Any) -> bool:
@@ -133,11 +140,14 @@ def _count(func: Any, args: Any, kwargs: Any) -> None:
     if not func.is_view and func not in NO_KERNEL:
         current().add(KERNEL)
     if _waits(func, args, kwargs):
-        current().add(SYNC)
+        wait()
 
 
 def _count_copy(up: bool, non_blocking: bool) -> None:
-    current().add(SYNC if not non_blocking else UPLOAD if up else DOWNLOAD)
+    if not non_blocking:
+        wait()
+    else:
+        current().add(UPLOAD if up else DOWNLOAD)
 
 
 def _move(func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
@@ -214,6 +224,8 @@ class Calls(TorchFunctionMode):
     """Says "lazy" to torch where the program says "cuda"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return torch.device(*args, **kwargs or {})
         kwargs = {key: _lazy(value) if key == "device" else value for key, value in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
         args = tuple(_lazy(x) if isinstance(x, torch.device) else x for x in args)
@@ -229,6 +241,6 @@ class Calls(TorchFunctionMode):
         if func in made and (on_device(kwargs.get("device")) or isinstance(args[0], CudaTensor)):
             if func is Tensor.new_tensor:
                 kwargs.setdefault("dtype", args[0].dtype)
-            current().add(SYNC)
+            wait()
             return CudaTensor(torch.tensor(made[func], **{k: v for k, v in kwargs.items() if k != "device"}))
         return func(*args, **kwargs)
