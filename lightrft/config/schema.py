@@ -77,6 +77,10 @@ class RolloutConfig:
         "caches of its ranks, at most 4 GiB each", within=PROBABILITY, read_by=("vllm", "sglang"), free=True)
     engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)",
                                  within=COUNT, read_by=("vllm", "sglang"), free=True)
+    engine_max_seqs: int = option(
+        0,
+        "most sequences that an engine runs at once; 0: hf what the cache holds, others the samples of a rollout per "
+        "engine, at least 256 and at most 1024 (256 on a device with less than 70 GiB)", within=NON_NEGATIVE, free=True)
     engine_sleep: bool = option(True,
                                 "vllm, sglang: free the engine's weights and cache on the device while models train",
                                 read_by=("vllm", "sglang"), free=True)
@@ -86,7 +90,7 @@ class RolloutConfig:
         "none",
         "vllm, sglang: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
         ("none", "fp8"), read_by=("vllm", "sglang"))
-    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. max_num_seqs=512",
+    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. enforce_eager=true",
                                     read_by=("vllm", "sglang"))
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update", within=NON_NEGATIVE,

@@ -18,7 +18,7 @@ from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.shared_rules import divides, nearest_divisors, unread
 from lightrft.utils.env import World
 
-EXAMPLE = {"vllm": "max_num_seqs=256", "sglang": "max_running_requests=256"}
+EXAMPLE = {"vllm": "max_num_batched_tokens=16384", "sglang": "chunked_prefill_size=4096"}
 # native arguments that follow from options, and the option to set instead
 DECIDED: dict[str, dict[str, str]] = {
     "vllm": {
@@ -26,6 +26,7 @@ DECIDED: dict[str, dict[str, str]] = {
         "dtype": "--bf16",
         "max_model_len": "--prompt_max_len and --generate_max_len",
         "tensor_parallel_size": "--engine_tp_size",
+        "max_num_seqs": "--engine_max_seqs",
         "gpu_memory_utilization": "--engine_mem_util",
         "kv_cache_memory_bytes": "--engine_kv_mib",
         "enable_sleep_mode": "--engine_sleep",
@@ -38,6 +39,8 @@ DECIDED: dict[str, dict[str, str]] = {
         "dtype": "--bf16",
         "context_length": "--prompt_max_len and --generate_max_len",
         "tp_size": "--engine_tp_size",
+        "max_running_requests": "--engine_max_seqs",
+        "cuda_graph_max_bs_decode": "--engine_max_seqs",
         "mem_fraction_static": "--engine_mem_util",
         "max_total_tokens": "--engine_kv_mib",
         "enable_memory_saver": "--engine_sleep",

@@ -12,7 +12,7 @@ from lightrft.preflight.validate import validate
 
 BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
 NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "engine_quantization": "fp8",
-          "engine_args": ["max_num_seqs=8"]}  # yapf: disable
+          "engine_args": ["max_logprobs=8"]}  # yapf: disable
 
 
 def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
@@ -24,7 +24,7 @@ def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
 def test_every_option_of_an_engine_is_known_to_the_rules(monkeypatch):
     read = {name for name, option in options(Config).items() if option.read_by == ("vllm", "sglang")}
     assert set(NATIVE) == read == {name for name in options(Config) if name.startswith("engine_")} - {
-        "engine_type", "engine_kv_mib"}  # yapf: disable
+        "engine_type", "engine_kv_mib", "engine_max_seqs"}  # yapf: disable
     assert problems(monkeypatch, **NATIVE) == problems(monkeypatch, engine="sglang", **NATIVE) == []
 
 
@@ -42,10 +42,10 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_args": ["seed"]}, ["--engine_args seed", "name=value"]),
     ({"engine_args": ["dtype=half"]}, ["--engine_args dtype=half", "set --bf16"]),
     ({"engine_args": ["load_format=auto"]}, ["--engine_args load_format=auto", "drop it"]),
-    ({"engine_args": ["max_num_seqs= "]}, ["--engine_args max_num_seqs= ", "name=value"]),
-    ({"engine_args": ["max_num_seqs=["]}, ["--engine_args max_num_seqs=[:", "not YAML", "comma"]),
-    ({"engine_args": ["max_num_seqs=2024-99-99"]}, ["--engine_args max_num_seqs=2024-99-99:", "month must be"]),
-    ({"engine_args": ["max_num_seqs=4", "block_size=16", "max_num_seqs=8"]}, ["max_num_seqs: is given 2 times"]),
+    ({"engine_args": ["max_logprobs= "]}, ["--engine_args max_logprobs= ", "name=value"]),
+    ({"engine_args": ["max_logprobs=["]}, ["--engine_args max_logprobs=[:", "not YAML", "comma"]),
+    ({"engine_args": ["max_logprobs=2024-99-99"]}, ["--engine_args max_logprobs=2024-99-99:", "month must be"]),
+    ({"engine_args": ["max_logprobs=4", "block_size=16", "max_logprobs=8"]}, ["max_logprobs: is given 2 times"]),
     *[({"engine_args": [f"{name}=2"]}, [f"--engine_args {name}=2", "drop it"]) for name in (
         "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "max_lora_rank",
         "speculative_config", "spec_tokens", "logits_processors", "hf_overrides")],
@@ -58,6 +58,8 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
     ({"engine": "sglang", "engine_args": ["tp_size=2"]}, ["--engine_args tp_size=2", "set --engine_tp_size"]),
+    ({"engine": "sglang", "engine_args": ["max_running_requests=2"]}, ["max_running_requests=2", "--engine_max_seqs"]),
+    ({"engine_args": ["max_num_seqs=2"]}, ["--engine_args max_num_seqs=2", "set --engine_max_seqs"]),
     *[({"engine": "sglang", "engine_args": [f"{name}=2"]}, [f"--engine_args {name}=2", "drop it"]) for name in (
         "dp_size", "pp_size", "attn_cp_size", "moe_dp_size", "enable_lora", "lora_paths", "speculative_algorithm",
         "speculative_num_steps")],
@@ -71,7 +73,7 @@ def test_one_problem_each(values, words, monkeypatch):
 
 
 @pytest.mark.parametrize("values", [
-    {"engine_args": ["max_num_seqs=4", "enforce_eager=true", "compilation_config={\"level\": 0}", "seed='1'"]},
+    {"engine_args": ["max_logprobs=4", "enforce_eager=true", "compilation_config={\"level\": 0}", "seed='1'"]},
     {"top_p": 0.9}, {"min_p": 0.05}, {"engine": "hf", "top_p": 0.9, "min_p": 0.05},
     {"engine": "sglang", "top_p": 0.9, "min_p": 0.05}, {"engine": "sglang", "sync_bucket_mib": 64},
     {"engine": "hf", "strategy": "fsdp", "sync_bucket_mib": 64}, {"strategy": "fsdp", "sync_bucket_mib": 64},

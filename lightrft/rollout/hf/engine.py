@@ -64,10 +64,11 @@ class HFEngine:
             it, not of what is free: a resumed run then batches as the first one did, to the last bit).
         owns_model: the model is this engine's own copy, filled by :meth:`update_weights`; else it is the trainer's.
         share: engines that share this device's memory.
+        max_seqs: most sequences at once; 0: as many as the cache holds.
     """
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
-                 share: int = 1) -> None:
+                 share: int = 1, max_seqs: int = 0) -> None:
         config: Any = hf_model.config
         if config._attn_implementation != "packed":
             raise ValueError(f"the HF engine needs a model with attn_implementation='packed', "
@@ -75,7 +76,7 @@ class HFEngine:
         self.model: Any = hf_model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
-        self.weight_version = 0
+        self.weight_version, self.max_seqs = 0, max_seqs
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
@@ -123,7 +124,7 @@ class HFEngine:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
         prompt, token = max(len(request.token_ids) for request in requests), self._spec.bytes_per_token
         plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
-                          max(1, params.max_new_tokens - 1))
+                          max(1, params.max_new_tokens - 1), self.max_seqs)
         if plan.slots < 1:
             raise UserError(f"one sequence of {prompt} prompt + {params.max_new_tokens} new tokens needs "
                             f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
@@ -193,7 +194,8 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
     sharded = not all(map(is_whole, source.parameters()))
     model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
-    return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share)
+    return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share,
+                    max_seqs=cfg.engine_max_seqs)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -72,15 +72,16 @@ class KVPlan:
     length: int
 
     @classmethod
-    def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int) -> "KVPlan":
-        """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each."""
+    def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int, most: int = 0) -> "KVPlan":
+        """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each; at most
+        ``most``, if that is not 0."""
         mean = sum(sizes) / max(1, int(np.count_nonzero(sizes))) or 1
 
         def plan(slots: int) -> KVPlan:
             live = int(np.ceil(_LIVE_PROMPTS * slots / mean))
             return cls(min(live, slots, len(sizes)), prompt_len, slots, length)
 
-        rows = range(1, max(1, sum(sizes)) + 1)
+        rows = range(1, min(max(1, sum(sizes)), most or sum(sizes)) + 1)
         return plan(bisect_right(rows, tokens, key=lambda slots: plan(slots).tokens))
 
     @property

@@ -21,7 +21,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments
+from lightrft.config.engines import host_cache, INSTALL, native_arguments, sequences_at_once
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
@@ -52,6 +52,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     """Arguments that start SGLang for the HF folder of ``config``. Its weights are random until the first sync."""
     room = _token_bytes(config, bf16, cfg.engine_tp_size)
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len + _SPARE
+    sequences = sequences_at_once(cfg, world.world_size, total_memory(device) if cuda else 0)
     arguments: dict[str, Any] = {
         "model_path": config.name_or_path,
         "dtype": "bfloat16" if bf16 else "float32",
@@ -65,6 +66,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "base_gpu_id": device.index or 0,
         "enable_memory_saver": cuda and cfg.engine_sleep,
         "mem_fraction_static": cfg.engine_mem_util,
+        "max_running_requests": sequences,
+        "cuda_graph_max_bs_decode": sequences if cuda else None,
         "max_total_tokens": cfg.engine_kv_mib * _MIB // room or None,
         "quantization": None if cfg.engine_quantization == "none" else cfg.engine_quantization,
         "sleep_on_idle": True,  # a scheduler without work would keep a core busy

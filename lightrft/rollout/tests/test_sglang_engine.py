@@ -21,7 +21,7 @@ from lightrft.rollout.sglang import client, launch
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
 from lightrft.tests.support import runs, sglang_experts, tiny
-from lightrft.utils.env import World
+from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +99,8 @@ def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
     assert str(out) not in left, "processes are left"
 
 
-def test_options_reach_sglang():
+def test_options_reach_sglang(monkeypatch):
+    monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30 if device == CUDA else total_memory(device))
 
     def arguments(device=CUDA, bf16=False, world=World(), **rollout):
         return engine_arguments(RolloutConfig(**rollout), tiny.config(), device, bf16, world)
@@ -113,7 +114,7 @@ def test_options_reach_sglang():
         ({"engine_mem_util": 0.8}, "mem_fraction_static", 0.8),
         ({"engine_sleep": False}, "enable_memory_saver", False),
         ({"engine_quantization": "fp8"}, "quantization", "fp8"),
-        ({"engine_args": ["max_running_requests=8"]}, "max_running_requests", 8),
+        ({"engine_args": ["chunked_prefill_size=8"]}, "chunked_prefill_size", 8),
         ({"engine_kv_mib": 3}, "max_total_tokens", (3 << 20) // token),
         ({"prompt_max_len": 24}, "context_length", plain["context_length"] - 1000),
         ({"bf16": True}, "dtype", "bfloat16"),
@@ -122,6 +123,10 @@ def test_options_reach_sglang():
         changed = arguments(**options)
         assert changed[name] == value != plain.get(name), name
         assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+    assert (plain["max_running_requests"], plain["cuda_graph_max_bs_decode"]) == (256, 256)
+    few = arguments(engine_max_seqs=7)
+    assert (few["max_running_requests"], few["cuda_graph_max_bs_decode"]) == (7, 7)
+    assert arguments(CPU, engine_max_seqs=7)["cuda_graph_max_bs_decode"] is None
     assert arguments(engine_kv_mib=3, engine_tp_size=2)["max_total_tokens"] == 2 * ((3 << 20) // token)
     on_cpu = arguments(CPU)
     assert 0 < on_cpu["max_total_tokens"] <= (4 << 30) // token and not on_cpu["enable_memory_saver"]

@@ -246,24 +246,39 @@ def test_what_it_holds_can_be_read(rig, request):
     assert [list(weights)[i] for i in where] == [altered]
 
 
-def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(tmp_path):
-    """Such folders are common; vLLM unties the head for them, and it would keep its first weights for ever."""
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """An engine as it is by default: a pass holds many prompts. The folder of its tied model has a copy of the head."""
     from safetensors.torch import load_file, save_file
-    folder = tiny.save_model(tmp_path / "model", **SIZES)
+    folder = tiny.save_model(tmp_path_factory.mktemp("wide") / "model", **SIZES)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors",
               {"format": "pt"})
-    rig = Rig(folder).ready()
-    rig.learn()
-    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
+    rig = Rig(folder, "max_num_batched_tokens=8192").ready()
+    yield rig
     rig.vllm.shutdown()
+
+
+def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(wide):
+    """Such folders are common; vLLM unties the head for them, and it would keep its first weights for ever."""
+    wide.learn()
+    mean, _ = wide.ready().gap(requests(1), SamplingParams(NEW))
     assert mean < EXACT
+
+
+def test_more_than_128_sequences_run_at_once(wide):
+    scheduler, running = wide.ready().vllm.native.engine_core.engine_core.scheduler, []
+    step = wide.vllm.native.step
+    wide.vllm.native.step = lambda: (step(), running.append(len(scheduler.running)))[0]
+    wide.vllm.generate([Request(list(range(5, 12)), list(range(200)))], SamplingParams(4))
+    del wide.vllm.native.step
+    assert max(running) > 190 and scheduler.max_num_running_reqs == 256
 
 
 def test_arguments_of_its_own_must_exist(tmp_path):
     with pytest.raises(ValueError,
-                       match="--engine_args max_seqs: vLLM has no such argument .did you mean max_num_seqs"):
-        launch.start_engine({"model": "x", "max_seqs": 3}, torch.device("cpu"))
+                       match="--engine_args max_logprob: vLLM has no such argument .did you mean max_logprobs"):
+        launch.start_engine({"model": "x", "max_logprob": 3}, torch.device("cpu"))
 
 
 def torchrun(*words):

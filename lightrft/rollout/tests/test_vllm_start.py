@@ -8,11 +8,24 @@ from transformers import PretrainedConfig, Qwen2_5_VLConfig
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.tp_group import _decode, _encode
+from lightrft.rollout.vllm import launch
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.utils.env import World, total_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(monkeypatch):
+    """Set the memory of a GPU that is not there, in GiB."""
+
+    def of(gib):
+        monkeypatch.setattr(launch, "total_memory", lambda device: gib << 30
+                            if device == CUDA else total_memory(device))
+
+    of(24)
+    return of
 
 
 def arguments(device=CUDA, bf16=False, world=World(), config=PretrainedConfig(name_or_path="folder"), **rollout):
@@ -28,7 +41,7 @@ def test_options_reach_vllm():
         ({"engine_mem_util": 0.8}, "gpu_memory_utilization", 0.8),
         ({"engine_sleep": False}, "enable_sleep_mode", False),
         ({"engine_quantization": "fp8"}, "quantization", "fp8"),
-        ({"engine_args": ["max_num_seqs=8"]}, "max_num_seqs", 8),
+        ({"engine_args": ["max_logprobs=8"]}, "max_logprobs", 8),
         ({"engine_args": ["enforce_eager=true"]}, "enforce_eager", True),
         ({"engine_kv_mib": 3}, "kv_cache_memory_bytes", 3 << 20),
         ({"prompt_max_len": 24}, "max_model_len", 1048),
@@ -40,6 +53,35 @@ def test_options_reach_vllm():
         changed = arguments(**options)
         assert changed[name] == value != plain.get(name), name
         assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+
+
+@pytest.mark.parametrize(
+    "rollout, gib, sequences, graphs",
+    [
+        ({"rollout_batch_size": 128, "n_samples_per_prompt": 16}, 80, 1024, 1024),  # 2,048 samples wait in part
+        ({"rollout_batch_size": 128, "n_samples_per_prompt": 16}, 24, 256, 512),
+        ({"rollout_batch_size": 75, "n_samples_per_prompt": 8
+          }, 80, 600, 608),  # a multiple of 16: the sizes vLLM captures
+        ({"rollout_batch_size": 75, "n_samples_per_prompt": 8, "oversample": 1.5}, 80, 900, 912),
+        ({"rollout_batch_size": 4, "n_samples_per_prompt": 8}, 80, 256, 512),  # evaluations may be larger
+        ({"engine_max_seqs": 7}, 80, 7, 16),
+        ({"engine_max_seqs": 10_000}, 24, 10_000, 10_000),
+        ({"engine_args": ["max_num_batched_tokens=100"]}, 80, 100, 208),
+    ])
+def test_as_many_sequences_run_at_once_as_the_batch_has(gpu_memory, rollout, gib, sequences, graphs):
+    gpu_memory(gib)
+    found = arguments(**rollout)
+    assert (found["max_num_seqs"], found["max_cudagraph_capture_size"]) == (sequences, graphs)
+    assert found["max_num_batched_tokens"] >= sequences, "vLLM refuses less"
+
+
+def test_ranks_share_the_batch_and_those_of_one_engine_do_not(gpu_memory):
+    gpu_memory(80)
+    batch = {"rollout_batch_size": 128, "n_samples_per_prompt": 16}
+    assert arguments(**batch, world=World(0, 0, 4, 4))["max_num_seqs"] == 512
+    assert arguments(**batch, engine_tp_size=2, world=World(0, 0, 4, 4))["max_num_seqs"] == 1024
+    assert arguments(CPU, **batch)["max_num_seqs"] == 256
+    assert arguments(engine_args=["max_cudagraph_capture_size=8"])["max_cudagraph_capture_size"] == 8
 
 
 def test_what_is_more_than_text_has_a_processor():

@@ -49,6 +49,14 @@ def test_the_budget_option_reaches_the_engine(folder):
         engine_of(folder, strategy, prepared, engine_kv_mib=1).generate([Request([5], [1])], SamplingParams(9000))
 
 
+def test_the_sequences_at_once_reach_the_engine(folder):
+    strategy, prepared = prepare(folder)
+    many, few = engine_of(folder, strategy, prepared), engine_of(folder, strategy, prepared, engine_max_seqs=3)
+    responses = [engine.generate(ranks.REQUESTS, ranks.PARAMS) for engine in (many, few)]
+    assert few._cache.plan.slots == 3 < many._cache.plan.slots
+    assert ranks.equal(*map(ranks.flat, responses)), "responses wait for each other, and are the same"
+
+
 def test_lora_adapters_take_part_in_place(folder):
     strategy, prepared = prepare(folder, lora_rank=2)
     engine = engine_of(folder, strategy, prepared)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments
+from lightrft.config.engines import host_cache, INSTALL, native_arguments, sequences_at_once
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _PASS_TOKENS = 8192  # of prompts in one forward pass, or one prompt
+_GRAPHS, _GRAPH_STEP = 512, 16  # vLLM's own largest batch with a CUDA graph, and the step between the largest ones
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process too
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torchrun's ranks share the cores as the launcher says
@@ -55,7 +56,23 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     if not cuda and not cfg.engine_kv_mib:
         room = total_memory(device) / world.local_world_size
         arguments["kv_cache_memory_bytes"] = int(host_cache(cfg.engine_mem_util, room))
-    return arguments | native_arguments(cfg.engine_args)
+    memory = total_memory(device) if cuda else 0
+    return _at_once(arguments | native_arguments(cfg.engine_args), cfg,
+                    sequences_at_once(cfg, world.world_size, memory))
+
+
+def _at_once(arguments: dict[str, Any], cfg: RolloutConfig, sequences: int) -> dict[str, Any]:
+    """Add how many sequences run at once (vLLM's own default is 128 here), and CUDA graphs for all of them.
+
+    A step has a token of every running sequence, so a smaller ``max_num_batched_tokens`` bounds the default.
+    """
+    if not cfg.engine_max_seqs:
+        sequences = min(sequences, arguments["max_num_batched_tokens"])
+    graphs = min(2 * sequences, max(_GRAPHS, sequences))
+    graphs = -(-graphs // _GRAPH_STEP) * _GRAPH_STEP
+    return {"max_cudagraph_capture_size": graphs} | arguments | {
+        "max_num_seqs": sequences, "max_num_batched_tokens": max(sequences, arguments["max_num_batched_tokens"])
+    }
 
 
 @contextmanager
