@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightrft.rollout.engine import Arrived, Completion, Ended, Finished, NextTurn, Request, SamplingParams
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
 from lightrft.utils.errors import UserError
+from lightrft.utils.watchdog import tick
 
 Key = tuple[int, int]  # request, index among its seeds
 
@@ -107,8 +108,10 @@ class CompletionCollector:
     def enough(self, complete: list[int]) -> bool:
         """Report complete requests; return whether generation may stop, because no rank needs a further token.
 
-        A collective of ``group`` unless ``complete`` is empty.
+        Engines call it in every round, so it ticks for the watchdog. A collective of ``group`` unless ``complete`` is
+        empty.
         """
+        tick()
         own = [i for i in complete if i in self.mine]
         self.open -= len(own)
         if self.on_finished is not None:

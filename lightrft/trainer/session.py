@@ -60,7 +60,7 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
     store, limit_s = connect_store(world), config.strategy.dist_timeout_s
-    watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store)
+    watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store, started=lambda: timer.steps > 0)
     with _one_line(watchdog) if exits else nullcontext(), watchdog, disk_full_is_expected(config.checkpoint.save_path):
         seed_everything(config.train.seed + strategy.rank)
         _announce(parsed, strategy)

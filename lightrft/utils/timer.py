@@ -15,12 +15,14 @@ class Timer:
         clock: seconds, monotonic.
 
     Attributes:
+        steps: number of calls of :meth:`metrics`.
         gauge: function read at the end of every span and reported as ``perf/mem/<name>_gib``; None: not read.
     """
 
     def __init__(self, names: Sequence[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.gauge: Callable[[], float] | None = None
+        self.steps = 0
         self._levels: dict[str, float] = {}
         self._seconds = dict.fromkeys(names, 0.0)
         self._stack: list[str] = []
@@ -81,4 +83,5 @@ class Timer:
         seconds["time/step_s"] = total
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._start = self._mark
+        self.steps += 1
         return seconds | {f"perf/mem/{name}_gib": level for name, level in self._levels.items()}

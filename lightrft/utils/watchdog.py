@@ -18,6 +18,7 @@ from lightrft.utils.logging import get_logger
 
 BEAT_S = 1.0
 STALE_S = 15.0
+START_STALE_S = 60.0  # until the first step: a large library may hold the interpreter while it loads
 EXIT_CODE = 1
 _GRACE_S = 3.0
 _LAST_SECONDS = 20
@@ -42,6 +43,16 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
+
+
+class _Progress:
+    """Calls of :func:`tick` so far."""
+    ticks: int = 0
+
+
+def tick() -> None:
+    """Report progress within a phase, such as one more token of every sequence; cheap enough for any loop."""
+    _Progress.ticks += 1
 
 
 def connect_store(world: World) -> Store | None:
@@ -70,24 +81,31 @@ class Watchdog:
     """Watches the other ranks from a thread, through a store; ``with Watchdog(...):`` around the whole run.
 
     Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
-    in one phase for longer than ``timeout_s``, or that wrote nothing for ``stale_s`` is a failure: every rank prints it
-    with the phases and stacks that are known and exits with code 1. One process needs no store and no thread.
+    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for ``stale_s`` is a
+    failure: every rank prints it with the phases and stacks that are known and exits with code 1. One process needs no
+    store and no thread.
     An :class:`ExpectedError` is reported once (by the rank with ``speaks``; rank 0 is first); others exit quietly.
 
     Args:
         phase: returns the phase of this rank, e.g. ``timer.phase``; called in another thread. A new value is progress.
-        timeout_s: most seconds in one phase.
+        timeout_s: most seconds in one phase without a tick.
         store: of :func:`connect_store`; None only with one process.
-        stale_s: silence after which a rank counts as dead.
+        stale_s: silence after which a rank counts as dead; before its first step it is :data:`START_STALE_S`.
+        started: returns whether this rank has ended its first step; called in another thread.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, rank: int, world_size: int, phase: Callable[[], str], timeout_s: float, store: Store | None,
-                 stale_s: float = STALE_S) -> None:
+                 stale_s: float = STALE_S, started: Callable[[], bool] = lambda: True,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         if world_size > 1 and store is None:
             raise ValueError(f"a watchdog over {world_size} ranks needs a store (connect_store)")
         self.rank, self.world_size, self.phase = rank, world_size, phase
         self.timeout_s, self.stale_s = timeout_s, stale_s
         self._store: Any = store
+        self._started, self._clock = started, clock
+        self._progress, self._since = ("", 0), clock()
+        self._seen, self._silence = b"", 0.0
         self.speaks = True
         self._reporting = False
         self._stop = threading.Event()
@@ -170,22 +188,15 @@ class Watchdog:
     # -- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         """Beat, watch the neighbour, look for failures, once a second."""
-        neighbour, seen, silence = (self.rank + 1) % self.world_size, b"", 0.0
-        phase, since, count = "", time.monotonic(), 0
+        neighbour, count = (self.rank + 1) % self.world_size, 0
         while not self._stop.wait(BEAT_S):
             count += 1
-            now = self.phase()
-            if now != phase:
-                phase, since = now, time.monotonic()
+            stuck = self._stuck()
             try:
-                stuck = time.monotonic() - since
                 self._beat(count, stuck)
                 if stuck > self.timeout_s and not self._reporting:
                     self._publish_stuck(stuck)
-                beat = self._read(f"beat/{neighbour}")
-                silence = silence + BEAT_S if beat == seen and beat and b"done" not in beat else 0.0
-                seen = beat
-                if silence >= self.stale_s:
+                if self._is_silent(self._read(f"beat/{neighbour}")):
                     self._publish_dead(neighbour)
                 failure = self._failure()
             except RuntimeError as lost:
@@ -193,8 +204,23 @@ class Watchdog:
             if failure is not None:
                 self._leave(failure, self._explain(failure, f"its stack:\n{main_stack()}"))
 
+    def _stuck(self) -> float:
+        """Return the seconds since the phase of this rank changed, or it ticked."""
+        progress = self.phase(), _Progress.ticks
+        if progress != self._progress:
+            self._progress, self._since = progress, self._clock()
+        return self._clock() - self._since
+
+    def _is_silent(self, beat: bytes) -> bool:
+        """Return whether the neighbour, whose newest ``beat`` this is, has been silent for too long."""
+        same = beat == self._seen and beat and b"done" not in beat
+        self._seen, self._silence = beat, self._silence + BEAT_S if same else 0.0
+        starts = b"starting" in beat
+        return self._silence >= (max(START_STALE_S, self.stale_s) if starts else self.stale_s)
+
     def _beat(self, count: int, stuck: float) -> None:
         value = {"count": count, "phase": self.phase(), "seconds": round(stuck)}
+        value |= {} if self._started() else {"starting": True}
         self._store.set(f"beat/{self.rank}", json.dumps(value))
 
     def _read(self, key: str) -> bytes:

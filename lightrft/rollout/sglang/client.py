@@ -18,6 +18,7 @@ from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.utils.errors import UserError
+from lightrft.utils.watchdog import tick
 
 T = TypeVar("T")
 _POLL_S = 1.0  # between checks that the schedulers are alive
@@ -75,8 +76,11 @@ class SGLangNative:
         return self.thread.submit(lambda: self.engine.loop.run_until_complete(self._watched(work()))).result()
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
+        task, heard = asyncio.ensure_future(work), 0.0
         while not task.done():
+            if (newest := self.manager.last_receive_tstamp) != heard:  # tokens of responses that have not ended
+                heard = newest
+                tick()
             for process in self.processes:
                 if not process.is_alive():
                     task.cancel()

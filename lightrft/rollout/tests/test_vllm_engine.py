@@ -19,6 +19,7 @@ from lightrft.tests.support import runs, tiny, turns, vllm_ranks
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, reports_responses_as_they_end, tokens)
 from lightrft.tests.support.launch import finish
+from lightrft.utils import watchdog
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -268,10 +269,11 @@ def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(wide):
 
 def test_more_than_128_sequences_run_at_once(wide):
     scheduler, running = wide.ready().vllm.native.engine_core.engine_core.scheduler, []
-    step = wide.vllm.native.step
+    step, before = wide.vllm.native.step, watchdog._Progress.ticks
     wide.vllm.native.step = lambda: (step(), running.append(len(scheduler.running)))[0]
     wide.vllm.generate([Request(list(range(5, 12)), list(range(200)))], SamplingParams(4))
     del wide.vllm.native.step
+    assert watchdog._Progress.ticks - before >= len(running) >= 4, "the watchdog sees no progress"
     assert max(running) > 190 and scheduler.max_num_running_reqs == 256
 
 

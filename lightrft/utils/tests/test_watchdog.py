@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from lightrft.tests import support
 from lightrft.utils import watchdog
@@ -99,6 +100,36 @@ def test_one_process_needs_no_store():
     assert not watchdog._thread.is_alive(), "a thread for nothing"
     with pytest.raises(ValueError, match="needs a store"):
         Watchdog(0, 2, lambda: "", 1.0, None)
+
+
+class Clock:
+    """A clock that the test sets."""
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_long_phase_that_ticks_is_progress():
+    clock = Clock()
+    watched = Watchdog(0, 2, lambda: "rollout", 100.0, HashStore(), clock=clock)
+    assert watched._stuck() == 0.0
+    clock.now = 90.0
+    assert watched._stuck() == 90.0, "nothing has happened"
+    watchdog.tick()
+    assert watched._stuck() == 0.0
+    clock.now = 150.0
+    assert watched._stuck() == 60.0
+
+
+@pytest.mark.parametrize("starting, seconds", [(True, 60), (False, 15)])
+def test_before_its_first_step_a_rank_may_be_silent_for_longer(starting, seconds):
+    store = HashStore()
+    Watchdog(1, 2, lambda: "loading", 100.0, store, started=lambda: not starting)._beat(1, 0.0)
+    watched, beat = Watchdog(0, 2, lambda: "", 100.0, store), store.get("beat/1")
+    silent = [watched._is_silent(beat) for _ in range(seconds + 1)]  # the first look hears it
+    assert silent == [False] * seconds + [True]
+    assert not watched._is_silent(b"another"), "it speaks again"
 
 
 SIGNALS = """
