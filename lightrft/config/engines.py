@@ -1,9 +1,5 @@
 """Facts about rollout engines that need no engine to be imported: names, install commands, arguments, cache sizes."""
-from math import ceil
-from typing import Any, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightrft.config.schema import RolloutConfig
+from typing import Any
 
 # values of --engine_type with the name for messages; lightrft.rollout.engines has the convention for their folders
 ENGINES = {
@@ -29,15 +25,3 @@ def native_arguments(entries: list[str]) -> dict[str, Any]:
 def host_cache(share: float, total: float) -> float:
     """Bytes of the cache of an engine that may take a ``share`` of ``total`` bytes of host memory."""
     return min(share * total, MOST_HOST_CACHE)
-
-
-def sequences_at_once(cfg: "RolloutConfig", world_size: int, memory: int) -> int:
-    """Number of sequences that an engine other than hf runs at once: ``--engine_max_seqs``, or its part of a rollout.
-
-    Args:
-        memory: of the device of one rank, in bytes; 0 on a CPU.
-    """
-    engines = max(world_size // cfg.engine_tp_size, 1)
-    batch = ceil(cfg.rollout_batch_size * cfg.n_samples_per_prompt * max(cfg.oversample, 1.0) / engines)
-    most = MOST_SEQUENCES if memory >= LARGE_DEVICE else SEQUENCES
-    return cfg.engine_max_seqs or min(max(batch, SEQUENCES), most)

@@ -1,8 +1,9 @@
 """Rollout engines by name: building one, which alone imports it, and the memory that it takes on a rank's device."""
 from importlib import import_module
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.engines import ENGINES, host_cache
+from lightrft.config.engines import ENGINES, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
@@ -71,3 +72,15 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, total: float,
     if not cuda:
         return host_cache(r.engine_mem_util, total)
     return max(0.0, r.engine_mem_util * total - engine_weights(config, world_size, size))
+
+
+def sequences_at_once(cfg: RolloutConfig, world_size: int, memory: int) -> int:
+    """Number of sequences that an engine other than hf runs at once: ``--engine_max_seqs``, or its part of a rollout.
+
+    Args:
+        memory: of the device of one rank, in bytes; 0 on a CPU.
+    """
+    engines = max(world_size // cfg.engine_tp_size, 1)
+    batch = ceil(cfg.rollout_batch_size * cfg.n_samples_per_prompt * max(cfg.oversample, 1.0) / engines)
+    most = MOST_SEQUENCES if memory >= LARGE_DEVICE else SEQUENCES
+    return cfg.engine_max_seqs or min(max(batch, SEQUENCES), most)

@@ -21,12 +21,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments, sequences_at_once
+from lightrft.config.engines import host_cache, INSTALL, native_arguments
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
+from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import total_memory, World
 from lightrft.utils.errors import UserError
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments, sequences_at_once
+from lightrft.config.engines import host_cache, INSTALL, native_arguments
 from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
+from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
 from lightrft.utils.errors import UserError
 
