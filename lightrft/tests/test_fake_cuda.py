@@ -1,4 +1,5 @@
 """Every recipe and option group on the fake CUDA device: the numbers of the CPU, the syncs of the docs."""
+import json
 import math
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import marginal
 from lightrft.trainer import ppo_update
+from lightrft.trainer.tests import test_sft_trainer as sft
 
 no_picture = runs.no_picture
 BF16 = 2e-2
@@ -95,6 +97,17 @@ def test_half_precision_takes_the_kernels_of_cuda(strategy, home, tmp_path, monk
 
 def test_models_that_leave_the_device_during_generation_give_the_numbers_of_the_cpu(home, tmp_path):
     compare(home, tmp_path, OFFLOAD, only_cuda=["offload_during_rollout"])
+
+
+def test_supervised_fine_tuning_gives_the_numbers_of_the_cpu(home, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 1)}]}
+            for i in range(16)]  # yapf: disable
+    (home / "model" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    configs = [sft.config_of(home / "model", tmp_path / device, max_steps=2) for device in ("cpu", "cuda")]
+    sft.run(configs[0])
+    with fake_cuda():
+        sft.run(configs[1])
+    assert_same(*(sft.metrics(tmp_path / device) for device in ("cuda", "cpu")))
 
 
 # -- when the host waits -----------------------------------------------------------------------------------------------

@@ -205,9 +205,7 @@ def fake_cuda() -> Iterator[Ledger]:
         patch.setattr(torch.autograd, "_engine_run_backward", _engine_with_calls)
         patch.setattr(threading, "Thread", _EveryThread)
         patch.setattr(Device, "ledger", Ledger())
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        patch.setattr(torch, "_has_compatible_shallow_copy_type", lambda old, new: True)  # so modules assign .data
         stack.enter_context(Calls())
         stack.enter_context(Operators())
         yield tensor.current()
