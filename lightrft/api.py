@@ -63,11 +63,14 @@ class _Training:
 
     def plan(self) -> str:
         """Return what ``--dry_run`` prints: every option and its source, batch sizes, estimates of memory and time."""
+        from lightrft.preflight.hardware import Machine
+        from lightrft.preflight.planned import settle
         from lightrft.preflight.report import report
         from lightrft.preflight.validate import validate
-        world = World.from_env().world_size
-        validate(self.parsed.config, world)
-        return report(self.parsed.config, self.parsed.provenance, world)
+        machine = Machine.here(World.from_env().world_size)
+        settle(self.parsed.config, self.parsed.provenance, machine)
+        validate(self.parsed.config, machine.ranks, machine.device.cuda)
+        return report(self.parsed.config, self.parsed.provenance, machine)
 
     def train(self) -> Run:
         """Train to the end, and return the run.

@@ -14,8 +14,8 @@ from lightrft.preflight.checks import VERDICTS, Finding, examine, worst
 from lightrft.preflight.checks.machine import check_devices, check_groups, check_save_path, check_shm
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
-from lightrft.preflight.cost import count_parameters
-from lightrft.preflight.memory import devices
+from lightrft.preflight.cost import count_parameters, is_gated
+from lightrft.preflight.hardware import devices, Machine
 
 PROG = "python -m lightrft.cli.doctor"
 
@@ -115,15 +115,18 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     """Check the model, if there is one, and the disk and memory that its run takes."""
     if not config.model.pretrain:
         return
-    from lightrft.models.loader import parameter_shapes
+    from lightrft.models.loader import model_shape, parameter_shapes
     from lightrft.preflight.algorithm_rules import trains_critic
+    from lightrft.preflight.planned import settle
     critic = trains_critic(config)
-    size = count_parameters(parameter_shapes(config.model.pretrain))
+    shapes = parameter_shapes(config.model.pretrain)
+    size, shape = count_parameters(shapes), model_shape(config.model.pretrain) if is_gated(shapes) else None
     here = devices(1)
     count = ranks or int(os.environ.get("WORLD_SIZE", "1" if here[0].name == "cpu" else len(here)))
+    settle(config, {}, Machine.here(count))
     yield from examine("model", partial(check_model, config, size))
     yield from check_disk(config, size, critic)
-    yield from check_memory(config, count, size, devices(count), critic)
+    yield from check_memory(config, count, size, devices(count), critic, shape)
 
 
 if __name__ == "__main__":

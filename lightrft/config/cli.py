@@ -32,6 +32,7 @@ class ParsedConfig(NamedTuple):
     provenance: Provenance
     dry_run: bool
     plugins: list[str]
+    plan_gpus: str = ""  # the machine that a dry run is for, if it is another one
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +62,9 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
         "given several times")
     parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
+    parser.add_argument(
+        "--plan_gpus", default="", metavar="NxGPU",
+        help="with --dry_run: plan for other GPUs than those here, e.g. 8xH100, 1x24 (GiB), 2x8xH100 (two machines)")
     add_tree(parser, tree, defaults, quiet=True)
     return parser
 
@@ -152,9 +156,11 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
         raise ConfigError(_unknown_words(rest, known))
     flags = vars(namespace)
     layers = [Layer(f"yaml:{path}", load_config(path, tree)) for path in flags.pop("config")]
-    dry_run, _ = flags.pop("dry_run"), flags.pop("plugin")
+    dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")
+    if plan_gpus and not dry_run:
+        raise ConfigError(f"--plan_gpus {plan_gpus}: plans a run for GPUs that are not here; add --dry_run or drop it")
     values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
-    return ParsedConfig(build(tree, values), provenance, dry_run, plugins)
+    return ParsedConfig(build(tree, values), provenance, dry_run, plugins, plan_gpus)
 
 
 @contextmanager

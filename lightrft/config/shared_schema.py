@@ -11,8 +11,9 @@ class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
     bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
-    gradient_checkpointing: bool = option(False, "recompute activations of every decoder layer in the backward pass",
-                                          free=True)
+    gradient_checkpointing: bool | None = option(
+        None, "recompute activations of every decoder layer in the backward pass (default: on CUDA, above 1e9 "
+        "parameters)", free=True)
     lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE)
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT)
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")

@@ -13,7 +13,7 @@ from lightrft.config.compat import ALIASES
 from lightrft.config.options import PARSERS, ConfigError, Option, did_you_mean, show
 
 G = TypeVar("G")
-RESERVED = ("config", "plugin", "dry_run", "help")  # flags that are no options
+RESERVED = ("config", "plugin", "dry_run", "plan_gpus", "help")  # flags that are no options
 PACKAGE = Path(__file__).parents[1]
 _EXTENSIONS: dict[type, dict[str, type]] = {}  # group -> name of the extension -> dataclass
 _FOLDERS: dict[type, str] = {}  # group -> folder whose files extend it

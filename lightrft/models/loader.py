@@ -18,6 +18,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTo
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import ModelConfig
+from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
@@ -125,6 +126,11 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         hf = modality_of(config, path).auto_class.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+
+
+def model_shape(path: str) -> ModelShape | None:
+    """The widths of the model at ``path``, from its config.json alone; None if that does not have the usual names."""
+    return ModelShape.of(_config(path))
 
 
 def check_context(path: str | None, **lens: int) -> None:

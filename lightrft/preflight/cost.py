@@ -1,12 +1,13 @@
 """Estimated cost of a configuration: samples and tokens per step, parameters, seconds per step. Plain arithmetic."""
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
 from lightrft.config.schema import Config
+from lightrft.models.activations import ModelShape
 from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
 
@@ -31,9 +32,37 @@ def model_size(folder: str | Path | None) -> ModelSize | None:
     Raises:
         ValueError: a file is incomplete.
     """
+    shapes = _weight_shapes(folder)
+    return count_parameters(shapes) if shapes else None
+
+
+def known_model(path: str | None, hub: bool = False) -> tuple[ModelSize | None, ModelShape | None]:
+    """Read the size and the shape of a model from its config.json and, in a local folder, the headers of its weights.
+
+    What cannot be read is None; so is the shape of a family whose MLP has no gate.
+
+    Args:
+        hub: look for a path that is no local folder on the hub, which downloads the config.json.
+    """
+    folder = Path(path or "").expanduser()
+    if not path or not (folder / "config.json").is_file() and (folder.exists() or not hub):
+        return model_size(path), None
+    from lightrft.models.loader import model_shape, parameter_shapes
+    try:
+        shapes = _weight_shapes(path) or parameter_shapes(path)
+        return count_parameters(shapes), model_shape(path) if is_gated(shapes) else None
+    except UserError:  # raised again where the model is loaded
+        return None, None
+
+
+def is_gated(shapes: Iterable[str]) -> bool:
+    """Return True if one of these parameters is the gate of an MLP."""
+    return any("gate" in name for name in shapes)
+
+
+def _weight_shapes(folder: str | Path | None) -> dict[str, Sequence[int]]:
     files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
-    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
-    return count_parameters(shapes) if files else None
+    return {name: shape for file in files for name, shape in _shapes(file).items()}
 
 
 def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:

@@ -61,7 +61,7 @@ FIXED = {
 COLDEST = {"vllm": 0.01, "sglang": 1e-6}
 
 
-def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
+def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
@@ -70,7 +70,7 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
     if engine in INSTALL:
         if find_spec(engine) is None:
             yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
-        yield from _native_engine(c, engine)
+        yield from _native_engine(c, engine, cuda)
     if engine != "sglang" and not c.strategy.divides_weights(world_size):
         for name, value in changed(c, ["sync_bucket_mib"]):
             yield (
@@ -79,7 +79,7 @@ def engine_problems(c: Config, world_size: int = 1) -> Iterator[str]:
     if c.rollout.lora_sync == "adapter":
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
-        yield from _offload(c, world_size)
+        yield from _offload(c, world_size, cuda)
 
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:
@@ -91,10 +91,9 @@ def _adapters(c: Config, engine: str) -> Iterator[str]:
                "which quantizes the base weights again at every sync; drop one")
 
 
-def _offload(c: Config, world_size: int) -> Iterator[str]:
-    import torch
+def _offload(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     flag = "--offload_during_rollout True: "
-    if not torch.cuda.is_available():
+    if not cuda:
         yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
     elif c.rollout.engine_type == "hf" and not c.strategy.divides_weights(world_size):
         yield flag + "the hf engine generates with the trainer's own weights where a rank holds all of them; drop it"
@@ -106,7 +105,7 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _native_engine(c: Config, engine: str) -> Iterator[str]:
+def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
     r, coldest = c.rollout, COLDEST[engine]
     if r.engine_kv_mib and list(changed(c, ["engine_mem_util"])):
         yield (f"--engine_mem_util {r.engine_mem_util:g}: has no effect with --engine_kv_mib {r.engine_kv_mib}, which "
@@ -124,7 +123,8 @@ def _native_engine(c: Config, engine: str) -> Iterator[str]:
     for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
         if count > 1:
             yield f"--engine_args {name}: is given {count} times; keep one of them"
-    yield from _needs_cuda(c, engine)
+    if not cuda:
+        yield from _needs_cuda(c, engine)
 
 
 def _argument(entry: str, engine: str) -> Iterator[str]:
@@ -149,9 +149,6 @@ def _unreadable(entry: str) -> Iterator[str]:
 
 
 def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
-    import torch
-    if torch.cuda.is_available():
-        return
     if c.rollout.engine_quantization != "none":
         yield (
             f"--engine_quantization {c.rollout.engine_quantization}: {ENGINES[engine]} has its kernels for CUDA only, "

@@ -2,63 +2,31 @@
 
 Strategies and engines say what they take; this module adds it up.
 """
-import os
-from dataclasses import dataclass
-from pathlib import Path
+from math import ceil
 
 from lightrft.config.schema import Config
+from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight.cost import GIB, MIB
+from lightrft.preflight.hardware import Device
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
 from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, shares, STEP_BYTES,
                                       whole_gradients)
 
-
-@dataclass(frozen=True)
-class Device:
-    """A device that ranks compute on; ``free`` and ``total`` are the bytes of memory of one rank."""
-    name: str
-    free: int
-    total: int
-
-    @property
-    def cuda(self) -> bool:
-        """Return True for a GPU."""
-        return self.name != "cpu"
+BACKWARD = PHASES.index("backward")
 
 
-UNKNOWN = Device("cpu", 0, 0)
+def memory(config: Config, world_size: int, size: ModelSize, device: Device, critic: bool = False,
+           shape: ModelShape | None = None) -> dict[str, ByPhase]:
+    """Estimate the bytes by purpose and phase, of micro-batches at the length limits.
 
-
-def devices(ranks: int) -> list[Device]:
-    """List the GPUs of this machine; without a GPU, its CPU, whose memory ``ranks`` processes share."""
-    import torch
-
-    from lightrft.utils.env import total_memory
-    if torch.cuda.is_available():
-        found = [(f"cuda:{i}", *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
-        return [Device(name, free, total) for name, free, total in found]
-    total = total_memory(torch.device("cpu"))
-    return [Device("cpu", min(_available(), total) // ranks, total // ranks)]
-
-
-def _available() -> int:
-    """Bytes of host memory that a new process can use."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory(config: Config, world_size: int, size: ModelSize, device: Device,
-           critic: bool = False) -> dict[str, ByPhase]:
-    """Estimate the bytes by purpose and phase, at most. Activations are not counted: they depend on the model.
-
-    Sharded state is divided by the ranks that share it. With LoRA, gradients and optimizer state belong to the adapters
-    and are left out. What rests in host memory counts where it visits the device. Gradients exist only in an update.
+    Activations are counted where the ``shape`` of the model is known. Sharded state is divided by the ranks that share
+    it. With LoRA, gradients and optimizer state belong to the adapters and are left out. What rests in host memory
+    counts where it visits the device. Gradients exist only in an update.
     """
     held = _trainer(config, world_size, size, device, critic)
     held |= engine_memory(config, world_size, size, device.total, device.cuda)
+    if shape is not None:
+        held |= _activations(config, world_size, shape, held)
     return {name: values for name, values in held.items() if any(values)}
 
 
@@ -73,16 +41,18 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
     models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
-    weights, gradients, moments = (4 * size.total * share * on_device * models for share in shares(s, world_size))
+    weights, gradients, moments = (4 * size.total * share * on_device for share in shares(s, world_size))
+    weights, moments = models * weights, models * moments  # gradients: policy and critic step one after the other
     frozen, copied_once = frozen_width(s, world_size, m.bf16), not sharded
     weights *= frozen / 4 if m.lora_rank and copied_once else 1
     adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
     adam *= not s.adam_offload
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
-    copies = gathered_weights(s, world_size, size, m.bf16, m.gradient_checkpointing)
+    copies = gathered_weights(s, world_size, size, m.bf16, bool(m.gradient_checkpointing))
     computing, updating = (models * copied * (trained if copied_once else 1) for copied in copies)
     resting = computing * copied_once
-    whole = whole_gradients(s, world_size, size.total * trained, device.total)
+    several = micro_batch_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
+    whole = several * whole_gradients(s, world_size, size.total * trained, device.total)
     reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
     reference = frozen * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
@@ -90,7 +60,7 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     return {
         "weights": (weights * stays, *(weights, ) * 4),
         "gradients, float32": (0, 0, *(gradients * trained, ) * 2, 0),
-        "gradients, unsharded until the last micro-batch": (0, 0, models * whole, 0, 0),
+        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0, 0),
         "gradients on their way to other ranks": (0, 0, reduced, 0, 0),
         "Adam state, float32": (adam * stays, adam, adam, adam + stepping, adam),
         "weights gathered or cast for computing": (resting * stays, computing, updating, resting, resting),
@@ -100,14 +70,43 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     }  # yapf: disable
 
 
-def memory_lines(config: Config, world_size: int, size: ModelSize | None, device: Device,
-                 critic: bool = False) -> list[str]:
+def micro_batch_tokens(config: Config, world_size: int) -> tuple[int, bool]:
+    """Count the tokens of a micro-batch of the update at the length limits; return also whether a step has several.
+
+    A longer single sample goes alone. It is not counted, because it need not come.
+    """
+    t, length = config.train, config.rollout.prompt_max_len + config.rollout.generate_max_len
+    step = ceil(t.train_batch_size / world_size) * length
+    tokens = min(t.max_tokens_per_micro_batch, step, t.micro_train_batch_size * length or step)
+    return tokens, step > tokens
+
+
+def _activations(config: Config, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
+    """Return the rows of activations and gradients.
+
+    The temporaries of layers and the chunk of logits never exist together, so what exceeds the chunk is counted. A
+    single micro-batch frees its activations while gradients come into being: gradients count by what exceeds them.
+    """
+    m, (tokens, several) = config.model, micro_batch_tokens(config, world_size)
+    one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0, m.use_liger)
+    chunk = held["logits of one chunk"][BACKWARD]
+    kept = one.kept + max(0.0, one.backward - one.kept - chunk)
+    rows: dict[str, ByPhase] = {"activations": (0, max(0.0, one.forward - chunk), kept, 0, 0)}
+    for name, (generation, passes, backward, optimizer, sync) in held.items():
+        if name.startswith("gradients, ") and not several:
+            rows[name] = (generation, passes, max(0.0, backward - kept), optimizer, sync)
+    return rows
+
+
+def memory_lines(config: Config, world_size: int, size: ModelSize | None, device: Device, critic: bool = False,
+                 shape: ModelShape | None = None) -> list[str]:
     """Format the estimate as lines of text."""
     if size is None:
-        return ["memory per rank: unknown, --pretrain is not a local folder with safetensors files"]
-    held = memory(config, world_size, size, device, critic)
+        return ["memory per rank: unknown, --pretrain is not a local folder with a model"]
+    held = memory(config, world_size, size, device, critic, shape)
     together = tuple(map(sum, zip(*held.values())))
-    lines = [f"GiB per rank, activations not counted ({size.total:,} parameters):",
+    tokens = f"activations of {micro_batch_tokens(config, world_size)[0]:,} tokens" if shape else "without activations"
+    lines = [f"GiB per rank, {tokens} ({size.total:,} parameters):",
              f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES)]  # yapf: disable
     lines += [f"  {name:<48}" + "".join(f"{value / GIB:>12.2f}" for value in values)
               for name, values in [*held.items(), ("together", together)]]  # yapf: disable

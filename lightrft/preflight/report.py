@@ -10,10 +10,13 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.cost import batch_summary, model_size, time_line
-from lightrft.preflight.memory import devices, memory_lines
+from lightrft.models.activations import ModelShape
+from lightrft.preflight.checks.run_plan import memory_verdict
+from lightrft.preflight.cost import batch_summary, known_model, time_line
+from lightrft.preflight.hardware import Machine
+from lightrft.preflight.memory import memory_lines
 from lightrft.preflight.validate import warnings
-from lightrft.utils.env import gpu_name
+from lightrft.strategy.memory import ModelSize
 
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:
@@ -26,9 +29,9 @@ def resolved(config: Any, provenance: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def report(config: Tree, provenance: dict[str, str], world_size: int) -> str:
+def report(config: Tree, provenance: dict[str, str], machine: Machine) -> str:
     """Write the report of ``--dry_run``: every option with its provenance, estimates and warnings."""
-    texts = [*estimates(config, world_size), *(f"warning: {text}" for text in warnings(config))]
+    texts = [*estimates(config, machine), *(f"warning: {text}" for text in warnings(config))]
     return "\n".join([resolved(config, provenance), *([""] if texts else []), *texts])
 
 
@@ -39,8 +42,8 @@ def summary(config: Tree, world_size: int) -> list[str]:
 
 
 @singledispatch
-def estimates(config: Tree, world_size: int) -> list[str]:
-    """List what the run takes on this machine; each tree registers its own."""
+def estimates(config: Tree, machine: Machine) -> list[str]:
+    """List what the run takes on ``machine``; each tree registers its own."""
     return []
 
 
@@ -50,13 +53,22 @@ def _(config: Config, world_size: int) -> list[str]:
 
 
 @estimates.register
-def _(config: Config, world_size: int) -> list[str]:
-    size, critic = model_size(config.model.pretrain), trains_critic(config)
+def _(config: Config, machine: Machine) -> list[str]:
+    (size, shape), critic, ranks = known_model(config.model.pretrain,
+                                               machine.device.cuda), trains_critic(config), machine.ranks
     return [
-        *summary(config, world_size), *memory_lines(config, world_size, size,
-                                                    devices(world_size)[0], critic),
-        time_line(config, world_size, size, gpu_name(), critic), *_unchecked(config)
+        *summary(config, ranks), *memory_lines(config, ranks, size, machine.device, critic, shape),
+        *_tight(config, machine, size, shape),
+        time_line(config, ranks, size, machine.gpu, critic), *_unchecked(config)
     ]
+
+
+def _tight(config: Config, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
+    """Warn of a plan that leaves little of a GPU; one that does not fit is an error."""
+    if size is None or not machine.device.cuda:
+        return []
+    found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
+    return [f"warning: {found.text}; {found.remedy}"] if found.verdict == "warn" else []
 
 
 def _unchecked(config: Config) -> list[str]:

@@ -16,12 +16,12 @@ from lightrft.strategy.deepspeed import NO_DEEPSPEED
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
 
-def shared_problems(c: Tree, world_size: int) -> Iterator[str]:
+def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the trainer."""
     eval_data = flatten(c)["eval_data"]
     yield from check_ranges(c)
     yield from unmet_needs(c)
-    yield from _policy(c.model)
+    yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
     yield from _checkpoint(c.checkpoint, eval_data)
@@ -45,7 +45,7 @@ def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option
     return ((known[name], value) for name, value in changed(c, names) if chosen not in known[name].read_by)
 
 
-def _policy(m: PolicyModelConfig) -> Iterator[str]:
+def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
     if not m.pretrain:
         yield "--pretrain is missing: give an HF folder or hub id of the model to train"
     yield from folder("pretrain", m.pretrain)
@@ -54,7 +54,7 @@ def _policy(m: PolicyModelConfig) -> Iterator[str]:
     if m.lora_rank > 0 and m.freeze_prefix:
         yield f"--freeze_prefix {','.join(m.freeze_prefix)}: has no effect with --lora_rank; drop one"
     if m.use_liger:
-        yield from _liger()
+        yield from _liger(cuda)
 
 
 def folder(name: str, path: str | None) -> Iterator[str]:
@@ -63,9 +63,8 @@ def folder(name: str, path: str | None) -> Iterator[str]:
         yield f"--{name} {path}: no such folder"
 
 
-def _liger() -> Iterator[str]:
-    import torch
-    if not torch.cuda.is_available():
+def _liger(cuda: bool) -> Iterator[str]:
+    if not cuda:
         yield "--use_liger True: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
     yield from _package("use_liger", "liger_kernel", "liger-kernel")
 

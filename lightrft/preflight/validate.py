@@ -19,25 +19,30 @@ from lightrft.preflight.shared_rules import (chat_template, divides, evaluations
                                              shared_problems, sources)
 
 
-def validate(config: Tree, world_size: int) -> None:
+def validate(config: Tree, world_size: int, cuda: bool | None = None) -> None:
     """Check a whole tree for a run on ``world_size`` ranks.
+
+    Args:
+        cuda: the ranks have GPUs; None: if this machine has one.
 
     Raises:
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
     """
-    found = [*shared_problems(config, world_size), *problems(config, world_size)]
+    import torch
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    found = [*shared_problems(config, world_size, cuda), *problems(config, world_size, cuda)]
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
 
 @singledispatch
-def problems(config: Tree, world_size: int) -> Iterator[str]:
+def problems(config: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield the problems of a tree beyond those of every trainer; each tree registers its rules here."""
     yield from ()
 
 
 @problems.register
-def _(config: SFTConfig, world_size: int) -> Iterator[str]:
+def _(config: SFTConfig, world_size: int, cuda: bool) -> Iterator[str]:
     d, t = config.data, config.train
     yield from sources("train_data", d.train_data)
     yield from sources("eval_data", d.eval_data)
@@ -47,12 +52,12 @@ def _(config: SFTConfig, world_size: int) -> Iterator[str]:
 
 
 @problems.register
-def _(config: Config, world_size: int) -> Iterator[str]:
+def _(config: Config, world_size: int, cuda: bool) -> Iterator[str]:
     for check in (_data, _rollout, _reward, _train, _eval, algorithm_problems):
         yield from check(config)
     yield from _reference(config.model, world_size)
     yield from _batches(config, world_size)
-    yield from engine_problems(config, world_size)
+    yield from engine_problems(config, world_size, cuda)
     yield from overlap_problems(config, world_size)
     yield from shared_engine(config.rollout.engine_tp_size, world_size)
 

@@ -17,6 +17,7 @@ from lightrft.config.options import ConfigError, option
 from lightrft.config.schema import AlgorithmConfig, Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, extend, flatten, group_from_args, group_options, options
+from lightrft.preflight.hardware import Machine
 from lightrft.preflight.report import option_table, report
 from lightrft.preflight.validate import changes, validate
 from lightrft.tests.support import runs
@@ -72,7 +73,7 @@ def test_files_and_flags_set_it(text, tmp_path):
     assert parsed.config.algorithm.tilt == 0.25 and parsed.provenance["tilt"] == f"yaml:{path}"
     parsed = parse_config(["--config", str(path), "--tilt", "0.75"], defaults={"tilt": 0.125})
     assert parsed.config.algorithm.tilt == 0.75 and parsed.provenance["tilt"] == "flag"
-    assert "tilt" + " " * 29 + "0.75" in report(parsed.config, parsed.provenance, 1)
+    assert "tilt" + " " * 29 + "0.75" in report(parsed.config, parsed.provenance, Machine.here(1))
 
 
 @pytest.mark.parametrize("argv,message", [

@@ -11,6 +11,8 @@ from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
+from lightrft.preflight.hardware import Machine
+from lightrft.preflight.planned import refuse_what_does_not_fit, settle
 from lightrft.preflight.report import report, summary
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
@@ -84,20 +86,28 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 
 
 def check(parsed: ParsedConfig) -> None:
-    """Validate; with ``--dry_run`` print the report and exit; else create the folder of the run."""
+    """Validate; with ``--dry_run`` print the report and exit; else create the folder of the run.
+
+    A run that does not fit into its GPUs is refused, after the report of a dry run.
+    """
     world = World.from_env()
-    _validate(parsed, world.world_size)
+    planned = parsed.plan_gpus
+    machine = Machine.planned(planned) if planned else Machine.here(world.world_size, world.local_rank)
+    settle(parsed.config, parsed.provenance, machine)
+    _validate(parsed, machine)
     if parsed.dry_run:
-        text = report(parsed.config, parsed.provenance, world.world_size)
+        text = report(parsed.config, parsed.provenance, machine)
         sys.stdout.write(text + "\n" if world.is_main else "")
+    refuse_what_does_not_fit(parsed.config, machine)
+    if parsed.dry_run:
         raise SystemExit(0)
     _make_folder(Path(parsed.config.checkpoint.save_path))
 
 
-def _validate(parsed: ParsedConfig, world_size: int) -> None:
+def _validate(parsed: ParsedConfig, machine: Machine) -> None:
     """Validate the options; a problem names the preset, script or file that set an option if no flag did."""
     try:
-        validate(parsed.config, world_size)
+        validate(parsed.config, machine.ranks, machine.device.cuda)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
 

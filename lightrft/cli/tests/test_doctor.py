@@ -22,7 +22,8 @@ from lightrft.preflight.checks.machine import check_groups, check_save_path, che
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
 from lightrft.preflight.cost import GIB, count_parameters, model_size
-from lightrft.preflight.memory import Device, memory
+from lightrft.preflight.hardware import Device
+from lightrft.preflight.memory import memory
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
 
@@ -294,10 +295,10 @@ def test_the_remedy_mends_it(free_gib, change, options):
 def test_what_no_change_mends():
     found = verdict_for(20 * GIB, engine_kv_mib=1024)
     assert found.remedy.startswith("--strategy fsdp --fsdp_cpu_offload brings it to ")
-    assert found.remedy.endswith("still too much: take a smaller model")
+    assert found.remedy.endswith("still too much: take a smaller model, more GPUs or larger ones")
     least = {"logprob_chunk_mib": 64, "engine_kv_mib": 1024, "lora_rank": 16, "strategy": "fsdp"}
-    assert verdict_for(30 * GIB, **least).remedy.startswith("--strategy fsdp --fsdp_cpu_offload brings it to ")
-    assert verdict_for(30 * GIB, name="cpu", **least).remedy == "take a smaller model or a larger machine"
+    assert verdict_for(30 * GIB, **least).remedy.startswith("--fsdp_cpu_offload brings it to ")
+    assert verdict_for(30 * GIB, name="cpu", **least).remedy == "take a smaller model, more GPUs or larger ones"
 
 
 def test_the_disk_that_a_run_takes_by_hand(model):

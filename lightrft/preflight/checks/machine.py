@@ -7,7 +7,7 @@ from pathlib import Path
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
-from lightrft.preflight.memory import Device, devices
+from lightrft.preflight.hardware import Device, devices
 from lightrft.utils.errors import first_line
 from lightrft.utils.gpu import unused_gpu
 

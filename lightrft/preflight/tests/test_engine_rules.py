@@ -1,6 +1,5 @@
 """The rules of the engines' options; vLLM itself is not needed."""
 import pytest
-import torch
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
@@ -17,8 +16,8 @@ NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "e
 
 def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    return list(engine_problems(parse_config([], defaults=BASE | {"engine_type": engine} | values).config))
+    config = parse_config([], defaults=BASE | {"engine_type": engine} | values).config
+    return list(engine_problems(config, 1, cuda))
 
 
 def test_every_option_of_an_engine_is_known_to_the_rules(monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.preflight.cost import GIB
-from lightrft.preflight.memory import Device, memory, memory_lines, peak
+from lightrft.preflight.hardware import Device
+from lightrft.preflight.memory import memory, memory_lines, peak
 from lightrft.strategy.memory import ModelSize, STEP_BYTES
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
@@ -59,7 +60,7 @@ def test_full_gradients_wait_for_the_last_micro_batch_where_there_is_room():
         found = memory(config, 2, SIZE, room)
         assert found.get(key, (0, 0, 0, 0, 0)) == (0, 0, kept, 0, 0)
         assert found["gradients on their way to other ranks"] == (0, 0, 4 * 200 * (1 if kept else 2), 0, 0)
-        assert memory(config, 2, SIZE, room, critic=True).get(key, (0, 0, 0, 0, 0)) == (0, 0, 2 * kept, 0, 0)
+        assert memory(config, 2, SIZE, room, critic=True).get(key) == found.get(key), "one model steps after the other"
 
 
 @pytest.mark.parametrize("stage,weights,gradients,moments", [(0, 4000, 4000, 8000), (1, 4000, 4000, 2000),

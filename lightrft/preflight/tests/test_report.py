@@ -10,7 +10,8 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
 from lightrft.preflight.cost import (GIB, batch_sizes, batch_summary, model_size, step_flops, time_line)
-from lightrft.preflight.memory import UNKNOWN, memory_lines
+from lightrft.preflight.hardware import Machine, UNKNOWN
+from lightrft.preflight.memory import memory_lines
 from lightrft.strategy.memory import ModelSize
 from lightrft.preflight.report import estimates, option_table, report, resolved, summary
 from lightrft.utils.env import peak_flops
@@ -77,7 +78,7 @@ def test_report_names_every_option_and_its_provenance(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("l2: 0.5\n")
     parsed = parse_config(["--config", str(path), "--seed", "77"], defaults={"gamma": 0.5})
-    text = report(parsed.config, parsed.provenance, 2)
+    text = report(parsed.config, parsed.provenance, Machine.here(2))
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
     assert all(name in lines for name in options(Config)), "options are missing"
     assert "77" in lines["seed"] and lines["seed"].endswith("[flag]") and lines["lambd"].endswith("[default]")
@@ -97,16 +98,16 @@ def test_report_with_a_known_model() -> None:
 
 def test_report_says_what_it_leaves_to_the_engine() -> None:
     for engine, name in {"vllm": "vLLM", "sglang": "SGLang"}.items():
-        lines = estimates(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), 1)
+        lines = estimates(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), Machine.here(1))
         assert lines[-1] == f"--engine_args: {name} checks names and values when it starts, not here"
-        assert "when it starts" not in "".join(estimates(build(Config, {"engine_type": engine}), 1))
+        assert "when it starts" not in "".join(estimates(build(Config, {"engine_type": engine}), Machine.here(1)))
 
 
 def test_every_tree_has_a_report() -> None:
-    sft = report(SFTConfig(), {"seed": "flag"}, 2)
+    sft = report(SFTConfig(), {"seed": "flag"}, Machine.here(2))
     assert sft == resolved(SFTConfig(), {"seed": "flag"}) and "[flag]" in sft, "no estimates yet"
     loss = build(Config, {"policy_loss": "gpg", "max_epochs": 2})
-    assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, 1)
+    assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, Machine.here(1))
     assert summary(loss, 2) == [batch_summary(loss, 2)] and summary(SFTConfig(), 2) == []
 
 

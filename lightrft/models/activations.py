@@ -1,0 +1,91 @@
+"""Memory of the tensors that a forward pass keeps for its backward pass, by the shape of the model. Arithmetic alone.
+
+Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count the activations of a Transformer layer. This is their sum
+for the layers of today: flash attention keeps no [T, T] scores but one float32 per head and token (the log-sum-exp of
+its row), there is no dropout, norms are RMSNorm computed in float32, and the MLP has a gate.
+
+The sums count what every such layer keeps. A family with more (norms of queries and keys, norms after a block) takes
+more, so a plan that does not fit by these sums does not fit.
+"""
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths of a decoder: of the residual stream, of the MLP (of the experts of a token together), of the queries and
+    of the keys of all heads."""
+    layers: int
+    hidden: int
+    mlp: int
+    queries: int
+    keys: int
+    heads: int
+
+    @classmethod
+    def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
+        """Read a Hugging Face config; None if it does not have the usual names."""
+        values = config.get_text_config().to_dict()
+        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        width = values.get("moe_intermediate_size") or values.get("intermediate_size")
+        if not (hidden and heads and width and values.get("num_hidden_layers")):
+            return None
+        head = values.get("head_dim") or hidden // heads
+        experts = values.get("num_experts_per_tok") or 1
+        return cls(values["num_hidden_layers"], hidden, width * experts, heads * head,
+                   (values.get("num_key_value_heads") or heads) * head, heads)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations of one forward and backward pass over ``tokens`` tokens.
+
+    Args:
+        width: bytes of an element: 2 in bfloat16, 4 in float32.
+        recompute: gradient checkpointing: a layer keeps its input alone, and is computed again in the backward pass.
+        frozen: the weights of the norms are not trained (LoRA).
+        fused: Liger's kernels, which compute the norms and the activation of the MLP again.
+    """
+    shape: ModelShape
+    tokens: int
+    width: int
+    recompute: bool = False
+    frozen: bool = False
+    fused: bool = False
+
+    @property
+    def layer(self) -> float:
+        """Kept by one layer: 2 norms, queries, keys, values, the output of the attention, and the MLP."""
+        s, w = self.shape, self.width
+        attention = w * (2 * s.queries + 2 * s.keys) + 4 * s.heads
+        mlp = w * s.mlp * (3 if self.fused else 4)  # gate, its activation, up, their product
+        return self.tokens * (2 * (self._norm + w * s.hidden) + attention + mlp)
+
+    @property
+    def _norm(self) -> float:
+        """Kept by a norm, per token: its input in float32, and the normalised one for the gradient of the weight. Its
+        output belongs to the layer that reads it."""
+        if self.fused:
+            return self.width * self.shape.hidden
+        return (4 + self.width * (not self.frozen)) * self.shape.hidden
+
+    @property
+    def kept(self) -> float:
+        """Kept from the forward to the backward pass: by the layers, by the last norm and by the head's input."""
+        s, w = self.shape, self.width
+        per_layer = self.tokens * w * s.hidden if self.recompute else self.layer
+        return s.layers * per_layer + self.tokens * (self._norm + w * s.hidden)
+
+    @property
+    def backward(self) -> float:
+        """Peak of the backward pass: what is kept, the recomputed layer, and the gradient of the MLP's product."""
+        return self.kept + self.recompute * self.layer + self.tokens * self.width * self.shape.mlp
+
+    @property
+    def forward(self) -> float:
+        """Peak of a pass without gradients: the residual stream, its norm, and three tensors of the MLP."""
+        s = self.shape
+        return self.tokens * self.width * (2 * s.hidden + 3 * s.mlp)

@@ -1,0 +1,43 @@
+"""Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
+from functools import singledispatch
+
+from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
+from lightrft.preflight.algorithm_rules import trains_critic
+from lightrft.preflight.checks.run_plan import memory_verdict
+from lightrft.preflight.cost import known_model
+from lightrft.preflight.hardware import Machine
+
+LARGE = 10**9  # parameters from which activations are recomputed: below, models leave room for them
+
+
+def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
+    """Give the options whose default depends on the machine the value for this one, and name the reason as its source.
+
+    A tree that was never settled, as of a library user, has None there, which is off.
+    """
+    model, cuda = config.model, machine.device.cuda
+    if model.gradient_checkpointing is None:
+        size = known_model(model.pretrain, hub=True)[0] if cuda else None
+        model.gradient_checkpointing = size is not None and size.total > LARGE
+        reason = f"{size.total / 1e9:.2g} billion parameters on CUDA" if size else "no model" if cuda else "no GPU"
+        provenance["gradient_checkpointing"] = f"default: {reason}"
+
+
+@singledispatch
+def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:
+    """Raise an error if a run does not fit into the GPUs of ``machine``; each tree registers its plan.
+
+    Only what is counted for certain can refuse a run, and on a CPU nothing does: the system may swap.
+    """
+
+
+@refuse_what_does_not_fit.register
+def _(config: Config, machine: Machine) -> None:
+    size, shape = known_model(config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
+    if size is None:
+        return
+    found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
+    if found.verdict == "fail":
+        raise ConfigError(f"the run {found.text}; {found.remedy}")

@@ -1,0 +1,131 @@
+"""Plans for a machine: its name, the defaults that depend on it, and the refusal of what does not fit."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrft.config.cli import parse_config
+from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, flatten
+from lightrft.models.activations import Activations, ModelShape
+from lightrft.preflight.cost import GIB, known_model
+from lightrft.preflight.hardware import Device, Machine
+from lightrft.preflight.memory import memory, micro_batch_tokens
+from lightrft.preflight.planned import refuse_what_does_not_fit, settle
+from lightrft.preflight.validate import changes
+from lightrft.strategy.memory import ModelSize
+
+SHAPE = ModelShape(layers=3, hidden=64, mlp=256, queries=64, keys=32, heads=4)
+SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
+GPU = Device("H100", GIB, GIB)
+
+
+def model(folder, layers=2, hidden=64):
+    """A folder with nothing but a config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({
+            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "num_attention_heads":
+            4, "num_hidden_layers": layers, "num_key_value_heads": 2, "intermediate_size": 4 * hidden, "vocab_size":
+            1000
+        }))
+    return str(folder)
+
+
+@pytest.mark.parametrize("text, ranks, gib, gpu", [("8xH100", 8, 79.1, "H100"), ("1x24", 1, 24, "a GPU of 24 GiB"),
+                                                   ("2x8x80", 16, 80, "a GPU of 80 GiB"), ("2x4xA100", 8, 79.1, "A100"),
+                                                   ("1xRTX4090", 1, 23.6, "RTX4090")])
+def test_a_machine_by_name(text, ranks, gib, gpu):
+    machine = Machine.planned(text)
+    assert (machine.ranks, machine.gpu, machine.device.cuda) == (ranks, gpu, True)
+    assert machine.device.total == machine.device.free == int(gib * GIB)
+
+
+@pytest.mark.parametrize("text", ["8", "H100", "8xH1000", "0x80", "x80", "8x", "2x2x2x80", "8xh100"])
+def test_other_names_are_refused(text):
+    with pytest.raises(ConfigError, match=f"--plan_gpus {text}: expected .* names: B200"):
+        Machine.planned(text)
+
+
+def test_only_a_dry_run_is_planned_for_other_gpus(capsys):
+    assert parse_config(["--dry_run", "--plan_gpus", "8x80"]).plan_gpus == "8x80"
+    with pytest.raises(SystemExit):
+        parse_config(["--plan_gpus", "8x80"])
+    assert "--plan_gpus 8x80: plans a run for GPUs that are not here; add --dry_run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_gradient_checkpointing_is_on_for_large_models_on_gpus(tree, tmp_path):
+    small, large = model(tmp_path / "small"), model(tmp_path / "large", layers=6, hidden=4096)
+    cases = [(small, GPU, None, False, "default: 0.00025 billion parameters on CUDA"),
+             (large, GPU, None, True, "default: 1.5 billion parameters on CUDA"),
+             (large, Device("cpu", GIB, GIB), None, False, "default: no GPU"),
+             (str(tmp_path), GPU, None, False, "default: no model"), (large, GPU, False, False, "flag"),
+             (small, GPU, True, True, "flag")]
+    for path, device, given, expected, source in cases:
+        config, provenance = build(tree, {"pretrain": path, "gradient_checkpointing": given}), {}
+        settle(config, provenance, Machine(1, device))
+        assert (config.model.gradient_checkpointing, provenance.get("gradient_checkpointing",
+                                                                    "flag")) == (expected, source)
+    before = flatten(build(tree, {"gradient_checkpointing": False}))  # as in a checkpoint from before the default
+    assert changes(before, build(tree, {"gradient_checkpointing": True})) == []
+
+
+def test_the_tokens_of_a_micro_batch():
+    base = {"train_batch_size": 8, "prompt_max_len": 100, "generate_max_len": 300, "max_tokens_per_micro_batch": 1000}
+    for more, ranks, expected in (({}, 1, (1000, True)), ({}, 8, (400, False)), ({"micro_train_batch_size":
+                                                                                  2}, 1, (800, True)),
+                                  ({"max_tokens_per_micro_batch":
+                                    5000}, 1, (3200, False)), ({"max_tokens_per_micro_batch": 200}, 8, (200, True))):
+        assert micro_batch_tokens(build(Config, base | more), ranks) == expected
+
+
+def row(one, chunk_mib):
+    """Activations by phase: of temporaries of layers and a chunk of logits, which never exist together, the larger."""
+    chunk, temporaries = chunk_mib << 20, one.backward - one.kept
+    return (0, max(0, one.forward - chunk), one.kept + max(0, temporaries - chunk), 0, 0)
+
+
+def test_activations_in_the_plan():
+    """Several micro-batches: beside the gradients; a single one frees activations while gradients come into being."""
+    options = {"prompt_max_len": 100, "generate_max_len": 300, "max_tokens_per_micro_batch": 1000,
+               "logprob_chunk_mib": 1}  # yapf: disable
+    several, single = (build(Config, options | {"train_batch_size": size}) for size in (8, 2))
+    for config, tokens in ((several, 1000), (single, 800)):
+        found = memory(config, 1, SIZE, GPU, False, SHAPE)
+        assert found["activations"] == row(Activations(SHAPE, tokens, 4), 1)
+        assert found["gradients, float32"][2:4] == (4000 if config is several else 0, 4000)
+    one = Activations(SHAPE, 1000, 2, recompute=True, frozen=True)
+    for mib in (1, 16):
+        lora = {"bf16": True, "gradient_checkpointing": True, "lora_rank": 4, "logprob_chunk_mib": mib}
+        config = build(Config, flatten(several) | lora)
+        assert memory(config, 1, SIZE, GPU, False, SHAPE)["activations"] == row(one, mib)
+    assert row(one, 16) == (0, 0, one.kept, 0, 0) and row(one, 1)[2] > one.kept
+    assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
+
+
+def test_one_byte_decides_whether_a_run_starts(tmp_path):
+    path = model(tmp_path / "model", layers=4)
+    config = build(Config, {"pretrain": path, "gradient_checkpointing": False, "engine_kv_mib": 1})
+    size, shape = known_model(path)
+    needed = max(map(sum, zip(*memory(config, 2, size, GPU, False, shape).values())))
+    enough = int(needed) + 1
+    refuse_what_does_not_fit(config, Machine(2, Device("H100", enough, enough)))
+    refuse_what_does_not_fit(config, Machine(2, Device("cpu", 1, 1)))
+    with pytest.raises(
+            ConfigError, match=r"the run does not fit: .* in the phase backward; largest: activations .*; "
+            "--gradient_checkpointing brings it to "):
+        refuse_what_does_not_fit(config, Machine(2, Device("H100", enough - 2, enough - 2)))
+
+
+def test_this_machine(monkeypatch):
+    """A rank asks for the memory of its own GPU, which opens no CUDA context."""
+    asked = []
+    properties = type("Properties", (), {"total_memory": 5 * GIB, "name": "NVIDIA H100"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
+    assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 5 * GIB, 5 * GIB), "NVIDIA H100") and asked == [3]

@@ -1,0 +1,74 @@
+"""The commands of the page "From zero to GRPO on a GPU machine": their plans are what the page says."""
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli import train
+from lightrft.preflight import engine_rules
+
+PAGE = (Path(__file__).parents[2] / "docs/gpu_start.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"```bash\n([^`]*lightrft\.cli\.train[^`]*)```\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+        "max_position_embeddings": 32768}  # yapf: disable
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False
+    },
+}
+
+
+def words_of(command: str, folder: Path) -> list[str]:
+    """The flags of a command, with a folder that has only the config.json of the model, and with data of one row."""
+    words = shlex.split(command.replace("\\\n", " "))
+    words = words[words.index("lightrft.cli.train") + 1:]
+    model = words[words.index("--pretrain") + 1]
+    (folder / "config.json").write_text(json.dumps(QWEN | SHAPES[model]), encoding="utf-8")
+    (folder / "data.jsonl").write_text('{"prompt": "1+1?", "reference": "2"}\n', encoding="utf-8")
+    places = {"--pretrain": folder, "--prompt_data": folder / "data.jsonl", "--eval_data": folder / "data.jsonl",
+              "--save_path": folder / "run"}  # yapf: disable
+    return [str(places.get(before, word)) for before, word in zip(["", *words], words)]
+
+
+def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, float], str]:
+    """Exit code, GiB by phase and all output of a dry run."""
+    with pytest.raises(SystemExit) as ended:
+        train.main([*words, "--dry_run"])
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()]
+    together = next(row[1:] for row in rows if row[:1] == ["together"])
+    phases = ("generation", "log-probs", "backward", "optimizer", "weight sync")
+    return int(ended.value.code or 0), dict(zip(phases, map(float, together))), out + err
+
+
+@pytest.mark.parametrize("command, gpus, said", COMMANDS, ids=[said[:20] for _, _, said in COMMANDS])
+def test_the_plan_is_what_the_page_says(command: str, gpus: str, said: str, tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)  # vLLM need not be installed here
+    code, together, text = plan([*words_of(command, tmp_path), "--plan_gpus", gpus], capsys)
+    verdict = "does not fit" if code else "fits by less than 10%" if "fits by less than 10%" in text else "fits"
+    phase = max(together, key=lambda name: together[name])
+    found = f"{verdict}, {together[phase]:.1f} of {gpus.rpartition('x')[2]} GiB in the phase {phase}"
+    assert said == found
+    assert ("--adam_offload brings it to" in text) is bool(code)
+    checkpointing = next(line for line in text.splitlines() if line.startswith("  gradient_checkpointing "))
+    assert ("true" in checkpointing) is ("7B" in command) and "parameters on CUDA]" in checkpointing
+
+
+def test_what_the_page_says_of_gradient_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
+    words = [*words_of(COMMANDS[0][0], tmp_path), "--plan_gpus", COMMANDS[0][1]]
+    without, recomputed = (plan([*words, *more], capsys)[1]["backward"] for more in ([], ["--gradient_checkpointing"]))
+    assert f"the plan has {without - recomputed:.1f} GiB less" in PAGE
+
+
+def test_every_machine_of_the_page_has_a_plan() -> None:
+    assert [gpus for _, gpus, _ in COMMANDS] == ["1x24", "1x80", "1x80", "1x80", "8x80"]
