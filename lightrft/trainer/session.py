@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
@@ -61,6 +63,8 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
         strategy = get_strategy(config.strategy, bf16=config.model.bf16)
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
+    if strategy.device.type == "cuda":
+        timer.follow(partial(torch.cuda.Event, enable_timing=True))
     store, limit_s = connect_store(world), config.strategy.dist_timeout_s
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store, started=lambda: timer.steps > 0)
     with _one_line(watchdog) if exits else nullcontext(), watchdog, disk_full_is_expected(config.checkpoint.save_path):

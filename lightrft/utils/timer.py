@@ -2,6 +2,16 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+Event = Any  # torch.cuda.Event, or what has its record, synchronize and elapsed_time (milliseconds)
+
+
+class _Mark(NamedTuple):
+    """End of an interval of time, in the span ``name`` (empty outside any)."""
+    name: str
+    host: float
+    event: Event | None
 
 
 class Timer:
@@ -9,6 +19,9 @@ class Timer:
 
     So all spans and ``time/other_s`` (outside any span) sum up to ``time/step_s``, the seconds since the last
     :meth:`metrics`. A name, once known, is reported every step, as 0 when it did not run. For the main thread only.
+
+    On a GPU (:meth:`follow`) a span ends when the device has done the work that was queued in it, not when the host has
+    queued it. The host waits for the device only where seconds are read.
 
     Args:
         names: spans that are reported from the first step on.
@@ -29,12 +42,40 @@ class Timer:
         self._spans = 0
         self._left = ""  # the span that an exception is leaving, or has left
         self._mark = self._start = clock()
+        self._marks: list[_Mark] = []  # since the last time that seconds were read
+        self._new_event: Callable[[], Event] | None = None
+        self._base: Event | None = None  # the device was at this event when the clock was at _mark
+
+    def follow(self, event: Callable[[], Event]) -> None:
+        """Measure by the device's time from now on, in events such as ``torch.cuda.Event(enable_timing=True)``."""
+        self._settle()
+        self._new_event, self._base = event, event()
+        self._base.record()
+        self._base.synchronize()
+        self._add_to(self._stack[-1] if self._stack else "", self._clock())
 
     def _switch(self) -> None:
-        """Add the time since the last switch to the innermost span."""
-        now = self._clock()
-        if self._stack:
-            self._seconds[self._stack[-1]] += now - self._mark
+        """End an interval of the innermost span."""
+        event = self._new_event() if self._new_event else None
+        if event is not None:
+            event.record()
+        self._marks.append(_Mark(self._stack[-1] if self._stack else "", self._clock(), event))
+
+    def _settle(self) -> None:
+        """Add the intervals until now to their spans."""
+        self._switch()
+        base, start = self._base, self._mark
+        if base is not None:
+            self._marks[-1].event.synchronize()
+        for name, host, event in self._marks:
+            device = start + base.elapsed_time(event) / 1e3 if base is not None and event is not None else host
+            self._add_to(name, max(host, device))
+        self._base = self._marks[-1].event
+        self._marks.clear()
+
+    def _add_to(self, name: str, now: float) -> None:
+        if name:
+            self._seconds[name] += now - self._mark
         self._mark = now
 
     @contextmanager
@@ -70,13 +111,13 @@ class Timer:
 
     def seconds(self, name: str) -> float:
         """Seconds counted for ``name`` since the last :meth:`metrics`."""
-        self._switch()
+        self._settle()
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
         """Return ``time/<name>_s`` of every known span, ``time/other_s``, ``time/step_s``, and the last reading of the
         gauge at the end of each span; start the next step."""
-        self._switch()
+        self._settle()
         total = self._mark - self._start
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
         seconds["time/other_s"] = max(total - sum(self._seconds.values()), 0.0)
