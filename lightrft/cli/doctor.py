@@ -82,7 +82,7 @@ def _config(flags: list[str]) -> Config:
 
 def asked_extras(config: Config) -> set[str]:
     """Collect the extras that these options need."""
-    flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": config.model.use_liger}
+    flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": bool(config.model.use_liger)}
     return {extra for extra, asked in flags.items() if asked} | {config.rollout.engine_type, config.strategy.strategy}
 
 
@@ -96,7 +96,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": partial(check_versions, asked_extras(config)),
-        "devices": partial(check_devices, config.model.bf16),
+        "devices": partial(check_devices, config.model.bf16 is not False),
         "process group": check_groups,
         "transformers": partial(check_import, "transformers"),
         "engine": partial(check_engine, config.rollout.engine_type),

@@ -10,7 +10,8 @@ from lightrft.config.tree import group_from_args
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
-    bf16: bool = option(False, "compute in bfloat16; master weights, log-probs and optimizer state stay float32")
+    bf16: bool | None = option(
+        None, "compute in bfloat16; master weights, log-probs and optimizer state stay float32 (default: on CUDA)")
     gradient_checkpointing: bool | None = option(
         None, "recompute activations of every decoder layer in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
@@ -20,8 +21,9 @@ class PolicyModelConfig:
     target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
     freeze_prefix: list[str] = option([], "parameters whose name starts with one of these are not trained",
                                       hint="name the prefixes of the parameters to freeze, e.g. model.embed_tokens")
-    use_liger: bool = option(False, "replace RMSNorm, rotary and MLP kernels by Liger's (CUDA, needs the liger extra)",
-                             free=True)
+    use_liger: bool | None = option(
+        None, "replace RMSNorm, rotary and MLP kernels by Liger's (needs CUDA and the liger extra; default: where both "
+        "are there)", free=True)
     logprob_chunk_mib: int = option(
         0, "MiB of float32 logits alive at once while log-probs are computed; 0: 1/64 of the memory of a GPU, at least "
         "256, and 256 on a CPU", within=NON_NEGATIVE, free=True)

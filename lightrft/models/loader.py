@@ -308,8 +308,14 @@ def _apply_liger(hf: PreTrainedModel) -> None:
         raise UserError("--use_liger needs a CUDA device: Liger's kernels are written in Triton; leave it out on CPU")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
     except ImportError as error:
-        raise UserError("--use_liger needs the liger extra: pip install 'lightrft[liger]'") from error
+        raise UserError("--use_liger needs the liger extra: pip install 'lightrft[liger]', or --use_liger "
+                        "false") from error
+    family = hf.config.model_type
+    if family not in families:
+        get_logger().warning(f"Liger has no kernels for {family}: the model computes with its own")
+        return
     _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
 
 

@@ -43,12 +43,12 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device for share in shares(s, world_size))
     weights, moments = models * weights, models * moments  # gradients: policy and critic step one after the other
-    frozen, copied_once = frozen_width(s, world_size, m.bf16), not sharded
+    frozen, copied_once = frozen_width(s, world_size, bool(m.bf16)), not sharded
     weights *= frozen / 4 if m.lora_rank and copied_once else 1
     adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
     adam *= not s.adam_offload
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
-    copies = gathered_weights(s, world_size, size, m.bf16, bool(m.gradient_checkpointing))
+    copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
     computing, updating = (models * copied * (trained if copied_once else 1) for copied in copies)
     resting = computing * copied_once
     several = micro_batch_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
@@ -88,7 +88,8 @@ def _activations(config: Config, world_size: int, shape: ModelShape, held: dict[
     single micro-batch frees its activations while gradients come into being: gradients count by what exceeds them.
     """
     m, (tokens, several) = config.model, micro_batch_tokens(config, world_size)
-    one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0, m.use_liger)
+    one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0,
+                      bool(m.use_liger))
     chunk = held["logits of one chunk"][BACKWARD]
     kept = one.kept + max(0.0, one.backward - one.kept - chunk)
     rows: dict[str, ByPhase] = {"activations": (0, max(0.0, one.forward - chunk), kept, 0, 0)}

@@ -1,5 +1,6 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
 from functools import singledispatch
+from importlib.util import find_spec
 
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -18,6 +19,13 @@ def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
     A tree that was never settled, as of a library user, has None there, which is off.
     """
     model, cuda = config.model, machine.device.cuda
+    if model.bf16 is None:
+        model.bf16 = cuda
+        provenance["bf16"] = f"default: {'CUDA' if cuda else 'no GPU'}"
+    if model.use_liger is None:
+        model.use_liger = cuda and find_spec("liger_kernel") is not None
+        reason = "no GPU" if not cuda else "installed" if model.use_liger else "not installed"
+        provenance["use_liger"] = f"default: {reason}"
     if model.gradient_checkpointing is None:
         size = known_model(model.pretrain, hub=True)[0] if cuda else None
         model.gradient_checkpointing = size is not None and size.total > LARGE

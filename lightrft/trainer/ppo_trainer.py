@@ -41,7 +41,7 @@ class PPOTrainer(BaseTrainer):
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader, total_steps)
         self.proof = get_weight_sync_verifier(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
-                                              config.model.bf16, timer)
+                                              bool(config.model.bf16), timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
         self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)

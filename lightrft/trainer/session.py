@@ -60,7 +60,7 @@ def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Sessi
 def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
     config, world, timer = parsed.config, World.from_env(), Timer()
     with exit_on_config_error() if exits else nullcontext():
-        strategy = get_strategy(config.strategy, bf16=config.model.bf16)
+        strategy = get_strategy(config.strategy, bf16=bool(config.model.bf16))
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
     if strategy.device.type == "cuda":

@@ -104,7 +104,7 @@ class SPMDPPOTrainer(PPOTrainer):
             shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
         timer, rewards = timer or Timer(), rewards or RewardManager(config.reward)
         _try_rewards(config, rewards, prompts)
-        engine = get_engine(config.rollout, actor.model, strategy, tokenizer, config.model.bf16)
+        engine = get_engine(config.rollout, actor.model, strategy, tokenizer, bool(config.model.bf16))
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
         offloader = ModelOffloader(config, strategy, [each for each in (actor, critic, reference) if each], timer)

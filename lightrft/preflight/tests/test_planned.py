@@ -11,6 +11,7 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import Activations, ModelShape
+from lightrft.preflight import planned
 from lightrft.preflight.cost import GIB, known_model
 from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import memory, micro_batch_tokens
@@ -72,6 +73,28 @@ def test_gradient_checkpointing_is_on_for_large_models_on_gpus(tree, tmp_path):
                                                                     "flag")) == (expected, source)
     before = flatten(build(tree, {"gradient_checkpointing": False}))  # as in a checkpoint from before the default
     assert changes(before, build(tree, {"gradient_checkpointing": True})) == []
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_bf16_is_on_on_gpus(tree):
+    for device, given, expected, source in ((GPU, None, True, "default: CUDA"), (GPU, False, False, "flag"),
+                                            (Device("cpu", GIB, GIB), None, False, "default: no GPU"),
+                                            (Device("cpu", GIB, GIB), True, True, "flag")):
+        config, provenance = build(tree, {"bf16": given}), {}
+        settle(config, provenance, Machine(1, device))
+        assert (config.model.bf16, provenance.get("bf16", "flag")) == (expected, source)
+    before = flatten(build(tree, {"bf16": False}))  # as in a checkpoint from before the default
+    assert changes(before, build(tree, {"bf16": True})) == ["--bf16 true (was false)"]
+
+
+def test_liger_is_on_where_it_is_installed_on_gpus(monkeypatch):
+    for device, there, expected, source in ((GPU, "liger_kernel", True, "default: installed"),
+                                            (GPU, "nothing", False, "default: not installed"),
+                                            (Device("cpu", GIB, GIB), "liger_kernel", False, "default: no GPU")):
+        monkeypatch.setattr(planned, "find_spec", lambda name: name == there or None)
+        config, provenance = Config(), {}
+        settle(config, provenance, Machine(1, device))
+        assert (config.model.use_liger, provenance["use_liger"]) == (expected, source)
 
 
 def test_the_tokens_of_a_micro_batch():

@@ -92,7 +92,7 @@ def config_of(home: Path, save: Path, /, **options: Any) -> Config:
 
 def strategy_of(config: Config) -> StrategyBase:
     """The strategy of ``config``, set up."""
-    strategy = get_strategy(config.strategy, bf16=config.model.bf16)
+    strategy = get_strategy(config.strategy, bf16=bool(config.model.bf16))
     strategy.setup()
     return strategy
 

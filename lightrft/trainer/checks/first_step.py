@@ -44,7 +44,7 @@ def step_facts(config: Config, fresh: bool, device: str, experts: bool, dropped:
     optimizer step is 1 (not with dropout). In a ``fresh`` run with a reference the KL to it is 0 as well. The old
     log-probs and the update forward the same packs unless samples were ``dropped`` in between or the options differ.
     """
-    bf16 = config.model.bf16
+    bf16 = bool(config.model.bf16)
     engine = engine_arithmetic(config.rollout, bf16, device, experts)
     passes = trainer_arithmetic(bf16, device, experts).pass_limits(on_update_packs(config) and not dropped)
     dropout = config.model.lora_dropout > 0  # the update then computes other numbers than the passes before it

@@ -246,7 +246,7 @@ class SelfTest:
     @property
     def limit(self) -> float:
         """Largest gap that a correct loss may have."""
-        return TOLERANCE[self.config.model.bf16]
+        return TOLERANCE[bool(self.config.model.bf16)]
 
     def _suspect(self, batch: Experience, both: tuple[Cut, Cut], compare: Callable[..., Comparison]) -> str:
         """Name the rank, or the count that the loss divides by: with that undone, the two gradients agree."""
