@@ -1,6 +1,7 @@
 """Training from a Python program or a notebook: the options of the command line as keywords."""
 import inspect
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -44,7 +45,7 @@ class Run:
         return AutoTokenizer.from_pretrained(self.folder / "hf")
 
 
-class _Training:
+class _Training(ABC):
     """One run: its options are checked at construction, before anything is loaded."""
     tree: ClassVar[type]
     data: ClassVar[tuple[str, str]]  # options that name training and held-out data
@@ -85,8 +86,9 @@ class _Training:
         self._train(World.from_env().world_size > 1)
         return Run(Path(self.parsed.config.checkpoint.save_path))
 
+    @abstractmethod
     def _train(self, exits: bool) -> None:
-        raise NotImplementedError
+        """Run the command; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
 
 
 class RL(_Training):

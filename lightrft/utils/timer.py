@@ -64,13 +64,13 @@ class Timer:
     def _settle(self) -> None:
         """Add the intervals until now to their spans."""
         self._switch()
-        base, start = self._base, self._mark
-        if base is not None:
-            self._marks[-1].event.synchronize()
+        base, start, last = self._base, self._mark, self._marks[-1].event
+        if last is not None:
+            last.synchronize()
         for name, host, event in self._marks:
             device = start + base.elapsed_time(event) / 1e3 if base is not None and event is not None else host
             self._add_to(name, max(host, device))
-        self._base = self._marks[-1].event
+        self._base = last
         self._marks.clear()
 
     def _add_to(self, name: str, now: float) -> None:
