@@ -1,4 +1,4 @@
-"""The command ``lightrft``: ``lightrft train | sft | doctor ...``; ``--nproc 8`` starts a process per GPU."""
+"""The command ``lightrft``: ``lightrft train | sft | export | doctor ...``; ``--nproc 8`` starts a process per GPU."""
 import logging
 import os
 import sys
@@ -8,6 +8,7 @@ from importlib import import_module
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
     "sft": ("lightrft.cli.train_sft", "supervised fine-tuning"),
+    "export": ("lightrft.cli.export", "turn a checkpoint into a Hugging Face model"),
     "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
 }
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(

@@ -192,7 +192,7 @@ class CheckpointManager:
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             self.strategy.load_state_dict(one, own)
         ranks = range(marker(path)["world_size"])
-        return _from_file(path / "global.pt"), [_from_file(path / f"rank_{rank:05d}.pt") for rank in ranks]
+        return read_global(path), [_from_file(path / f"rank_{rank:05d}.pt") for rank in ranks]
 
 
 def _check_fit(path: Path, wanted: dict[str, Any], saved: dict[str, Any], names: list[str]) -> None:
@@ -215,6 +215,11 @@ def _to_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def read_global(path: Path) -> dict[str, Any]:
+    """Read the state that the trainer keeps once from the checkpoint ``path``."""
+    return _from_file(path / "global.pt")
 
 
 def _from_file(path: Path) -> Any:

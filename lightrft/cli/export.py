@@ -1,0 +1,84 @@
+"""Turn a checkpoint into a Hugging Face model: ``python -m lightrft.cli.export CHECKPOINT OUT``."""
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.cli import exit_on_config_error
+from lightrft.config.schema import Config, StrategyConfig
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build, options
+from lightrft.utils.errors import UserError
+
+PROG = "python -m lightrft.cli.export"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").partition(":")[0] + ".")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT",
+        help="a checkpoint such as runs/a/checkpoints/step_000050; or the folder of the checkpoints or "
+        "of the run, whose newest complete checkpoint is taken")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the model; it must not exist or be empty")
+    parser.add_argument("--pretrain", default="", metavar="MODEL",
+                        help="the model that the run started from, if it is not where it was then")
+    words = parser.parse_args(argv)
+    with exit_on_config_error(PROG):
+        export(words.checkpoint, words.out, words.pretrain)
+
+
+def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
+    """Write the policy of a checkpoint to ``out``, with LoRA adapters merged, its tokenizer and a model card.
+
+    Args:
+        checkpoint: a step folder, a folder of them, or the folder of a run.
+        pretrain: folder or hub id of the model that the run started from; empty: as in its options.
+
+    Raises:
+        UserError: there is no complete checkpoint, the model does not fit it, or ``out`` is not empty.
+    """
+    from lightrft.models.loader import load_actor, load_tokenizer
+    from lightrft.strategy.checkpoint import CheckpointManager, marker, read_global
+    from lightrft.strategy.strategy import get_strategy
+    from lightrft.trainer.run_log import RolloutLog, RunLog
+    path = _step_folder(checkpoint)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; name a new folder")
+    config = _config(read_global(path)["options"], pretrain)
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    strategy.setup()
+    with strategy.init_model_context():
+        actor = strategy.prepare(load_actor(config.model))
+    manager = CheckpointManager(strategy, path.parent)
+    manager.load(path, {"actor": actor})
+    strategy.save_model(actor, out)
+    log = (RolloutLog if isinstance(config, Config) else RunLog)(config, strategy)
+    log.last = marker(path)["metrics"]
+    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), marker(path)["step"])
+    strategy.teardown()
+
+
+def _step_folder(checkpoint: Path) -> Path:
+    """Return the complete checkpoint that ``checkpoint`` is, or the newest one below it."""
+    from lightrft.strategy.checkpoint import fault, MARKER, newest
+    if (checkpoint / MARKER).exists() or checkpoint.name.startswith("step_"):
+        if reason := fault(checkpoint):
+            raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")
+        return checkpoint
+    found = newest(checkpoint) or newest(checkpoint / "checkpoints")
+    if found is None:
+        raise UserError(f"{checkpoint}: no complete checkpoint is there; give a folder such as "
+                        "runs/a/checkpoints/step_000050")
+    return found
+
+
+def _config(saved: dict[str, Any], pretrain: str) -> Any:
+    """Build the tree of the run from the options in its checkpoint, of which this version may not know all."""
+    tree = Config if "prompt_data" in saved else SFTConfig
+    known = {name: value for name, value in saved.items() if name in options(tree)}
+    return build(tree, known | ({"pretrain": pretrain} if pretrain else {}))
+
+
+if __name__ == "__main__":
+    main()
