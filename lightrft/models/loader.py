@@ -25,7 +25,7 @@ from lightrft.models.attention import PACKED
 from lightrft.models.lora import add_lora, hf_name
 from lightrft.models.packed_model import Critic, PackedModel
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
-from lightrft.utils.errors import UserError, first_line
+from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.logging import get_logger
 from lightrft.utils.module_tensors import to_meta
@@ -310,8 +310,8 @@ def _apply_liger(hf: PreTrainedModel) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
     except ImportError as error:
-        raise UserError("--use_liger needs the liger extra: pip install 'lightrft[liger]', or --use_liger "
-                        "false") from error
+        raise UserError(
+            f"--use_liger needs the liger extra: {install_command('liger')}, or --use_liger false") from error
     family = hf.config.model_type
     if family not in families:
         get_logger().warning(f"Liger has no kernels for {family}: the model computes with its own")

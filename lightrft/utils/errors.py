@@ -23,6 +23,11 @@ class UserError(ExpectedError, ValueError):
     exit_code = 2
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra; the name ``lightrft`` on the public index is another distribution."""
+    return f"pip install -e '.[{extra}]' in the checkout of lightrft"
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol
 
+from lightrft.utils.errors import install_command
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import StepTable
 from lightrft.utils.trajectory_saver import jsonable
@@ -119,7 +120,7 @@ def _require(package: str, extra: str) -> ModuleType:
     try:
         return import_module(package)
     except ImportError as error:
-        remedy = f"pip install lightrft[{extra}]" if extra else f"pip install {package}"
+        remedy = install_command(extra) if extra else f"pip install {package}"
         raise ImportError(f"{package} is not installed or does not load ({error}); {remedy}") from error
 
 

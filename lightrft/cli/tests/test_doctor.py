@@ -19,7 +19,7 @@ from lightrft.config.tree import build
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
 from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
-from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
+from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
 from lightrft.preflight.cost import GIB, count_parameters, model_size
 from lightrft.preflight.hardware import Device
@@ -142,18 +142,26 @@ def test_options_that_cannot_be_read_end_with_2(capsys, words, reason):
 
 # -- versions and engines ---------------------------------------------------------------------------------------------
 def test_ranges_and_extras_come_from_the_metadata(packages):
-    packages("lightrft", "0.0", "Requires-Python: >=3.10", "Requires-Dist: tqdm>=4.66", "Requires-Dist: nosuch-a>=1",
-             "Requires-Dist: nosuch-b>=2; extra == 'b'", "Requires-Dist: packaging>=1; python_version < '3'",
-             "Requires-Dist: sglang>=1; extra == 's'", "Provides-Extra: b", "Provides-Extra: s", "Provides-Extra: dev")
+    packages("lightrft", "0.0", f"Summary: {SUMMARY}", "Requires-Python: >=3.10", "Requires-Dist: tqdm>=4.66",
+             "Requires-Dist: nosuch-a>=1", "Requires-Dist: nosuch-b>=2; extra == 'b'",
+             "Requires-Dist: packaging>=1; python_version < '3'", "Requires-Dist: sglang>=1; extra == 's'",
+             "Provides-Extra: b", "Provides-Extra: s", "Provides-Extra: dev")
     packages("tqdm", "0.1")
     packages("sglang", "0.1")
     found = by_name(check_versions())
     told = {name: str(found[name])[:5].strip() for name in ("python", "tqdm", "nosuch-a", "nosuch-b", "sglang")}
     assert told == {"python": "ok", "tqdm": "fail", "nosuch-a": "fail", "nosuch-b": "ok", "sglang": "warn"}
     assert found["tqdm"].remedy == "pip install 'tqdm>=4.66'" and "packaging" not in found
-    assert found["nosuch-b"].text == "not installed; pip install 'lightrft[b]' (optional)"
+    assert found["nosuch-b"].text == "not installed; pip install -e '.[b]' in the checkout of lightrft (optional)"
     asked = by_name(check_versions({"b", "s"}))
     assert asked["nosuch-b"].verdict == asked["sglang"].verdict == "fail"
+
+
+def test_another_project_of_this_name_is_noticed(packages):
+    assert by_name(check_versions())["python"].verdict == "ok", "this one is installed"
+    packages("lightrft", "0.1.1", "Summary: another project")
+    found = only(check_versions())
+    assert found.verdict == "fail" and "another project" in found.text and "pip uninstall lightrft" in found.remedy
 
 
 def test_the_options_say_which_extras_are_needed():

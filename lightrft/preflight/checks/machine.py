@@ -9,7 +9,6 @@ from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.hardware import Device, devices
 from lightrft.utils.errors import first_line
-from lightrft.utils.gpu import unused_gpu
 
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
 GROUP_TIMEOUT_S = 60
@@ -24,6 +23,8 @@ def check_devices(bf16: bool = False) -> Iterator[Finding]:
         bf16: the run computes in bfloat16.
     """
     import torch
+
+    from lightrft.utils.gpu import unused_gpu
     if not torch.cuda.is_available():
         if unused := unused_gpu():
             yield Finding("fail", "cuda", unused.text, unused.remedy)

