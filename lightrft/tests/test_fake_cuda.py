@@ -182,11 +182,21 @@ def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):
         assert tokens("cuda") != expected, "a graph of other slots draws other tokens"
 
 
-def test_a_step_that_waits_for_the_device_is_not_captured(monkeypatch, caplog):
+def test_a_step_that_waits_for_the_device_is_not_captured(monkeypatch, capsys):
     monkeypatch.setattr(continuous_batching, "sample",
                         lambda logits, *rest: sample(logits + logits.sum().item() * 0, *rest))
     assert decode(8).total(GRAPH) == 0
-    assert caplog.text.count("decodes without CUDA graphs: a step cannot be captured (operation not permitted") == 1
+    said = "decodes without CUDA graphs: a step cannot be captured (operation not permitted"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_capture_that_fails_leaves_the_program_on_its_stream():
+    with fake_cuda():
+        graph, before = StepGraph(torch.device("cuda")), torch.cuda.current_stream()
+        found = [graph.run("shape", lambda: torch.ones(1, device="cuda") * torch.ones(1, device="cuda").item())
+                 for _ in range(4)]  # yapf: disable
+        assert not graph.enabled and [each.item() for each in found] == [1.0] * 4
+        assert torch.cuda.current_stream() is before
 
 
 def test_the_docs_list_every_sync():

@@ -52,11 +52,12 @@ class StepGraph:
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
         """Record the kernels of ``step``; nothing is computed."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
+            # torch's context does not leave its own stream after an error; other threads may allocate meanwhile
+            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.result = step()
             self.graph = graph
         except RuntimeError as error:
-            self.enabled, reason = False, str(error).splitlines()[0]
+            self.enabled, reason = False, str(error.__context__ or error).splitlines()[0]
             get_logger().warning(f"the hf engine decodes without CUDA graphs: a step cannot be captured ({reason})")

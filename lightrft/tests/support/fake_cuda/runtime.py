@@ -67,6 +67,14 @@ class Stream:
         tensor.wait()
 
 
+class _Thread(threading.local):
+    """The stream on which a thread runs its operators."""
+    stream = Stream()
+
+
+_THREAD = _Thread()
+
+
 class Event:
     """An event on a stream; the time between two of them is 0."""
 
@@ -133,19 +141,28 @@ def _overwrite(old: Any, new: Any) -> None:
 @contextmanager
 def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None,
           capture_error_mode: str = "global") -> Iterator[None]:
-    """Capture the body, as ``torch.cuda.graph`` does."""
+    """Capture the body, as ``torch.cuda.graph`` does: on another stream, from which it does not return after an error.
+    """
     Device.recorder = cuda_graph.record
+    before, _THREAD.stream = _THREAD.stream, stream or Stream()
     try:
         yield
+    except RuntimeError:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # by its end
     finally:
         Device.recorder = None
         for x, content in reversed(cuda_graph.before.values()):
             x.copy_(content)
+    _THREAD.stream = before
 
 
 @contextmanager
 def _stream(stream: Stream | None) -> Iterator[None]:
-    yield
+    before, _THREAD.stream = _THREAD.stream, stream or _THREAD.stream
+    try:
+        yield
+    finally:
+        _THREAD.stream = before
 
 
 class _EveryThread(threading.Thread):
@@ -178,7 +195,8 @@ def _api() -> dict[str, Any]:
     return {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "Stream": Stream,
         "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "stream": _stream, "synchronize": _synchronize,
-        "current_stream": Stream, "default_stream": Stream, "graph_pool_handle": lambda: (0, 0),
+        "current_stream": lambda device=None: _THREAD.stream, "default_stream": Stream,
+        "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: Device.recorder is not None, "empty_cache": lambda: None,
         "set_device": lambda device: None, "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
