@@ -270,17 +270,26 @@ class StrategyBase(ABC):
             trained(prepared).reload()
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
-        """Move the weights, with gradients and buffers, which are few or none between updates."""
+        """Move the weights, with gradients and buffers, which are few or none between updates.
 
-        def moved(tensor: Tensor) -> Tensor:
-            if device.type == "cpu" and isinstance(tensor, nn.Parameter):
-                return like(self.host.store(tensor, local(tensor)), tensor)
-            return load(tensor, device)
-
+        Weights are in host memory before the modules get them: FSDP2 reads those of uneven shards there, to pad them.
+        """
+        self.free_full(prepared.model)
         if next(prepared.model.parameters()).device != device:
+            held = self._stored(prepared.model) if device.type == "cpu" else {}
+
+            def moved(tensor: Tensor) -> Tensor:
+                return like(held[tensor], tensor) if tensor in held else load(tensor, device)
+
             prepared.model._apply(moved)  # Module.to is this as well; FSDP2 extends it
         if prepared.optimizer is not None:
             trained(prepared).bind()
+
+    def _stored(self, model: nn.Module) -> dict[Tensor, Tensor]:
+        """Copy this rank's part of every parameter to host memory."""
+        held: dict[Tensor, Tensor] = {param: self.host.store(param, local(param)) for param in model.parameters()}
+        self.host.wait()
+        return held
 
     # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightrft.config.presets import RECIPES
+from lightrft.config.schema import StrategyConfig
 from lightrft.models import attention
 from lightrft.ops.segment import segment_sum
 from lightrft.rollout.engine import Request, SamplingParams
@@ -14,6 +15,7 @@ from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.decode_graph import StepGraph
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.sampling import sample
+from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import marginal
@@ -97,6 +99,27 @@ def test_half_precision_takes_the_kernels_of_cuda(strategy, home, tmp_path, monk
 
 def test_models_that_leave_the_device_during_generation_give_the_numbers_of_the_cpu(home, tmp_path):
     compare(home, tmp_path, OFFLOAD, only_cuda=["offload_during_rollout"])
+
+
+class Pads(torch.nn.Linear):
+    """Reads its weight on the host as soon as it has moved, as FSDP2 does to pad uneven shards."""
+
+    def _apply(self, fn, recurse=True):
+        moved = super()._apply(fn, recurse)
+        self.read = self.weight.detach() * 1
+        return moved
+
+
+def test_weights_have_arrived_in_host_memory_when_modules_read_them():
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    with fake_cuda():
+        strategy.setup()
+        prepared = strategy.prepare(Pads(3, 2))
+        before = prepared.model.weight.cpu()
+        strategy.offload(prepared)
+        assert not prepared.model.read.is_cuda and torch.equal(prepared.model.read, before)
+        strategy.reload(prepared)
+        assert prepared.model.weight.is_cuda and torch.equal(prepared.model.weight.cpu(), before)
 
 
 def test_supervised_fine_tuning_gives_the_numbers_of_the_cpu(home, tmp_path):

@@ -86,6 +86,7 @@ class CudaTensor(Tensor):
 class Device:
     """State of the fake device: its ledger, and the graph that records the operators, if any."""
     ledger: Ledger | None = None
+    downloads: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived: target, content
     recorder: Callable[..., Any] | None = None
 
 
@@ -100,6 +101,14 @@ def wait() -> None:
     if Device.recorder is not None:
         raise RuntimeError("operation not permitted when stream is capturing")
     current().add(SYNC)
+    _arrive()
+
+
+def _arrive() -> None:
+    """End the copies to the host."""
+    for target, content in Device.downloads:
+        target.copy_(content)
+    Device.downloads.clear()
 
 
 def on_device(device: Any) -> bool:
@@ -155,7 +164,11 @@ def _move(func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
     if func is aten.copy_.default:
         target, source = args[:2]
         if isinstance(target, CudaTensor) != isinstance(source, CudaTensor):
-            _count_copy(isinstance(target, CudaTensor), bool(args[2:] and args[2] or kwargs.get("non_blocking")))
+            queued = bool(args[2:] and args[2] or kwargs.get("non_blocking"))
+            _count_copy(isinstance(target, CudaTensor), queued)
+            if queued and not isinstance(target, CudaTensor):  # its content is unknown to the host until it waits
+                Device.downloads.append((target, target.clone()))
+                target.fill_(torch.nan if target.is_floating_point() else 0)
         return target
     asked, was = kwargs.get("device"), isinstance(args[0], CudaTensor)
     becomes = was if asked is None else on_device(asked)
@@ -169,6 +182,8 @@ def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operator of torch on the content of its tensors, count it, and wrap what belongs to the device."""
     tensors = _tensors((args, kwargs))
     cuda = any(isinstance(x, CudaTensor) for x in tensors)
+    if func in COPIES and (cuda or on_device(kwargs.get("device"))) and not isinstance(tensors[-1], CudaTensor):
+        _arrive()  # the device runs one copy after the other
     if cuda:
         _check_mix(func, args, tensors)
         _count(func, args, kwargs)
