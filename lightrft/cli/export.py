@@ -74,10 +74,13 @@ def _step_folder(checkpoint: Path) -> Path:
 
 
 def _config(saved: dict[str, Any], pretrain: str) -> Any:
-    """Build the tree of the run from the options in its checkpoint, of which this version may not know all."""
+    """Build the tree of the run from the options in its checkpoint, of which this version may not know all.
+
+    Liger's kernels are left out: the export computes nothing, and need not run on a GPU as the run did.
+    """
     tree = Config if "prompt_data" in saved else SFTConfig
     known = {name: value for name, value in saved.items() if name in options(tree)}
-    return build(tree, known | ({"pretrain": pretrain} if pretrain else {}))
+    return build(tree, known | {"use_liger": False} | ({"pretrain": pretrain} if pretrain else {}))
 
 
 if __name__ == "__main__":

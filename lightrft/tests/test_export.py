@@ -5,6 +5,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft import GRPO, SFT
 from lightrft.cli.export import export, main
+from lightrft.strategy import checkpoint
+from lightrft.strategy.checkpoint import read_global
 from lightrft.tests.support import tiny_task
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
 from lightrft.utils.errors import UserError
@@ -21,9 +23,12 @@ def fixture_home(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2, "lora_alpha": 4}], ids=["full", "lora"])
-def test_the_model_of_a_checkpoint_is_that_of_the_run(home, tmp_path, options, no_picture):  # noqa: F811
+def test_the_model_of_a_checkpoint_is_that_of_the_run(home, tmp_path, options, no_picture, monkeypatch):  # noqa: F811
+    """Also on a CPU that of a run on a GPU, which has Liger's kernels by default."""
     run = GRPO(home / "model", lambda completions: [len(text) for text in completions], tiny_task.rows(8),
                save_path=str(tmp_path / "run"), **SMALL, **options).train()
+    on_gpu = {"use_liger": True}
+    monkeypatch.setattr(checkpoint, "read_global", lambda path: {"options": read_global(path)["options"] | on_gpu})
     main([str(run.folder), str(tmp_path / "last")])  # the newest checkpoint of the run
     main([str(run.folder / "checkpoints" / "step_000001"), str(tmp_path / "first")])
     own, last, first = (load_file(path / "model.safetensors")
