@@ -122,6 +122,26 @@ def test_weights_have_arrived_in_host_memory_when_modules_read_them():
         assert prepared.model.weight.is_cuda and torch.equal(prepared.model.weight.cpu(), before)
 
 
+class InFiles(torch.nn.Linear):
+    """A layer that reads its weight and a scale, which is no parameter, from files."""
+
+    def __init__(self):
+        super().__init__(3, 2, bias=False, device="meta")
+        self.register_buffer("scale", torch.ones(1, device="meta"))
+
+    def read(self, name, first, rows):
+        return torch.full((1, ) if name == "scale" else (2, 3), 5.0)
+
+
+def test_buffers_from_files_are_on_the_device_also_when_weights_are_not():
+    strategy = get_strategy(StrategyConfig(strategy="fsdp", fsdp_cpu_offload=True))
+    with fake_cuda():
+        strategy.setup()
+        model = strategy.prepare(InFiles()).model
+        assert model.scale.is_cuda and model.scale.item() == 5.0 and not model.weight.to_local().is_cuda
+        strategy.teardown()
+
+
 def test_supervised_fine_tuning_gives_the_numbers_of_the_cpu(home, tmp_path):
     rows = [{"messages": [{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 1)}]}
             for i in range(16)]  # yapf: disable

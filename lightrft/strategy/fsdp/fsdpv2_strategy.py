@@ -147,6 +147,8 @@ class FSDPV2Strategy(DistributedStrategy):
         every = not self._keeps_whole_gradients(model)
         self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload, every)
         materialize(model, torch.device("cpu") if self.cfg.fsdp_cpu_offload else self.device)
+        for buffer in model.buffers():  # of which FSDP2 offloads none
+            buffer.data = buffer.to(self.device)
         if optim is None:
             return Prepared(model)
         optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
