@@ -11,7 +11,8 @@ class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
     bf16: bool | None = option(
-        None, "compute in bfloat16; master weights, log-probs and optimizer state stay float32 (default: on CUDA)")
+        None, "compute in bfloat16; master weights, log-probs and optimizer state stay float32 (default: on CUDA, "
+        "from Ampere on)")
     gradient_checkpointing: bool | None = option(
         None, "recompute activations of every decoder layer in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)

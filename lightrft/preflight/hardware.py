@@ -11,6 +11,7 @@ from lightrft.preflight.cost import GIB
 GPUS = {
     "B200": 178.3, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A10": 22.0, "L4": 22.0, "RTX4090": 23.6
 }
+AMPERE = 8  # compute capability of the first GPUs with bfloat16
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ UNKNOWN = Device("cpu", 0, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of a run, the device of one of them, and the name of its GPU (empty: a CPU)."""
+    """Ranks of a run, the device of one of them, the name of its GPU (empty: a CPU), and whether this GPU has bfloat16
+    in hardware, which flash attention needs."""
     ranks: int
     device: Device
     gpu: str = ""
+    bf16: bool = True
 
     @classmethod
     def here(cls, ranks: int, local_rank: int = 0) -> "Machine":
@@ -43,7 +46,8 @@ class Machine:
         if not torch.cuda.is_available():
             return cls(ranks, devices(ranks)[0])
         found = torch.cuda.get_device_properties(min(local_rank, torch.cuda.device_count() - 1))
-        return cls(ranks, Device(f"cuda:{local_rank}", found.total_memory, found.total_memory), found.name)
+        device = Device(f"cuda:{local_rank}", found.total_memory, found.total_memory)
+        return cls(ranks, device, found.name, found.major >= AMPERE)
 
     @classmethod
     def planned(cls, text: str) -> "Machine":

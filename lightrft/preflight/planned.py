@@ -20,8 +20,8 @@ def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
     """
     model, cuda = config.model, machine.device.cuda
     if model.bf16 is None:
-        model.bf16 = cuda
-        provenance["bf16"] = f"default: {'CUDA' if cuda else 'no GPU'}"
+        model.bf16 = cuda and machine.bf16
+        provenance["bf16"] = f"default: {'no GPU' if not cuda else 'CUDA' if machine.bf16 else 'GPU before Ampere'}"
     if model.use_liger is None:
         model.use_liger = cuda and find_spec("liger_kernel") is not None
         reason = "no GPU" if not cuda else "installed" if model.use_liger else "not installed"

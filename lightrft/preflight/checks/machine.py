@@ -7,7 +7,7 @@ from pathlib import Path
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
-from lightrft.preflight.hardware import Device, devices
+from lightrft.preflight.hardware import AMPERE, Device, devices
 from lightrft.utils.errors import first_line
 
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
@@ -40,7 +40,7 @@ def check_devices(bf16: bool = False) -> Iterator[Finding]:
 def _gpu(index: int, device: Device, bf16: bool) -> Finding:
     import torch
     major, minor = torch.cuda.get_device_capability(index)
-    native = major >= 8  # Ampere; older ones emulate it
+    native = major >= AMPERE  # older ones emulate it
     text = (f"{torch.cuda.get_device_name(index)}, {device.free / GIB:.1f} of {device.total / GIB:.1f} GiB free, "
             f"compute capability {major}.{minor}, bfloat16 {'yes' if native else 'emulated'}")
     if device.free < BUSY * device.total:

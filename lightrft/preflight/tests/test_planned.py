@@ -83,6 +83,9 @@ def test_bf16_is_on_on_gpus(tree):
         config, provenance = build(tree, {"bf16": given}), {}
         settle(config, provenance, Machine(1, device))
         assert (config.model.bf16, provenance.get("bf16", "flag")) == (expected, source)
+    config, provenance = build(tree, {}), {}
+    settle(config, provenance, Machine(1, GPU, "Tesla T4", bf16=False))
+    assert not config.model.bf16 and provenance["bf16"] == "default: GPU before Ampere"
     before = flatten(build(tree, {"bf16": False}))  # as in a checkpoint from before the default
     assert changes(before, build(tree, {"bf16": True})) == ["--bf16 true (was false)"]
 
@@ -147,8 +150,10 @@ def test_one_byte_decides_whether_a_run_starts(tmp_path):
 def test_this_machine(monkeypatch):
     """A rank asks for the memory of its own GPU, which opens no CUDA context."""
     asked = []
-    properties = type("Properties", (), {"total_memory": 5 * GIB, "name": "NVIDIA H100"})
+    properties = type("Properties", (), {"total_memory": 5 * GIB, "name": "NVIDIA H100", "major": 9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
     assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 5 * GIB, 5 * GIB), "NVIDIA H100") and asked == [3]
+    properties.major = 7
+    assert not Machine.here(16).bf16
