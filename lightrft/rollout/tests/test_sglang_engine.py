@@ -132,7 +132,8 @@ def test_options_reach_sglang(monkeypatch):
     assert 0 < on_cpu["max_total_tokens"] <= (4 << 30) // token and not on_cpu["enable_memory_saver"]
 
 
-def test_attention_that_sglang_would_compute_otherwise_is_refused():
+def test_attention_that_sglang_would_compute_otherwise_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
 
     def on(device, family, *args):
         return engine_arguments(RolloutConfig(engine_args=list(args)), tiny.config(family), device, False, World())
