@@ -2,11 +2,13 @@
 import json
 import re
 import shlex
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from lightrft.cli import train
+from lightrft.models.loader import parameter_shapes
 from lightrft.preflight import engine_rules
 
 PAGE = (Path(__file__).parents[2] / "docs/gpu_start.md").read_text(encoding="utf-8")
@@ -68,6 +70,13 @@ def test_what_the_page_says_of_gradient_checkpointing(tmp_path: Path, capsys: py
     words = [*words_of(COMMANDS[0][0], tmp_path), "--plan_gpus", COMMANDS[0][1]]
     without, recomputed = (plan([*words, *more], capsys)[1]["backward"] for more in ([], ["--gradient_checkpointing"]))
     assert f"the plan has {without - recomputed:.1f} GiB less" in PAGE
+
+
+def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
+    words_of(COMMANDS[1][0], tmp_path)
+    moments = [4 * prod(shape) for shape in parameter_shapes(str(tmp_path)).values()] * 2
+    plain, pinned = (sum(sizes) / 2**30 for sizes in (moments, [1 << (size - 1).bit_length() for size in moments]))
+    assert f"They are {plain:.0f} GiB,\nand {pinned:.0f} GiB of pinned host memory" in PAGE
 
 
 def test_every_machine_of_the_page_has_a_plan() -> None:
