@@ -25,9 +25,10 @@ from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 
 SAMPLES = 4  # samples per rank
-# norm of the difference over the larger norm, in float32 and bfloat16; correct losses reached 1e-6 and 2e-3 in
-# measurements (a random model of four layers, responses of 90 tokens)
-TOLERANCE = (1e-4, 0.1)
+# norm of the difference over the larger norm, in float32 and bfloat16. Correct losses reached 1e-6 in float32. In
+# bfloat16 kernels that add in another order round every layer differently: 24 random layers with sharp logits reached
+# 0.17, tokens near a clip included. Losses that divide by counts of their own exceed the limit
+TOLERANCE = (1e-4, 0.3)
 # added to the log-probs of the rollout batch, so that clips act and weights differ as later in a run. The values are
 # few and fixed, because continuous ones would put a token of a large batch so near a clip that rounding decides
 SHIFTS = (-0.53, -0.11, 0.0, 0.11, 0.53)

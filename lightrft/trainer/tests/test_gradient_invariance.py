@@ -3,7 +3,7 @@ import itertools
 import math
 import re
 from contextlib import contextmanager
-from copy import copy as copy_of
+from copy import copy as copy_of, deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lightrft.algorithms.base import CORRECTIONS, POLICY_LOSSES
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
-from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.launch import launch
 from lightrft.trainer.checks import gradient_invariance as self_test
 from lightrft.trainer.checks.gradient_invariance import SelfTestError, choose, cuts, formula, off_policy
@@ -192,10 +192,33 @@ def test_right_losses_pass_with_room_to_spare(options, parts):
     assert all(what.planned > 0 and what.gap < self_test.TOLERANCE[0] / 10 for what in found.values()), found
 
 
+def test_rounding_to_bfloat16_stays_below_its_limit():
+    """Of a deep random model with sharp logits, off-policy as in the test, against exact gradients."""
+    exact = tiny.model("qwen2", num_hidden_layers=24, hidden_size=64, intermediate_size=192, initializer_range=0.08)
+    exact.model.norm.weight.data.mul_(8)
+    rounded = deepcopy(exact).bfloat16()
+    exact.load_state_dict(rounded.state_dict())
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 50, (4, 60), generator=rng)
+    shift = torch.tensor(self_test.SHIFTS)[torch.randint(5, (4, 59), generator=rng)]
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None]
+
+    def logprobs(model):
+        return model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    def gradient(model):
+        ratio = (logprobs(model) - logprobs(exact).detach() - shift).exp()
+        torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages).mean().backward()
+        return torch.cat([param.grad.float().flatten() for param in model.parameters()])
+
+    one, other = gradient(exact), gradient(rounded)
+    assert 0.1 < (one - other).norm() / one.norm() < self_test.TOLERANCE[1]
+
+
 def test_bfloat16_is_allowed_more(home, tmp_path, caplog):
     with told(caplog):
         runs.run(home, tmp_path, bf16=True, **ON)
-    gap = float(re.search(r"relative difference ([\d.e-]+), at most 0.1", caplog.text)[1])
+    gap = float(re.search(r"relative difference ([\d.e-]+), at most 0.3", caplog.text)[1])
     assert self_test.TOLERANCE[0] < gap < self_test.TOLERANCE[1] / 10, "float32's limit would stop it"
 
 
