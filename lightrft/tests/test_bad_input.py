@@ -66,8 +66,7 @@ def refused(home: Path, folder: Path, *words: str, ranks: int = 1, **more: Any) 
 
 # -- data -------------------------------------------------------------------------------------------------------------
 def _lines(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    content = rows(10)
-    change(content)
+    change(content := rows(10))
     write_rows(path, content)
 
 

@@ -224,7 +224,7 @@ def test_sockets_have_names_that_the_system_takes(short, monkeypatch):
 
 def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ValueError, match=r"cannot import sglang .* run: pip install 'lightrft\[sglang\]'"):
+    with pytest.raises(ValueError, match=r"cannot import sglang .* run: pip install -e '.\[sglang\]'"):
         client.SGLangNative({"model_path": "x"}, {}, CPU)
 
 

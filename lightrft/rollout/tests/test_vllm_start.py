@@ -139,5 +139,5 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=r"cannot import vllm .* run: pip install 'lightrft\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"cannot import vllm .* run: pip install -e '.\[vllm\]'"):
         start_engine({}, CPU)
