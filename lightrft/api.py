@@ -64,14 +64,9 @@ class _Training(ABC):
 
     def plan(self) -> str:
         """Return what ``--dry_run`` prints: every option and its source, batch sizes, estimates of memory and time."""
-        from lightrft.preflight.hardware import Machine
-        from lightrft.preflight.planned import settle
         from lightrft.preflight.report import report
-        from lightrft.preflight.validate import validate
-        machine = Machine.here(World.from_env().world_size)
-        settle(self.parsed.config, self.parsed.provenance, machine)
-        validate(self.parsed.config, machine.ranks, machine.device.cuda)
-        return report(self.parsed.config, self.parsed.provenance, machine)
+        from lightrft.trainer.session import settled
+        return report(self.parsed.config, self.parsed.provenance, settled(self.parsed))
 
     def train(self) -> Run:
         """Train to the end, and return the run.

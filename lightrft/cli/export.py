@@ -54,8 +54,9 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     manager.load(path, {"actor": actor})
     strategy.save_model(actor, out)
     log = (RolloutLog if isinstance(config, Config) else RunLog)(config, strategy)
-    log.last = marker(path)["metrics"]
-    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), marker(path)["step"])
+    info = marker(path)
+    log.last = info["metrics"]
+    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), info["step"])
     strategy.teardown()
 
 

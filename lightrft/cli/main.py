@@ -55,7 +55,9 @@ def launch(ranks: str, module: str, words: list[str]) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(ranks))))
+
+    from lightrft.utils.env import threads_per_rank
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", "-m", module, *words]))

@@ -216,11 +216,13 @@ class LocalAdamW(torch.optim.AdamW):
 def _parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Cut a parameter group into groups of about :data:`STEP_BYTES` of weights each (one that is larger goes alone)."""
     part: list[Tensor] = []
+    size = 0
     for shard in group["params"]:
-        if part and sum(one.nbytes for one in part) + shard.nbytes > STEP_BYTES:
+        if part and size + shard.nbytes > STEP_BYTES:
             yield group | {"params": part}
-            part = []
+            part, size = [], 0
         part.append(shard)
+        size += shard.nbytes
     yield group | {"params": part}
 
 

@@ -94,26 +94,30 @@ def check(parsed: ParsedConfig) -> None:
 
     A run that does not fit into its GPUs is refused, after the report of a dry run.
     """
-    world = World.from_env()
-    planned = parsed.plan_gpus
-    machine = Machine.planned(planned) if planned else Machine.here(world.world_size, world.local_rank)
-    settle(parsed.config, parsed.provenance, machine)
-    _validate(parsed, machine)
+    machine = settled(parsed)
     if parsed.dry_run:
         text = report(parsed.config, parsed.provenance, machine)
-        sys.stdout.write(text + "\n" if world.is_main else "")
+        sys.stdout.write(text + "\n" if World.from_env().is_main else "")
     refuse_what_does_not_fit(parsed.config, machine)
     if parsed.dry_run:
         raise SystemExit(0)
     _make_folder(Path(parsed.config.checkpoint.save_path))
 
 
-def _validate(parsed: ParsedConfig, machine: Machine) -> None:
-    """Validate the options; a problem names the preset, script or file that set an option if no flag did."""
+def settled(parsed: ParsedConfig) -> Machine:
+    """Give options the defaults of the machine that the run is for, validate them, and return the machine.
+
+    Raises:
+        ConfigError: with every problem, and the preset, script or file that set an option if no flag did.
+    """
+    world, planned = World.from_env(), parsed.plan_gpus
+    machine = Machine.planned(planned) if planned else Machine.here(world.world_size, world.local_rank)
+    settle(parsed.config, parsed.provenance, machine)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
+    return machine
 
 
 def _make_folder(path: Path) -> None:

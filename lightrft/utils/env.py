@@ -83,6 +83,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(value, device)
 
 
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Divide the cores among the ranks of this node; return the threads of each, at least one."""
+    return max(count_cores() // local_world_size, 1)
+
+
 def set_threads(local_world_size: int) -> int:
     """Divide the cores among the ranks of this node, unless OMP_NUM_THREADS is set; return the threads per rank.
 
@@ -90,8 +100,7 @@ def set_threads(local_world_size: int) -> int:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(cores // local_world_size, 1)
+    threads = threads_per_rank(local_world_size)
     torch.set_num_threads(threads)
     return threads
 

@@ -52,10 +52,11 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
 
 def _cpu(device: Device) -> Finding:
     import torch
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+    from lightrft.utils.env import count_cores
     threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
     return Finding(
-        "ok", "cpu", f"no GPU: training runs on {cores} cores, {threads}, {device.free / GIB:.1f} of "
+        "ok", "cpu", f"no GPU: training runs on {count_cores()} cores, {threads}, {device.free / GIB:.1f} of "
         f"{device.total / GIB:.1f} GiB free, bfloat16 {'in hardware' if _cpu_bf16() else 'without hardware support'}")
 
 
