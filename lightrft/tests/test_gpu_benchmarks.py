@@ -201,7 +201,9 @@ def test_without_a_gpu_nothing_is_stored(monkeypatch):
 
 
 def test_make_gpu_installs_nothing_into_the_python_at_hand():
-    words = ["make", "-n", "gpu", "PYTHON=python3", "MINUTES=9", "OUT=results", "ARGS=--again doctor"]
+    words = [
+        "make", "--no-print-directory", "-n", "gpu", "PYTHON=python3", "MINUTES=9", "OUT=results", "ARGS=--again doctor"
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == 'python3 -m benchmarks.gpu --minutes 9 --out "results" --again doctor'
     help_text = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--help"], cwd=ROOT, capture_output=True,
