@@ -35,6 +35,7 @@ from lightrft.config.tree import extend, extended
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 from lightrft.utils.registry import Registry
 
 AdvantageFn = Callable[[Experience, AlgorithmConfig], Tensor]
@@ -172,9 +173,27 @@ def clip_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:
     return cfg.eps_clip, cfg.eps_clip if cfg.eps_clip_high is None else cfg.eps_clip_high
 
 
-def ratio_metrics(ratio: Tensor, low: Tensor, high: Tensor, **more: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of a policy loss, [T]: its ratio, and where the lower and the upper bound were active."""
-    return {"ratio": ratio, "clip_frac_low": low.float(), "clip_frac_high": high.float(), **more}
+def ratio_metrics(ratio: Tensor, at_low: Tensor | None = None, at_high: Tensor | None = None,
+                  **more: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a policy loss, [T] each.
+
+    Args:
+        ratio: of the new and the old policy; ones if the loss has none.
+        at_low: bool [T], the tokens at which the lower bound is active; None: there is no such bound.
+        at_high: likewise for the upper bound.
+        more: further metrics [T], by name.
+
+    Raises:
+        UserError: ``at_low`` or ``at_high`` is the bound itself.
+    """
+    for name, active in (("at_low", at_low), ("at_high", at_high)):
+        if active is not None and (not isinstance(active, Tensor) or active.shape != ratio.shape):
+            sign = "<" if name == "at_low" else ">"
+            raise UserError(f"ratio_metrics: {name} is {active!r}, expected the tokens at which the bound is active, "
+                            f"bool {list(ratio.shape)}: for example ratio {sign} bound, or nothing without a bound")
+    nowhere = torch.zeros_like(ratio)
+    low, high = (nowhere if active is None else active.float() for active in (at_low, at_high))
+    return {"ratio": ratio, "clip_frac_low": low, "clip_frac_high": high, **more}
 
 
 def action_mask(exp: Experience) -> Tensor:

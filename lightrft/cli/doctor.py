@@ -11,7 +11,7 @@ from functools import partial
 
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import VERDICTS, Finding, examine, worst
-from lightrft.preflight.checks.machine import check_devices, check_groups, check_save_path, check_shm
+from lightrft.preflight.checks.machine import (check_devices, check_groups, check_save_path, check_shm, check_threads)
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
 from lightrft.preflight.cost import count_parameters, is_gated
@@ -97,6 +97,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": partial(check_versions, asked_extras(config)),
         "devices": partial(check_devices, config.model.bf16 is not False),
+        "threads": lambda: check_threads(local_ranks(ranks)),
         "process group": check_groups,
         "transformers": partial(check_import, "transformers"),
         "engine": partial(check_engine, config.rollout.engine_type),
@@ -109,6 +110,13 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
             yield from examine(name, check)
     else:
         yield from (found for found in examine("process group", check_groups) if found.verdict != "ok")
+
+
+def local_ranks(ranks: int | None) -> int:
+    """Count the processes of the run on this machine; of ``ranks`` in all, at most one per GPU where there are GPUs."""
+    here = devices(1)
+    most = len(here) if here[0].name != "cpu" else ranks or 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks or most, most)))
 
 
 def plan(config: Config, ranks: int | None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
-from lightrft.datasets.records import first_value, missing, Record, to_records
+from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, load_rows
 from lightrft.types import Prompt
@@ -104,7 +104,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         self.sizes.append(len(kept))
         self.dropped += len(rows) - len(kept)
         if records and missing(records[0].reference):
-            get_logger().info("%s: no row has a reference answer; rewards that need one cannot score", rows.where(0))
+            get_logger().info("%s", no_reference(rows, cfg))
 
     def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""

@@ -1,7 +1,8 @@
 """Converts rows to :class:`Record`; a row schema is recognised by its shape.
 
 Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_info}``, TRL's prompt-only rows, ms-swift's
-``{messages, solution}`` and ``{input, output, label}``.
+``{messages, solution}`` and ``{input, output, label}``, Alpaca's ``{instruction, input, output}``, ShareGPT's
+``{conversations}``.
 """
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,30 @@ def first_value(*candidates: tuple[Any, str]) -> Any:
         if isinstance(mapping, dict) and not missing(mapping.get(key)):
             return mapping[key]
     return None
+
+
+def as_chat(row: Row, input_key: str) -> Row:
+    """Add ``messages`` to a row of Alpaca (``instruction, input, output``) or ShareGPT (``conversations``).
+
+    A row that has a prompt, as ``input_key``, ``prompt`` or ``messages``, is left as it is.
+    """
+    if not all(missing(row.get(name)) for name in (input_key, "prompt", "messages")):
+        return row
+    turns = row.get("conversations")
+    if missing(turns) and not missing(row.get("instruction")):
+        turns = _alpaca_turns(row)
+    if not isinstance(turns, list) or not turns:
+        return row
+    system = [] if missing(row.get("system")) else [{"role": "system", "content": row["system"]}]
+    return {**row, "messages": system + turns}
+
+
+def _alpaca_turns(row: Row) -> list[Message]:
+    """Return the turns of an Alpaca row; its ``history`` holds pairs of earlier questions and answers."""
+    asked = "\n".join(str(row[name]) for name in ("instruction", "input") if not missing(row.get(name)))
+    pairs = [*(row.get("history") or []), (asked, row.get("output"))]
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+    return turns[:-1] if missing(row.get("output")) else turns
 
 
 def prompt_column(row: Row, input_key: str) -> str | None:
@@ -94,6 +119,7 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
     Raises:
         DataError: the row has no prompt, or messages that are not valid.
     """
+    row = as_chat(row, cfg.input_key)
     column = prompt_column(row, cfg.input_key)
     if column is None:
         names = ", ".join(dict.fromkeys((cfg.input_key, *PROMPT_COLUMNS)))
@@ -120,6 +146,15 @@ def check_named_columns(rows: Rows, cfg: DataConfig) -> None:
             continue
         known = dict.fromkeys(name for row in rows.rows for name in _keys(row, nested))
         raise DataError(f"--{option} {key!r}: no row of {rows.origin(0)[0]} has it. Its columns: {', '.join(known)}")
+
+
+def no_reference(rows: Rows, cfg: DataConfig) -> str:
+    """Explain that no row has a reference answer: the columns that were looked in, those there are, and the option."""
+    looked = ", ".join(dict.fromkeys((cfg.reference_key, *ANSWER_COLUMNS)))
+    return (
+        f"{rows.origin(0)[0]}: no row has a reference answer, so rewards that compare with one cannot score (looked "
+        f"in reward_model.ground_truth, extra_info and {looked}; the first row has {', '.join(rows.rows[0])}). Name "
+        "its column with --reference_key; --label_key names the one with the reward recipe of a row")
 
 
 def _keys(row: Row, nested: tuple[str, ...]) -> list[str]:

@@ -7,7 +7,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset
 from lightrft.datasets.prompts_dataset import fitting, load_specs
-from lightrft.datasets.records import Message, missing, prompt_column, to_messages
+from lightrft.datasets.records import as_chat, Message, missing, prompt_column, to_messages
 from lightrft.datasets.rendering import CHUNK, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 
@@ -33,15 +33,17 @@ class Conversation:
 
 
 def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
-    """Recognise ``{messages}``, or a prompt with its completion (text or messages).
+    """Recognise ``{messages}`` and what stands for it, or a prompt with its completion (text or messages).
 
     Raises:
         DataError: the row has no prompt, or no answer to learn.
     """
+    row = as_chat(row, renderer.cfg.input_key)
     column = prompt_column(row, renderer.cfg.input_key)
     if column is None:
-        raise DataError(f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, or "
-                        f"prompt or input with one of {', '.join(ANSWER_COLUMNS)}: rename its columns, or remove it")
+        raise DataError(f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, "
+                        f"conversations, instruction and output, or prompt or input with one of "
+                        f"{', '.join(ANSWER_COLUMNS)}: rename its columns, or remove it")
     answer = next((row[name] for name in ANSWER_COLUMNS if not missing(row.get(name))), None)
     value = row[column]
     if answer is None or (column == "messages" and not isinstance(value, str)):
@@ -132,7 +134,8 @@ def encode_chats(chats: list[Conversation], renderer: Renderer) -> list[Encoded]
 class SFTDataset(MixedDataset[SFTExample]):
     """Demonstrations of one split, tokenized at construction; batches come from ``PromptLoader``.
 
-    Rows: ``{messages}`` (every assistant turn is learnt), or ``{prompt, response}``, ``{input, output}``,
+    Rows: ``{messages}`` or one of :func:`lightrft.datasets.records.as_chat` (every assistant turn is learnt), or
+    ``{prompt, response}``, ``{input, output}``,
     ``{prompt, completion}`` with text or messages (only the answer is learnt).
 
     Args:

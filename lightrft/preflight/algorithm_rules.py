@@ -40,6 +40,18 @@ def algorithm_warnings(c: Config) -> Iterator[str]:
     if a.init_kl_coef and not a.use_kl_loss and a.kl_kind in ("k2", "k3"):
         yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; add "
                "--kl_estimator k1, or --use_kl_loss")
+    yield from _restricted(c)
+
+
+def _restricted(c: Config) -> Iterator[str]:
+    """Warn of a correction by log-probs of the engine that belong to a restricted distribution."""
+    if c.algorithm.rollout_correction == "none":
+        return
+    for name, value in changed(c, ("top_p", "top_k", "min_p")):
+        yield (f"--{name} {show(value)} with --rollout_correction {c.algorithm.rollout_correction}: the engine draws "
+               "from a restricted distribution, so weights are mostly below 1 even where engine and trainer agree, and "
+               f"nothing corrects for tokens that are never drawn. Drop --{name}, or expect it and lower the bounds "
+               "(--correction_low, --correction_veto)")
 
 
 def _options(c: Config) -> Iterator[str]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 
-NO_REFERENCE = Outcome(None, "no_reference", "the row has no reference answer, which this reward compares with")
+NO_REFERENCE = Outcome(
+    None, "no_reference",
+    "the row has no reference answer, which this reward compares with. Name its column with --reference_key")
 
 
 def exact_score(item: RewardInput) -> Outcome:

@@ -16,7 +16,7 @@ from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.rules import FAST
-from lightrft.rewards.workers.user_file import check_source
+from lightrft.rewards.workers.user_file import check_source, signature_of
 from lightrft.rewards.workers.worker import Spec
 from lightrft.utils.errors import first_line, UserError
 
@@ -71,14 +71,18 @@ def parse_entry(text: str) -> RewardEntry:
 
 
 def named_part(name: str, pool: WorkerPool) -> RewardPart:
-    """Return a registered reward. Built-in ones try to decide in this process; others run in the workers."""
+    """Return a registered reward. Built-in ones try to decide in this process; others run in the workers.
+
+    It takes a list of :class:`~lightrft.rewards.base.RewardInput`, or has one of the signatures of a reward file.
+    """
     reward = REWARDS.get(name)
     if name == "math":
         spec = Spec("math")
         return RewardPart(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
     if name in FAST:
         return RewardPart(name, FAST[name])
-    return _in_worker(Spec("callable", function=name, pickled=_pickled(name, reward)), pool)
+    kind = "callable" if signature_of(reward) is None else "function"
+    return _in_worker(Spec(kind, function=name, pickled=_pickled(name, reward)), pool)
 
 
 def _pickled(name: str, reward: object) -> bytes:
@@ -142,4 +146,5 @@ def recipe_for(item: RewardInput) -> RewardRecipe:
             return RECIPES[key]
     raise UserError(f"no reward recipe for label {item.label!r} or data source {item.data_source!r}. Known recipes: "
                     f"{', '.join(sorted(RECIPES))}. Remedy: name the reward, for example --reward math or "
-                    "--reward my_reward.py, or set the row's label to one of the known recipes")
+                    f"--reward my_reward.py, or name the column of the label with --label_key (the row has "
+                    f"{', '.join(item.columns) or 'no other columns'})")

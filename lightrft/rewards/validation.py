@@ -66,18 +66,24 @@ def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> N
     if ours and max(sums[:-1]) <= sums[-1]:
         raise RewardProbeError(
             f"the reward does not separate right from wrong on {_name(row)}: the known-good answer "
-            f"{good_answers(row)[0]!r} scores {max(sums[:-1]):g}, the known-bad {bad_answer(row)!r} {sums[-1]:g}. "
+            f"{quoted(good_answers(row)[0])} scores {max(sums[:-1]):g}, the known-bad {quoted(bad_answer(row))} "
+            f"{sums[-1]:g}. "
             "Remedy: check the row's reference and the weights of --reward; --no_reward_probe skips this check")
     totals = [score.total for score in scores]
     known = [total for total in totals[:-1] if total is not None]
     if len(ours) < len(parts) and known and totals[-1] is not None and max(known) <= totals[-1]:
-        logger.warning("the reward scores the known-good answer %r to %s no higher (%g) than the known-bad %r (%g)",
-                       good_answers(row)[0], _name(row), max(known), bad_answer(row), totals[-1])
+        logger.warning("the reward scores the known-good answer %s to %s no higher (%g) than the known-bad %s (%g)",
+                       quoted(good_answers(row)[0]), _name(row), max(known), quoted(bad_answer(row)), totals[-1])
 
 
 def _name(row: RewardInput) -> str:
-    return (f"the row with label {row.label!r}, data source {row.data_source!r}, reference {row.reference!r} and "
-            f"prompt {row.prompt[:120]!r}")
+    return (f"the row with label {quoted(row.label)}, data source {quoted(row.data_source)}, reference "
+            f"{'none' if row.reference is None else quoted(row.reference)} and prompt {quoted(row.prompt[:120])}")
+
+
+def quoted(value: object) -> str:
+    """Quote a text for a message, on one line and with its backslashes as they are."""
+    return "'" + str(value).replace("\n", "\\n") + "'"
 
 
 def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_spread: float) -> None:

@@ -143,8 +143,9 @@ def test_the_sample_demonstrations_are_understood():
     renderer = Renderer(DataConfig(), tiny.tokenizer())
     rows = [json.loads(line) for line in code_blocks("sft.md", "json")[0].splitlines()]
     chats = [sft_dataset.to_conversation(row, renderer, "row") for row in rows]
-    assert [chat.messages is None for chat in chats] == [False, False, True, True]
-    assert [chat.first for chat in chats] == [0, 1, 0, 0] and chats[2] == chats[3]
+    assert [chat.messages is None for chat in chats] == [False, False, True, True, False, False]
+    assert [chat.first for chat in chats] == [0, 1, 0, 0, 0, 0] and chats[2] == chats[3]
+    assert chats[5] == chats[0] and chats[4].messages[0]["content"] == "Add the numbers.\n2+3"
 
 
 def test_the_reward_files_of_the_docs_score(tmp_path):

@@ -39,8 +39,8 @@ class Registry(Generic[T]):
         """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
         if name not in self._entries:
             near = get_close_matches(name, self._entries, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}")
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(sorted(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

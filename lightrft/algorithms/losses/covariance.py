@@ -70,6 +70,5 @@ def kl_cov(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Ten
     ratio = log_ratio.exp()
     kl = log_ratio.abs() if cfg.kl_cov_abs else kl_estimate(exp.old_logprobs, logprobs, "k3")
     penalty = torch.where(exp.selected, kl, 0)
-    nowhere = torch.zeros_like(exp.loss_mask)
-    metrics = ratio_metrics(ratio, nowhere, nowhere, selected_frac=exp.selected.float())
+    metrics = ratio_metrics(ratio, selected_frac=exp.selected.float())
     return -ratio * exp.advantages + cfg.kl_cov_coef * penalty, metrics

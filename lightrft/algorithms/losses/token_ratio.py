@@ -85,8 +85,7 @@ def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tenso
     taus = exp.advantages.new_tensor([cfg.sapo_tau_neg, cfg.sapo_tau_pos])
     tau = taus[(exp.advantages > 0).long()]
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    nowhere = torch.zeros_like(exp.loss_mask)
-    return -gate * exp.advantages, ratio_metrics(ratio, nowhere, nowhere)
+    return -gate * exp.advantages, ratio_metrics(ratio)
 
 
 @policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", "dppo_ratio_max"))
@@ -148,5 +147,4 @@ def gpg(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor
         for the policy having moved. ``ratio`` is reported all the same.
     """
     ratio = safe_ratio(logprobs.detach(), exp.old_logprobs, exp.loss_mask)
-    nowhere = torch.zeros_like(exp.loss_mask)
-    return -exp.advantages * logprobs, ratio_metrics(ratio, nowhere, nowhere)
+    return -exp.advantages * logprobs, ratio_metrics(ratio)

@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from lightrft.cli.doctor import PROG, asked_extras, main, plan
+from lightrft.cli.doctor import PROG, asked_extras, local_ranks, main, plan
 from lightrft.config.engines import INSTALL
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
-from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
+from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm, check_threads
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
 from lightrft.preflight.cost import GIB, count_parameters, model_size
@@ -217,7 +217,7 @@ def test_the_config_alone_gives_the_size_of_the_weights(tmp_path, family):
 
 @pytest.mark.parametrize("options, reason", [
     ({"pretrain": "/nowhere/model"}, "model path '/nowhere/model' does not exist; "),
-    ({"advantage_estimator": "grpoo"}, "unknown advantage estimator 'grpoo'; did you mean 'grpo'"),
+    ({"advantage_estimator": "grpoo"}, "unknown advantage estimator 'grpoo' (did you mean grpo?)"),
 ])
 def test_a_plan_that_cannot_be_made_is_one_failure(model, options, reason):
     found = planned(**{"pretrain": str(model)} | options)
@@ -336,3 +336,28 @@ def test_shared_memory(tmp_path):
 def test_the_worst_verdict():
     assert worst([]) == "ok" and worst([Finding("warn", "a", ""), Finding("ok", "b", "")]) == "warn"
     assert worst([Finding("fail", "a", ""), Finding("warn", "b", "")]) == "fail"
+
+
+@pytest.mark.parametrize("ranks,given,verdict,text", [
+    (1, None, "ok", "1 rank x 16 threads on 16 cores"),
+    (4, None, "ok", "4 ranks x 4 threads on 16 cores; plain torchrun gives each rank 1 thread"),
+    (16, None, "ok", "16 ranks x 1 thread on 16 cores"),
+    (4, "1", "warn", "4 ranks x 1 thread on 16 cores, the others idle (OMP_NUM_THREADS=1, which torchrun sets"),
+    (16, "1", "ok", "16 ranks x 1 thread on 16 cores (OMP_NUM_THREADS=1)"),
+    (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than there are"),
+])
+def test_threads_of_each_rank(ranks, given, verdict, text, monkeypatch):
+    monkeypatch.setattr("lightrft.utils.env.count_cores", lambda: 16)
+    monkeypatch.setattr("torch.get_num_threads", lambda: int(given))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    (found, ) = check_threads(ranks)
+    assert (found.name, found.verdict) == ("threads", verdict) and found.text.startswith(text), found
+    assert verdict == "ok" or f"OMP_NUM_THREADS={16 // ranks}, or start with lightrft train --nproc" in found.remedy
+
+
+def test_the_ranks_of_a_machine_are_counted(monkeypatch):
+    assert (local_ranks(None), local_ranks(8)) == (1, 8), "without a GPU"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_ranks(8) == 2, "of two machines or more"

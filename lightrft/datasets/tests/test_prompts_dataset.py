@@ -231,3 +231,21 @@ def test_worker_processes_give_the_same_prompts(build):
     rows = [PLAIN | {"input": f"question {i}"} for i in range(2 * CHUNK)]
     alone, spread = build(rows), build(rows, data_workers=2)
     assert alone[:] == spread[:]
+
+
+def test_the_instruction_of_an_alpaca_row_is_part_of_the_prompt(build):
+    """And its output is the reference; a column that is named wins over what is recognised."""
+    row = {"instruction": "Add.", "input": "1+1?", "output": "2"}
+    prompt = build([row])[0]
+    assert prompt.messages == [{"role": "user", "content": "Add.\n1+1?"}] and prompt.reference == "2"
+    assert {"instruction", "input"} <= prompt.columns.keys()
+    assert build([row], input_key="input")[0].text == "1+1?"
+    talk = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "solution": "2"}
+    assert build([talk])[0].text == RENDERED
+
+
+def test_rows_without_a_reference_name_the_options_and_the_columns(build, capsys):
+    build([{"prompt": "1+1?", "gold": "2"}])
+    said = capsys.readouterr().err
+    assert "no row has a reference answer" in said and "the first row has prompt, gold" in said
+    assert "--reference_key" in said and "--label_key" in said

@@ -91,7 +91,7 @@ def test_row_without_answer(build, row):
 
 def test_row_without_prompt(build):
     with pytest.raises(DataError,
-                       match="row 1: the row has no demonstration .it has response.*messages, or .*completion"):
+                       match="row 1: the row has no demonstration .it has response.*messages, .*completion"):
         build([{"response": "x"}])
 
 
@@ -112,3 +112,29 @@ def test_batches_come_from_the_prompt_loader(build):
     again.load_state_dict(loader.state_dict())
     assert next(again) == next(loader)
     assert sum(len(example.token_ids) for example in data[:]) == 18
+
+
+ALPACA = {"instruction": "Add.", "input": "1+1?", "output": "2", "history": [["Hi", "Hello"]], "system": "S"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "system": "S"}
+
+
+@pytest.mark.parametrize("row,turns", [
+    (ALPACA, [("system", "S"), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1+1?"), ("assistant", "2")]),
+    ({"instruction": "Add 1+1.", "input": "", "output": "2"}, [("user", "Add 1+1."), ("assistant", "2")]),
+    (SHAREGPT, [("system", "S"), ("user", "1+1?"), ("assistant", "2")]),
+    ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+     [("user", "a"), ("assistant", "b")]),
+])  # yapf: disable
+def test_alpaca_and_sharegpt_are_chats(build, tokenizer, row, turns):
+    """Detected by their keys, rendered with the chat template; every assistant turn is learnt."""
+    example = build([row])[0]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert learnt(example, tokenizer) == [f"{text}<|im_end|>" for role, text in turns if role == "assistant"]
+
+
+@pytest.mark.parametrize("row",
+                         [{"instruction": "Add.", "input": "1+1?"}, {"conversations": SHAREGPT["conversations"][:1]}])
+def test_a_chat_without_an_answer_is_refused(build, row):
+    with pytest.raises(DataError, match="no answer to learn"):
+        build([row])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft.algorithms.base import POLICY_LOSSES, policy_loss
+from lightrft.algorithms.base import POLICY_LOSSES, policy_loss, ratio_metrics
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.models.loss import GPTLMLoss, PolicyLoss, ValueLoss
 from lightrft.ops.aggregate import MODES, Denominators, aggregate, count
@@ -125,22 +125,9 @@ def test_each_option_changes_the_loss():
     def value(**change):
         return run(PolicyLoss(replace(base, **change), norm=9), exp, new, entropy)[0].item()
 
-    changes = [{
-        "eps_clip": 0.5
-    }, {
-        "eps_clip_high": 0.6
-    }, {
-        "dual_clip": 1.1
-    }, {
-        "use_kl_loss": True
-    }, {
-        "entropy_coef": 0.1
-    }, {
-        "use_kl_loss": True,
-        "kl_estimator": "k2"
-    }, *({
-        "loss_agg_mode": mode
-    } for mode in MODES[1:])]
+    changes = [{"eps_clip": 0.5}, {"eps_clip_high": 0.6}, {"dual_clip": 1.1}, {"use_kl_loss": True},
+               {"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_estimator":
+                                       "k2"}, *({"loss_agg_mode": mode} for mode in MODES[1:])]
     assert len({value(), *(value(**change) for change in changes)}) == len(changes) + 1
     norms = [run(PolicyLoss(replace(base, loss_agg_mode=MODES[3]), norm=n), exp, new, None)[0].item() for n in (5, 10)]
     assert norms[0] == pytest.approx(2 * norms[1])
@@ -159,11 +146,9 @@ def test_a_term_without_its_input_is_an_error():
 
 @pytest.mark.parametrize("clip,expected,share", [(0.5, 1.625, .5), (0.0, .3125, 0.0)])
 def test_value_clip_reference_number(clip, expected, share):
-    exp = Experience(torch.zeros(2).long(),
-                     torch.tensor([0, 2], dtype=torch.int32),
-                     torch.ones(2).bool(),
-                     values=torch.zeros(2),
-                     returns=torch.tensor([.5, 3]))
+    exp = Experience(
+        torch.zeros(2).long(), torch.tensor([0, 2], dtype=torch.int32),
+        torch.ones(2).bool(), values=torch.zeros(2), returns=torch.tensor([.5, 3]))
     loss, metrics = ValueLoss(clip)(torch.tensor([1., 2.]), exp, Denominators(2, 1))
     assert float(loss) == pytest.approx(expected) and float(metrics["clip_frac"].mean()) == share
 
@@ -207,10 +192,23 @@ def test_a_policy_loss_that_breaks_its_contract_is_refused(returned, message):
 def test_a_token_above_the_limit_of_k3_is_not_pulled(most, pulled):
     """One token whose reference is 5 nats above, another 1 nat: k3 of 142 and of 0.7."""
     new, ref = torch.tensor([-6., -2.]).requires_grad_(), torch.tensor([-1., -1.])
-    exp = Experience(torch.zeros(2).long(), torch.tensor([0, 2]).int(), torch.ones(2).bool(), ref_logprobs=ref,
-                     advantages=torch.zeros(2), old_logprobs=new.detach())
+    exp = Experience(
+        torch.zeros(2).long(),
+        torch.tensor([0, 2]).int(),
+        torch.ones(2).bool(), ref_logprobs=ref, advantages=torch.zeros(2), old_logprobs=new.detach())
     cfg = AlgorithmConfig(use_kl_loss=True, init_kl_coef=1.0, k3_max=most)
     loss, metrics = PolicyLoss(cfg, 1.0)(new, None, exp, Denominators(2, 1), 1.0)
     gradient = torch.autograd.grad(loss, new)[0]
     assert metrics["kl_ref"].tolist() == pytest.approx([math.exp(5) - 6 if pulled else 10.0, math.exp(1) - 2])
     assert gradient.tolist() == pytest.approx([(1 - math.exp(5)) / 2 * pulled, (1 - math.exp(1)) / 2], rel=1e-5)
+
+
+def test_the_bound_itself_is_no_argument_of_the_metrics():
+    """A user writes ``ratio_metrics(ratio, 0.8, 1.2)``: it wants the tokens there; without a clip it wants neither."""
+    ratio = torch.tensor([0.5, 1.0, 1.5])
+    for bounds in ((0.8, 1.2), (torch.tensor(0.8), torch.tensor(1.2))):
+        with pytest.raises(UserError, match=r"at_low is .*0\.8.*, expected the tokens .* bool \[3\].*ratio < bound"):
+            ratio_metrics(ratio, *bounds)
+    found = ratio_metrics(ratio, ratio < 0.8, ratio > 1.2, mine=ratio)
+    assert found["clip_frac_low"].tolist() == [1, 0, 0] and found["clip_frac_high"].tolist() == [0, 0, 1]
+    assert found["mine"] is ratio and ratio_metrics(ratio)["clip_frac_high"].tolist() == [0, 0, 0]

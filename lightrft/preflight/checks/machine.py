@@ -51,12 +51,9 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
 
 
 def _cpu(device: Device) -> Finding:
-    import torch
-
     from lightrft.utils.env import count_cores
-    threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
     return Finding(
-        "ok", "cpu", f"no GPU: training runs on {count_cores()} cores, {threads}, {device.free / GIB:.1f} of "
+        "ok", "cpu", f"no GPU: training runs on {count_cores()} cores, {device.free / GIB:.1f} of "
         f"{device.total / GIB:.1f} GiB free, bfloat16 {'in hardware' if _cpu_bf16() else 'without hardware support'}")
 
 
@@ -66,6 +63,28 @@ def _cpu_bf16() -> bool:
     except OSError:  # not Linux
         return False
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(known)
+
+
+def check_threads(ranks: int) -> Iterator[Finding]:
+    """Compare the threads that ``ranks`` processes on this machine have with its cores."""
+    import torch
+
+    from lightrft.utils.env import count_cores, threads_per_rank
+    cores, fair, given = count_cores(), threads_per_rank(ranks), os.environ.get("OMP_NUM_THREADS")
+    threads = fair if given is None else torch.get_num_threads()
+    text = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''} on {cores} cores"
+    if given is None:
+        hint = "; plain torchrun gives each rank 1 thread, lightrft --nproc these" if ranks > 1 < fair else ""
+        yield Finding("ok", "threads", text + hint)
+        return
+    remedy = f"set OMP_NUM_THREADS={fair}, or start with lightrft train --nproc {ranks}"
+    if ranks * threads > max(cores, ranks):
+        yield Finding("warn", "threads", f"{text}, more than there are (OMP_NUM_THREADS={given})", remedy)
+    elif 2 * threads <= fair:
+        which = f"OMP_NUM_THREADS={given}{', which torchrun sets by itself' if given == '1' and ranks > 1 else ''}"
+        yield Finding("warn", "threads", f"{text}, the others idle ({which})", remedy)
+    else:
+        yield Finding("ok", "threads", f"{text} (OMP_NUM_THREADS={given})")
 
 
 def check_groups() -> Iterator[Finding]:

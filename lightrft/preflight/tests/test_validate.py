@@ -210,3 +210,15 @@ def test_sft(values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate(config, 2)
     assert len(error.value.problems) == 1 and part in error.value.problems[0], error.value.problems
+
+
+@pytest.mark.parametrize("values,named", [
+    ({"top_p": 0.9, "rollout_correction": "tis"}, ["--top_p 0.9"]),
+    ({"top_p": 0.9, "top_k": 20, "min_p": 0.1, "rollout_correction": "bypass"}, ["--top_p", "--top_k 20", "--min_p"]),
+    ({"top_p": 0.9}, []),
+    ({"rollout_correction": "tis"}, []),
+])  # yapf: disable
+def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any], named: list[str]) -> None:
+    found = list(warnings(build(Config, GOOD | values)))
+    assert len(found) == len(named) and all(text.startswith(name) for text, name in zip(found, named)), found
+    assert all(f"--rollout_correction {values['rollout_correction']}" in text for text in found)

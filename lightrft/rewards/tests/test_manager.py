@@ -76,7 +76,7 @@ def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):
     assert (right.total, plain.total) == (2.5, 2.0), "weighted sums"
 
 
-@pytest.mark.parametrize("entry, expected", [("exakt", "did you mean 'exact'"), ("exact=much", "is no number"),
+@pytest.mark.parametrize("entry, expected", [("exakt", "did you mean exact"), ("exact=much", "is no number"),
                                              ("exact=nan", "is no number"), ("", "empty"),
                                              ("nowhere.py", "does not exist")])
 def test_unfit_entries_are_refused_at_once(make_manager, entry, expected):
@@ -217,3 +217,58 @@ def test_worker_side_imports_no_torch():
             "import math_verify; "
             "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "torch or numpy was imported"
+
+
+def test_an_unknown_reward_is_told_with_the_nearest_one(make_manager):
+    with pytest.raises(UserError, match=r"unknown reward 'exatc' \(did you mean exact\?\); known: .*exact, format, .*"):
+        make_manager("exatc")
+    with pytest.raises(UserError, match=r"unknown reward 'accuracy'; known: "):
+        make_manager("accuracy")
+
+
+def test_backslashes_of_a_message_are_those_of_the_answer(make_manager):
+    with pytest.raises(RewardProbeError) as error:
+        probe(make_manager("exact=-1"), [RewardInput("a\nb", "", reference=r"\frac{1}{2}")])
+    assert r"\boxed{\frac{1}{2}}' scores -1" in str(error.value) and r"reference '\frac{1}{2}'" in str(error.value)
+    assert r"prompt 'a\nb'" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_recipe_names_the_option_of_the_label(make_manager):
+    with pytest.raises(UserError, match=r"--label_key \(the row has topic, level\)"):
+        make_manager().parts_of(RewardInput("q", "", columns={"topic": "a", "level": 3}))
+
+
+MAIN = """
+from lightrft.config.schema import RewardConfig
+from lightrft.rewards.base import REWARDS, RewardInput
+from lightrft.rewards.manager import RewardManager
+
+BONUS = 2.0
+
+def twice(text):
+    return BONUS * len(text)
+
+@REWARDS.register("mine")
+def mine(batch):
+    return [twice(item.response) for item in batch]
+
+@REWARDS.register("theirs")
+def theirs(prompts, completions, **columns):
+    return [twice(text) + 1 for text in completions]
+
+class Judge:
+    def __call__(self, batch):
+        return [0.5] * len(batch)
+
+REWARDS.register("judge")(Judge())
+manager = RewardManager(RewardConfig(reward=["mine", "theirs", "judge"]))
+print([score.parts for score in manager.wait(manager.submit([RewardInput("p", "abc")]))])
+manager.shutdown()
+"""
+
+
+def test_a_reward_that_is_registered_in_the_program_itself(tmp_path):
+    """Its helpers and constants travel with it, and it may have a signature of a reward file."""
+    (tmp_path / "my_run.py").write_text(MAIN)
+    done = subprocess.run([sys.executable, str(tmp_path / "my_run.py")], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "[{'mine': 6.0, 'theirs': 7.0, 'judge': 0.5}]", done.stderr
