@@ -28,9 +28,10 @@ class Spread:
         """Return the sum over ranks, of any shape."""
         return value
 
-    def objects(self, value: Any) -> list[Any]:
-        """Return the object of every rank, in rank order."""
-        return [value]
+    def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return the columns [B] of all sequences by key, from those of each rank [b], float64; NaN where the rank of
+        a sequence does not have the key."""
+        return values
 
     def stack(self, values: Tensor) -> Tensor:
         """Return the values of every rank, [ranks, ...]."""
@@ -131,21 +132,32 @@ def group_stats(values: Tensor, group_ids: Tensor, valid: Tensor) -> GroupStats:
     return GroupStats(mean, std, size, torch.where(size > 0, spread, 0))
 
 
+def _mean_and_count(x: Tensor, mask: Tensor, spread: Spread) -> tuple[Tensor, Tensor]:
+    """Return the mean of ``x[mask]``, 0 over nothing, and the number of values, both over all ranks and scalars."""
+    total, count = spread.total(torch.stack([torch.where(mask, x, 0).sum().double(), mask.sum().double()]))
+    return total.to(x.dtype) / count.to(x.dtype).clamp_min(1), count.to(x.dtype)
+
+
+def _centred_and_var(x: Tensor, mask: Tensor, unbiased: bool, spread: Spread) -> tuple[Tensor, Tensor]:
+    mean, count = _mean_and_count(x, mask, spread)
+    centred = torch.where(mask, x - mean, 0)
+    return centred, spread.total((centred**2).sum()) / (count - int(unbiased)).clamp_min(1)
+
+
 def masked_mean(x: Tensor, mask: Tensor, spread: Spread = HERE) -> Tensor:
     """``x[mask].mean()`` over all ranks, a scalar; the mean over nothing is 0."""
-    return spread.total(torch.where(mask, x, 0).sum()) / spread.total(mask.sum()).clamp_min(1)
+    return _mean_and_count(x, mask, spread)[0]
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
     """``x[mask].var(correction=int(unbiased))`` over all ranks, a scalar; 0 where that is undefined."""
-    centred = torch.where(mask, x - masked_mean(x, mask, spread), 0)
-    return spread.total((centred**2).sum()) / (spread.total(mask.sum()) - int(unbiased)).clamp_min(1)
+    return _centred_and_var(x, mask, unbiased, spread)[1]
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
     """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=int(unbiased)) + eps)`` where mask, else 0."""
-    centred = torch.where(mask, x - masked_mean(x, mask, spread), 0)
-    return centred * (masked_var(x, mask, unbiased, spread) + eps).rsqrt()
+    centred, variance = _centred_and_var(x, mask, unbiased, spread)
+    return centred * (variance + eps).rsqrt()
 
 
 class Moments(NamedTuple):

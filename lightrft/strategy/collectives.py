@@ -50,54 +50,55 @@ def _pickled(value: Any, header: int = 0) -> Tensor:
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
-def exchange(outgoing: list[Any]) -> list[Any]:
-    """Send ``outgoing[r]`` to rank r, on the CPU; return what each rank has sent to this one, in rank order.
+class ObjectExchange:
+    """Exchange of pickled objects between all ranks, in one all-to-all as a rule.
 
-    What a rank sends to itself is not pickled. Each rank holds only what it sends and receives.
+    Every pair of ranks exchanges ``room`` bytes, which begin with the size of the object and the largest size that the
+    sender has for any rank. So all ranks know whether a second all-to-all with exact sizes must follow. The room grows
+    with the objects, up to ``limit`` bytes for all pairs of a rank together.
     """
-    rank, empty = dist.get_rank(), torch.empty(0, dtype=torch.uint8)
-    parts = [empty if r == rank else _pickled(value) for r, value in enumerate(outgoing)]
-    sent = torch.tensor([len(part) for part in parts])
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    sizes = received.tolist()
-    data = torch.empty(sum(sizes), dtype=torch.uint8)
-    dist.all_to_all_single(data, torch.cat(parts), sizes, sent.tolist())
-    pieces = data.split(sizes)
-    return [outgoing[r] if r == rank else pickle.loads(piece.numpy()) for r, piece in enumerate(pieces)]
+    header, limit = 16, 1 << 22
 
-
-class ObjectGather:
-    """Gather of objects: the value of every rank, in rank order, as ``dist.all_gather_object``, but in one exchange.
-
-    Every rank sends its size and ``room`` bytes; only where a value needs more does a second exchange follow. All ranks
-    see all sizes, so ``room`` changes alike on every rank.
-    """
-    header = 8
-
-    def __init__(self, room: int = 1 << 16) -> None:
+    def __init__(self, room: int = 1 << 12) -> None:
         self.room = room
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in rank order; a collective."""
-        data = _pickled(value, self.header)
-        data[:self.header].view(torch.int64)[0] = len(data)
-        rows = self._exchange(data)
-        sizes = rows[:, :self.header].flatten().view(torch.int64).tolist()
-        if max(sizes) > self.room:
-            self.room = max(sizes) * 5 // 4
-            rows = self._exchange(data)
-        elif max(sizes) * 8 < self.room:
-            self.room = max(max(sizes) * 5 // 4, 1 << 16)
-        return [pickle.loads(row[self.header:size].numpy()) for row, size in zip(rows, sizes)]
+    def exchange(self, outgoing: list[Any]) -> list[Any]:
+        """Send ``outgoing[r]`` to rank r, on the CPU; return what each rank has sent to this one, in rank order.
 
-    def _exchange(self, data: Tensor) -> Tensor:
-        """uint8 [ranks, room]: the first ``room`` bytes of every rank."""
-        world, kept = dist.get_world_size(), data[:self.room]
-        mine, everything = torch.zeros(self.room, dtype=torch.uint8), torch.empty(world * self.room, dtype=torch.uint8)
-        mine[:len(kept)] = kept
-        ALL_GATHER(everything, mine)
-        return everything.view(world, self.room)
+        What a rank sends to itself is not pickled. Each rank holds only what it sends and receives.
+        """
+        rank = dist.get_rank()
+        parts = [torch.zeros(self.header, dtype=torch.uint8) if r == rank else _pickled(value, self.header)
+                 for r, value in enumerate(outgoing)]  # yapf: disable
+        return self._read(parts, outgoing[rank])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order, as ``dist.all_gather_object``."""
+        return self._read([_pickled(value, self.header)] * dist.get_world_size(), value)
+
+    def _read(self, parts: list[Tensor], own: Any) -> list[Any]:
+        """Deliver ``parts[r]`` to rank r; return the objects that arrive, ``own`` in the place of this rank."""
+        rank = dist.get_rank()
+        return [own if r == rank else pickle.loads(part[self.header:].numpy().data)
+                for r, part in enumerate(self._deliver(parts))]  # yapf: disable
+
+    def _deliver(self, parts: list[Tensor]) -> list[Tensor]:
+        """Send ``parts[r]`` uint8 [size] to rank r; return the part of every rank for this one."""
+        sent = [len(part) for part in parts]
+        mine = torch.zeros(len(parts), self.room, dtype=torch.uint8)
+        for row, part, size in zip(mine, parts, sent):
+            part[:self.header].view(torch.int64)[:] = torch.tensor([size, max(sent)])
+            row[:size] = part[:self.room]
+        rows = torch.empty_like(mine)
+        dist.all_to_all_single(rows, mine)
+        sizes, most = rows[:, :self.header].reshape(-1).view(torch.int64).view(-1, 2).unbind(1)
+        received, largest = sizes.tolist(), int(most.max())
+        if largest <= self.room:
+            return [row[:size] for row, size in zip(rows, received)]
+        self.room = max(self.room, min(largest * 5 // 4, self.limit // len(parts)))
+        data = torch.empty(sum(received), dtype=torch.uint8)
+        dist.all_to_all_single(data, torch.cat(parts), received, sent)
+        return list(data.split(received))
 
 
 def buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:

@@ -115,7 +115,8 @@ class DistributedStrategy(StrategyBase):
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
         super().__init__(cfg, bf16)
-        self._owns_group, self._gather_object = False, collectives.ObjectGather()
+        self._owns_group = False
+        self._gathers, self._exchanges = collectives.ObjectExchange(), collectives.ObjectExchange()  # sizes differ
 
     # -- life ---------------------------------------------------------------------------------------------------------
     def setup(self) -> None:
@@ -142,11 +143,11 @@ class DistributedStrategy(StrategyBase):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather in one exchange, as a rule."""
-        return self._gather_object(value)
+        return self._gathers.gather(value)
 
     def exchange(self, outgoing: list[Any]) -> list[Any]:
-        """Exchange pickles by all-to-all."""
-        return collectives.exchange(outgoing)
+        """Exchange in one all-to-all, as a rule."""
+        return self._exchanges.exchange(outgoing)
 
     def barrier(self) -> None:
         """Wait for all ranks and for the work queued on this device."""

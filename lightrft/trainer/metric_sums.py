@@ -106,10 +106,9 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     """Return ``rollout/*``: prompts, samples, generated tokens, speed, lengths, share that hit the length limit, and
     the mean of -log p over the sampled tokens, which estimates the entropy without a forward pass.
 
-    Lengths count what an environment appended, tokens and speed do not. Call it while ``loss_mask`` still covers every
-    generated token. A collective.
+    Lengths count what an environment appended, tokens and speed do not.
     """
-    exp, lengths, tokens = shards.exp, shards.response_lens.float(), shards.drawn.sum().double().item()
+    lengths, tokens = shards.response_lens.float(), shards.drawn.sum().double().item()
     return {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,
@@ -119,7 +118,7 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
         "rollout/response_len/min": lengths.min().item(),
         "rollout/response_len/max": lengths.max().item(),
         "rollout/truncated_frac": shards.truncated.float().mean().item(),
-        "rollout/entropy_estimate": -moments(exp.rollout_logprobs[exp.loss_mask], shards.spread).mean,
+        "rollout/entropy_estimate": shards.surprisals.sum().item() / max(tokens, 1.0),
     }
 
 

@@ -54,8 +54,20 @@ class ScoredSample:
         return row
 
 
-def _number(value: float | None) -> float:
-    return torch.nan if value is None else value
+def _columns(samples: list[ScoredSample]) -> dict[tuple[str, str], Tensor]:
+    """Return the numbers of ``samples``, float64 [n] by kind and name; NaN where a sample has none."""
+    columns: dict[tuple[str, str],
+                  list[float | None]] = {("sample", "reward"): [each.reward for each in samples],
+                                         ("sample", "greedy_reward"): [each.greedy_reward for each in samples],
+                                         ("sample", "greedy_length"): [each.greedy_length or 0 for each in samples]}
+    for kind, tables in (("part", [each.parts for each in samples]), ("weight", [each.weights for each in samples]),
+                         ("error", [{each.error: 1} if each.error else {} for each in samples])):  # yapf: disable
+        for name in set().union(*tables):
+            columns[kind, name] = [table.get(name) for table in tables]
+    return {
+        key: torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
+        for key, values in columns.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -70,17 +82,13 @@ class RewardTable:
     @classmethod
     def gather(cls, samples: list[ScoredSample], spread: Spread = HERE) -> "RewardTable":
         """Gather the rewards of all ranks; ``spread`` holds the indices of this rank's ``samples`` in the batch."""
-        errors = Counter(sample.error for sample in samples if sample.error)
-        own = {name for each in samples for name in each.parts}, {name for each in samples for name in each.weights}
-        found = spread.objects((*own, errors))
-        parts, weights = (sorted(set().union(*(each[k] for each in found))) for k in (0, 1))
-        rows = [[_number(s.reward), _number(s.greedy_reward), s.greedy_length or 0,
-                 *(_number(s.parts.get(name)) for name in parts), *(s.weights.get(name, 0.0) for name in weights)]
-                for s in samples]  # yapf: disable
-        columns = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3 + len(parts) + len(weights))
-        table = spread.gather(columns).unbind(1)
-        return cls(table[0], torch.stack(table[1:3], 1), dict(zip(parts, table[3:])),
-                   dict(zip(weights, table[3 + len(parts):])), sum((each[2] for each in found), Counter()))
+        table = spread.columns(_columns(samples))
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("sample", "part", "weight", "error")}
+        for (kind, name), column in sorted(table.items(), key=lambda item: item[0]):  # ranks agree on the order
+            found[kind][name] = column
+        own, weights = found["sample"], {name: column.nan_to_num() for name, column in found["weight"].items()}
+        return cls(own["reward"], torch.stack([own["greedy_reward"], own["greedy_length"]], 1), found["part"], weights,
+                   Counter({cause: int(column.nansum()) for cause, column in found["error"].items()}))
 
     def fill(self, batch: RolloutBatch, estimator: Advantage) -> dict[str, float]:
         """Fill the rewards of ``batch`` before shaping, and what its estimator needs; return ``reward/*``."""

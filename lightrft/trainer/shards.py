@@ -31,9 +31,14 @@ class RankSpread(Spread):
         """Implement :meth:`Spread.total`."""
         return self.strategy.all_reduce(value)
 
-    def objects(self, value: Any) -> list[Any]:
-        """Implement :meth:`Spread.objects`."""
-        return self.strategy.all_gather_object(value)
+    def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Implement :meth:`Spread.columns`, by one gather of objects."""
+        whole: dict[Any, Tensor] = {}
+        for index, found in self.strategy.all_gather_object((self.index, values)):
+            for key, value in found.items():
+                column = whole.setdefault(key, torch.full((self.size, ), torch.nan, dtype=torch.float64))
+                column[index] = value
+        return whole
 
     def stack(self, values: Tensor) -> Tensor:
         """Implement :meth:`Spread.stack`."""
@@ -53,8 +58,9 @@ class Shards:
             Its ``loss_mask`` still covers every generated token.
 
     Of all samples, int64 [B]: ``lens`` are tokens with the prompt, ``response_lens`` without it, ``drawn`` without what
-    an environment appended. After :meth:`update` also, float64 [B]: ``kept`` tokens in the loss, how many of them have
-    an advantage (``live``), and their mean ``advantages``.
+    an environment appended. Float64 [B]: ``surprisals`` are sums of -log p over the drawn tokens, as the engine
+    reported it. After :meth:`update` also: ``kept`` tokens in the loss, how many of them have an advantage (``live``),
+    and their mean ``advantages``.
     """
 
     def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
@@ -62,9 +68,12 @@ class Shards:
         owners, mask, cu = torch.full((exp.num_seqs, ), strategy.rank), exp.loss_mask, exp.cu_seqlens
         own = [exp.sample_ids, owners, exp.group_ids, exp.truncated.long(), exp.seq_lens.long(),
                response_lengths(mask, cu), segment_sum(mask, cu)]  # yapf: disable
-        table = torch.cat(strategy.all_gather_object(torch.stack(own, 1)))
-        columns = table[table[:, 0].argsort()].unbind(1)
-        self.size, self.owner, self.truncated = len(table), columns[1].tolist(), columns[3] > 0
+        surprisals = -segment_sum(exp.rollout_logprobs.double(), cu, mask)
+        found = strategy.all_gather_object((torch.stack(own, 1), surprisals))
+        tables, sums = (torch.cat(parts) for parts in zip(*found))
+        order = tables[:, 0].argsort()
+        columns, self.surprisals = tables[order].unbind(1), sums[order]
+        self.size, self.owner, self.truncated = len(tables), columns[1].tolist(), columns[3] > 0
         self.group_ids, self.lens, self.response_lens, self.drawn = columns[2], *columns[4:]
         self.spread = RankSpread(strategy, exp.sample_ids, self.size)
         self._slots = self._slots_of(exp)
