@@ -1,6 +1,6 @@
 """Measure the host memory that a rank takes to load its models, from a checkpoint in bfloat16 on one machine.
 
-    python benchmarks/load_memory.py [--ranks 1,2,4] [--layers 8]
+    python benchmarks/load_memory.py [--ranks 1,2,4] [--layers 8] [--strategy fsdp|zero3]
 
 A policy and its reference are generated, loaded and sharded on the CPU, where what a rank keeps counts as host memory
 too. ``whole``: every rank reads both models in float32 before any is sharded; earlier versions did that. ``slices``:
@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.models.loader import load_actor
-from lightrft.strategy.base import Prepared
-from lightrft.strategy.optimizer import local
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.optimizer import full_shape
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.spmd_ppo_trainer import build_models, Models
 
 MIB = 1 << 20
+STRATEGIES = {"fsdp": {"strategy": "fsdp"}, "zero3": {"strategy": "deepspeed", "zero_stage": 3}}
 SIZES = {
     "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads":
     12, "max_position_embeddings": 4096, "tie_word_embeddings": False
@@ -46,15 +47,15 @@ def status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
 
 
-def own_bytes(prepared: list[Prepared]) -> int:
+def own_bytes(strategy: StrategyBase, prepared: list[Prepared]) -> int:
     """Bytes of the weights that this rank keeps."""
-    return sum(local(param).numel() * 4 for each in prepared for param in each.model.parameters())
+    return sum(part.tensor.nbytes for each in prepared for _, part in strategy.own_slices(each.model))
 
 
-def measure(way: str, folder: str) -> None:
+def measure(way: str, chosen: str, folder: str) -> None:
     """Load in one way on the ranks of this process group; rank 0 prints the most of any rank."""
     torch.set_num_threads(1)
-    config = build(Config, {"pretrain": folder, "strategy": "fsdp", "init_kl_coef": 0.1})
+    config = build(Config, {"pretrain": folder, "init_kl_coef": 0.1, **STRATEGIES[chosen]})
     strategy = get_strategy(config.strategy)
     strategy.setup()
     strategy.prepare(partial(load_actor, config.model, f"{folder}/tiny", deferred=True))  # whatever is loaded once
@@ -64,18 +65,18 @@ def measure(way: str, folder: str) -> None:
         file.write("5")  # resets the peak
     models = whole(config) if way == "whole" else build_models(config, strategy)
     found = [strategy.prepare(model) for model in (models.actor, models.reference) if model is not None]
-    peak, share = status("VmHWM") - before, own_bytes(found)
-    largest = max(param.numel() * 4 for param in found[0].model.parameters())
+    peak, share = status("VmHWM") - before, own_bytes(strategy, found)
+    largest = max(full_shape(param).numel() * 4 for param in found[0].model.parameters())
     ranks = strategy.all_gather_object((peak, 1.1 * (share + largest)))
     if strategy.is_main:
         print(json.dumps(dict(zip(("peak", "bar"), (max(values) / MIB for values in zip(*ranks))))))
     strategy.teardown()
 
 
-def run(way: str, ranks: int, folder: str) -> dict[str, float]:
+def run(way: str, chosen: str, ranks: int, folder: str) -> dict[str, float]:
     """Measure one way in processes of its own."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    command = [sys.executable, *launcher, __file__, "--way", way, "--folder", folder]
+    command = [sys.executable, *launcher, __file__, "--way", way, "--strategy", chosen, "--folder", folder]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           check=False)
     if done.returncode:
@@ -95,11 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model, 27 MiB each")
+    parser.add_argument("--strategy", choices=tuple(STRATEGIES), default="fsdp")
     parser.add_argument("--way", choices=("whole", "slices"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        measure(args.way, args.folder)
+        measure(args.way, args.strategy, args.folder)
         return
     with tempfile.TemporaryDirectory() as folder:
         size = write_model(folder, num_hidden_layers=args.layers)
@@ -107,7 +109,7 @@ def main() -> None:
         print(f"one model: {size:.0f} MiB of float32 weights")
         print("| ranks | whole, MiB per rank | slices, MiB per rank | bar |\n|---|---|---|---|")
         for ranks in map(int, args.ranks.split(",")):
-            before, after = (run(way, ranks, folder) for way in ("whole", "slices"))
+            before, after = (run(way, args.strategy, ranks, folder) for way in ("whole", "slices"))
             print(f"| {ranks} | {before['peak']:.0f} | {after['peak']:.0f} | {after['bar']:.0f} |", flush=True)
 
 

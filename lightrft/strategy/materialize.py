@@ -19,16 +19,26 @@ class ReadsWeights(Protocol):
         """Return rows of the tensor that has ``name`` in this module."""
 
 
+def read_elements(model: nn.Module, name: str, shape: torch.Size, start: int, count: int) -> Tensor:
+    """Return ``count`` (at least 1) elements, from ``start`` on, of a flattened tensor that ``model`` reads; of its
+    file, the rows that hold them are read."""
+    if not isinstance(model, ReadsWeights):
+        raise ValueError(f"{name} of {type(model).__name__} is on the meta device, and nothing can read it")
+    width = shape[1:].numel()
+    first = start // width
+    rows = model.read(name, first, -(-(start + count) // width) - first)
+    return rows.reshape(-1)[start - first * width:][:count]
+
+
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give the tensors of ``model`` on the meta device memory on ``device`` and their values: of a sharded one this
     rank's rows. Tensors follow one another, so that one is read at a time."""
 
     def filled(name: str, tensor: Tensor) -> Tensor:
-        if not isinstance(model, ReadsWeights):
-            raise ValueError(f"{name} of {type(model).__name__} is on the meta device, and nothing can read it")
         own = torch.empty_like(local(tensor), device=device)
         if own.numel():
-            own.copy_(model.read(name, first_row(tensor), len(own) if own.ndim else 1))
+            start = first_row(tensor) * tensor.shape[1:].numel()
+            own.view(-1).copy_(read_elements(model, name, tensor.shape, start, own.numel()))
         return like(own, tensor)
 
     with torch.no_grad():

@@ -125,8 +125,8 @@ class LocalAdamW(torch.optim.AdamW):
         self.shards = {name: self._shard(param) for name, param in self.owners.items()}
         self.backwards = 0  # micro-batches since the last step
         self.offloaded, self.host = offloaded, HostBuffers()
-        decayed = [self.shards[name] for name, param in self.owners.items() if param.ndim >= 2]
-        others = [self.shards[name] for name, param in self.owners.items() if param.ndim < 2]
+        decayed = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) >= 2]
+        others = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=fused)
 

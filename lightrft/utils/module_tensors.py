@@ -9,15 +9,18 @@ def replace_tensors(model: nn.Module, chosen: Callable[[Tensor], bool], make: Ca
     """Put ``make(name, tensor)`` in the place of every ``chosen`` parameter and buffer of ``model``.
 
     A tensor that is held in several places is made once, for its first name, and stays tied. Parameters stay
-    parameters, trainable or not.
+    parameters, trainable or not; a parameter that ``make`` returns is taken itself.
     """
     made: dict[Tensor, Tensor] = {}  # by identity
 
     def replaced(name: str, tensor: Tensor) -> Tensor:
         if tensor not in made:
             value = make(name, tensor.detach())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+            if isinstance(value, nn.Parameter):
+                value.requires_grad_(tensor.requires_grad)
+            elif isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, tensor.requires_grad)
+            made[tensor] = value
         return made[tensor]
 
     for prefix, module in model.named_modules():

@@ -16,18 +16,19 @@ from lightrft.strategy.base import Prepared, untied_state
 from lightrft.strategy.deepspeed import Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
-from lightrft.strategy.materialize import materialize
+from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
+from lightrft.utils.module_tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
 
 
-def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
-    """Create a DeepSpeed engine around ``model``, on the existing process group; with the stage of ``config``.
+def import_deepspeed() -> Any:
+    """Import the package, set up to use the CPU where there is no CUDA.
 
-    Without CUDA it is set to use the CPU. Its warnings report the choices made here, so only its errors are shown.
+    Its warnings report the choices made here, so only its errors are shown.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
@@ -36,7 +37,33 @@ def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, confi
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)  # its calls
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at the first use, and it spins
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    return deepspeed
+
+
+def divide(model: nn.Module, config: dict[str, Any]) -> None:
+    """Divide the parameters of ``model`` among all ranks as stage 3 does, one after the other.
+
+    One on the meta device gets memory, which DeepSpeed cuts; then this rank reads the elements that it keeps. Others
+    are the same on all ranks.
+    """
+    package = import_deepspeed()
+    package.init_distributed(dist_init_required=False)
+    group = package.utils.groups._get_zero_param_intra_parallel_group()  # of earlier models with --zpg
+    init = package.zero.Init(config_dict_or_path=config, dtype=torch.float32, zero_param_parallel_group=group)
+
+    def read(name: str, tensor: Tensor) -> nn.Parameter:
+        param: Any = nn.Parameter(torch.empty_like(tensor, device=init.local_device))
+        init._convert_to_deepspeed_param(param)
+        param.partition()
+        param.ds_secondary_tensor = None  # a copy of memory not yet filled; DeepSpeed makes it again in the first pass
+        start, count = span(param, init.rank)
+        if count:
+            param.ds_tensor[:count].copy_(read_elements(model, name, tensor.shape, start, count))
+        return param
+
+    with torch.no_grad():
+        replace_tensors(model, lambda tensor: tensor.is_meta and isinstance(tensor, nn.Parameter), read)
+        init._convert_to_zero_parameters(model.parameters())
 
 
 def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> dict[str, Any]:
@@ -105,29 +132,33 @@ class DeepspeedStrategy(DistributedStrategy):
     def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Pass ``model`` to DeepSpeed. A model that is not trained is divided with stage 3 only; ``shard_size`` has no
         meaning."""
-        materialize(model, torch.device("cpu") if self._divides_weights() else self.device)
-        divided = self.cfg.zero_stage == 3
+        divided = self._divides_weights()
         if optim is None:
             model.requires_grad_(False)
         if self.bf16 and (optim is None or not divided):  # stage 3 joins weights of one type only
             round_frozen(model)
+        config = settings(self.cfg, self.sizes, sum(param.numel() for param in model.parameters()), optim is not None)
+        if divided:
+            divide(model, config)
+        materialize(model, self.device)
+        model.to(self.device)
         if optim is None:
-            return Prepared(self._engine(model, None).module if divided else model.to(self.device))
+            return Prepared(self._engine(model, None, config).module if divided else model)
         kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
         offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
         optimizer = kind(model.named_parameters(), optim, fused=True, offloaded=offloaded)
         scheduler = create_scheduler(optimizer, optim)
-        engine = self._engine(model, optimizer)
+        engine = self._engine(model, optimizer, config)
         if isinstance(optimizer, ZeroAdamW):
             optimizer.partitions = self._partitions(engine.optimizer, optimizer)
         if self.bf16 and divided:
             round_in_passes(model)
         return Prepared(model, optimizer, scheduler, ComputeCopy(model) if self.bf16 and not divided else None)
 
-    def _engine(self, model: nn.Module, optimizer: LocalAdamW | None) -> Any:
-        numel = sum(param.numel() for param in model.parameters())
-        config = settings(self.cfg, self.sizes, numel, optimizer is not None)
-        self.engines[model] = make_engine(model, optimizer, config)
+    def _engine(self, model: nn.Module, optimizer: LocalAdamW | None, config: dict[str, Any]) -> Any:
+        """Create DeepSpeed's engine around ``model``, on the existing process group."""
+        initialize = import_deepspeed().initialize
+        self.engines[model] = initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
         return self.engines[model]
 
     def _partitions(self, zero: Any, optimizer: ZeroAdamW) -> Partitions:
