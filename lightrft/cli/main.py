@@ -15,7 +15,7 @@ USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join
     f"  {name:<8} {text}\n" for name, (_, text) in COMMANDS.items()) + """
   --nproc N   start N processes on this machine, one per GPU; several machines: torchrun -m lightrft.cli.train
 
-lightrft COMMAND --help lists the options of a command.
+lightrft COMMAND --help shows the options that most people set; --help all, --help GROUP and --help OPTION show others.
 """
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 2
     module = COMMANDS[name][0]
     ranks, rest = take_nproc(words)
-    if ranks:
+    if ranks and not {"-h", "--help"}.intersection(rest):
         return launch(ranks, module, rest)
     return import_module(module).main(rest)
 
@@ -51,7 +51,7 @@ def take_nproc(words: list[str]) -> tuple[str, list[str]]:
 def launch(ranks: str, module: str, words: list[str]) -> int:
     """Run ``python -m module`` on ``ranks`` processes, as ``torchrun --standalone`` does; return the exit code.
 
-    The ranks have reported their errors themselves, so the launcher adds nothing to them.
+    Of torchrun's report only the error that a rank has left for it is printed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -62,8 +62,10 @@ def launch(ranks: str, module: str, words: list[str]) -> int:
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", "-m", module, *words]))
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return 128 - code if code < 0 else code
+        failure = error.get_first_failure()[1]
+        if isinstance(failure.message, dict):
+            sys.stderr.write(f"{failure.message['message']}\n")
+        return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
     return 0
 
 

@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from shutil import get_terminal_size
 from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, refusal
 from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
+from lightrft.config.help import Formatter, HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.schema import Config
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.utils.errors import CaptureException, UserError, first_line
+from lightrft.utils.launcher import leave_error
 
 Provenance = dict[str, str]
 
@@ -43,16 +44,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-class _Help(argparse.HelpFormatter):
-    """Formats the help as wide as the terminal, at most 120 columns."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=min(get_terminal_size().columns, 120) - 2)
-
-
 def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
-    parser = _Parser(prog=prog, description=description or None, allow_abbrev=False, formatter_class=_Help,
-                     usage="%(prog)s [--config FILE.yaml] [--option value ...]")
+    parser = _Parser(prog=prog, description=description or None, allow_abbrev=False, add_help=False,
+                     formatter_class=Formatter, usage="%(prog)s [--config FILE.yaml] [--option value ...]")
+    parser.add_argument("-h", "--help", nargs="?", const="", action=HelpAction, tree=tree, defaults=defaults,
+                        metavar="WHAT", help=HELP)
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE.yaml",
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
@@ -165,13 +161,17 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
 
 @contextmanager
 def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
-    """Turn a :class:`UserError` into one message on stderr (of one rank per machine) and exit code 2."""
+    """Turn a :class:`UserError` into one message (of one rank per machine) and exit code 2.
+
+    The message goes to stderr, or under torchrun to the end of its report.
+    """
     try:
         yield
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-            name = prog or os.path.basename(sys.argv[0])
-            sys.stderr.write(f"{name}: error: {error}\nSee --help for the options.\n")
+        speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+        text = f"{prog or os.path.basename(sys.argv[0])}: error: {error}"
+        if not leave_error(text, speaks) and speaks:
+            sys.stderr.write(f"{text}\nSee --help for the options.\n")
         raise SystemExit(2) from None
 
 

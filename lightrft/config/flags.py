@@ -91,10 +91,10 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         skip: names that the parser already has.
     """
     for group, cls in groups(tree).items():
-        target = parser.add_argument_group(group, cls.__doc__)
-        for name, option in group_options(cls, group).items():
-            if name not in skip:
-                _add(target, option, defaults.get(name, option.default), quiet)
+        own = {name: option for name, option in group_options(cls, group).items() if name not in skip}
+        target = parser.add_argument_group(group, cls.__doc__) if own else None
+        for name, option in own.items():
+            _add(target, option, defaults.get(name, option.default), quiet)
     for alias, (name, value) in ALIASES.items():
         if alias not in skip:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,

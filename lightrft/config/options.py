@@ -25,8 +25,8 @@ class ConfigError(UserError):
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, within: str = "", why: str = "",
-           needs: str = "", read_by: tuple[str,
-                                           ...] = (), free: bool = False, preset: bool = False, hint: str = "") -> Any:
+           needs: str = "", read_by: tuple[str, ...] = (), free: bool = False, preset: bool = False,
+           common: bool = False, hint: str = "") -> Any:
     """Declare an option of a group: everything that is known about it.
 
     Args:
@@ -39,11 +39,12 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         read_by: the engines, strategies or models that alone read it; empty: no such limit.
         free: a resumed run may change it without a warning, because it does not affect what is learnt.
         preset: it sets other options.
+        common: most people set it; the short ``--help`` has it.
         hint: expected values, for an option that other trainers give another kind of value. It takes the place of the
             value in messages, because that may be a secret.
     """
     metadata = {"help": text, "choices": choices, "within": within, "why": why, "needs": needs, "read_by": read_by,
-                "free": free, "preset": preset, "hint": hint}  # yapf: disable
+                "free": free, "preset": preset, "common": common, "hint": hint}  # yapf: disable
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -71,6 +72,7 @@ class Option:
     read_by: tuple[str, ...] = ()
     free: bool = False
     preset: bool = False
+    common: bool = False
     hint: str = ""
 
     @property

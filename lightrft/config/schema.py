@@ -32,9 +32,9 @@ class ModelConfig(PolicyModelConfig):
 @dataclass
 class RolloutConfig:
     """Generation of responses: batches, sampling and engine."""
-    engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES))
-    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT)
-    n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT)
+    engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES), common=True)
+    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT, common=True)
+    n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT, common=True)
     dynamic_sampling: bool = option(
         False, "replace groups whose rewards differ by no more than --zero_spread by those of further prompts (DAPO)")
     max_gen_rounds: int = option(
@@ -49,14 +49,14 @@ class RolloutConfig:
         1, "--oversample: most versions that the weights may be ahead of those that drew a token when it is trained; "
         "groups that would become older are waited for", within=COUNT,
         why="a response that continues in the next step is one version behind there")
-    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT)
-    generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT)
+    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT, common=True)
+    generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT, common=True)
     stages: list[str] = option(
         [], "LENGTH:STEPS of one stage after another, e.g. 8k:200,16k:200,32k: longest response (k: 1024 tokens) and "
         "rollout steps; the last may leave out its steps. Evaluation always allows the longest", preset=True)
     temperature: float = option(
         1.0, "sampling temperature; 0 is greedy. Log-probs and entropy are taken at this temperature", within=POSITIVE,
-        why="greedy responses of one prompt are all the same, so there is nothing to learn from")
+        why="greedy responses of one prompt are all the same, so there is nothing to learn from", common=True)
     use_fire: bool = option(
         False, "FIRE sampling: draw the first token of a response at --first_token_temperature (best with --top_k)")
     first_token_temperature: float = option(10.0, "temperature of the first token under --use_fire", within=POSITIVE,
@@ -115,11 +115,12 @@ class RolloutConfig:
 @dataclass
 class DataConfig:
     """Sources of the prompts, and the conversion of a row to a prompt."""
-    prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed")
+    prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
+                                    common=True)
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
                                             within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")
-    eval_data: list[str] = option([], "held-out prompts, same forms", free=True)
+    eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True)
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     max_samples: int = option(0, "use at most this many training prompts; 0: all", within=NON_NEGATIVE)
     max_eval_samples: int = option(500, "use at most this many held-out prompts; 0: all", within=NON_NEGATIVE,
@@ -134,7 +135,8 @@ class DataConfig:
     difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this", within=ANY,
                                           needs="difficulty_key pass_rate")
     apply_chat_template: bool = option(
-        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)")
+        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
+        common=True)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
     system_prompt: str | None = option(None, "system message put before every prompt")
@@ -152,7 +154,7 @@ class RewardConfig:
     """Rewards of the responses: sources, workers and shaping."""
     reward: list[str] = option(
         [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
-        "each row's label or data source")
+        "each row's label or data source", common=True)
     remote_rm_url: list[str] = option(
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
     reward_workers: int = option(1, "worker processes per rank that score responses", within=COUNT, free=True)
@@ -180,11 +182,11 @@ class RewardConfig:
 class AlgorithmConfig:
     """Advantage, loss and regularisation."""
     recipe: str | None = option(None, "set the options of a paper's method at once; flags and YAML keys win",
-                                tuple(RECIPES), free=True, preset=True)
+                                tuple(RECIPES), free=True, preset=True, common=True)
     semantics: str = option("default",
                             "give names that mean different mathematics in different trainers the meaning of this one",
                             tuple(SEMANTICS), free=True, preset=True)
-    advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms")
+    advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms", common=True)
     policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
     correction_low: float | None = option(
@@ -260,7 +262,7 @@ class AlgorithmConfig:
     advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off",
                                    within=NON_NEGATIVE)
     init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference",
-                                 within=NON_NEGATIVE)
+                                 within=NON_NEGATIVE, common=True)
     kl_estimator: str | None = option(
         None, "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss). Default: k1 in the reward, "
         "where its gradient is the unbiased one, k3 in the loss", ("k1", "k2", "k3", "k1+", "k3+"),
@@ -301,9 +303,9 @@ class AlgorithmConfig:
 @dataclass
 class TrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    num_episodes: int = option(1, "passes over the training prompts", within=COUNT, free=True)
+    num_episodes: int = option(1, "passes over the training prompts", within=COUNT, free=True, common=True)
     max_epochs: int = option(1, "passes over each rollout batch", within=COUNT)
-    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy", within=NON_NEGATIVE)
+    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy", within=NON_NEGATIVE, common=True)
     critic_learning_rate: float = option(9e-6, "peak learning rate of the critic", within=NON_NEGATIVE,
                                          read_by=("critic", ))
     drop_zero_advantage: bool = option(
@@ -320,7 +322,8 @@ class TrainConfig(OptimConfig):
 @dataclass
 class EvalConfig:
     """Held-out evaluation; touches no training state."""
-    eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)")
+    eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)",
+                             common=True)
     eval_at_start: bool = option(False, "evaluate before the first step as well", needs="eval_data PATH")
     eval_n_samples: int = option(1, "responses per held-out prompt", within=COUNT)
     eval_temperature: float = option(0.0, "sampling temperature of the evaluation; 0 is greedy", within=NON_NEGATIVE)

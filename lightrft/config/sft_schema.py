@@ -12,11 +12,13 @@ from lightrft.config.tree import group
 class SFTDataConfig:
     """Demonstrations and their rendering."""
     train_data: list[str] = option([],
-                                   "demonstrations: file, folder or hub id, 'path@data_dir'; several are concatenated")
-    eval_data: list[str] = option([], "held-out demonstrations, same forms", free=True)
+                                   "demonstrations: file, folder or hub id, 'path@data_dir'; several are concatenated",
+                                   common=True)
+    eval_data: list[str] = option([], "held-out demonstrations, same forms", free=True, common=True)
     train_split: str = option("train", "split of --train_data to use")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
-    max_len: int = option(2048, "longest conversation, in tokens; longer ones are dropped and counted", within=COUNT)
+    max_len: int = option(2048, "longest conversation, in tokens; longer ones are dropped and counted", within=COUNT,
+                          common=True)
     max_samples: int = option(0, "use at most this many demonstrations; 0: all", within=NON_NEGATIVE)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
@@ -33,10 +35,10 @@ class SFTDataConfig:
 @dataclass
 class SFTTrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE)
-    max_epochs: int = option(1, "passes over the demonstrations", within=COUNT, free=True)
+    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True)
+    max_epochs: int = option(1, "passes over the demonstrations", within=COUNT, free=True, common=True)
     eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",
-                             within="[-1, inf)", free=True)
+                             within="[-1, inf)", free=True, common=True)
 
 
 @dataclass

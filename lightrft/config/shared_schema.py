@@ -9,14 +9,14 @@ from lightrft.config.tree import group_from_args
 @dataclass
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
-    pretrain: str | None = option(None, "HF folder or hub id of the policy to train")
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True)
     bf16: bool | None = option(
         None, "compute in bfloat16; master weights, log-probs and optimizer state stay float32 (default: on CUDA, "
         "from Ampere on)")
     gradient_checkpointing: bool | None = option(
         None, "recompute activations of every decoder layer in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
-    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE)
+    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True)
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT)
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
     target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
@@ -82,15 +82,15 @@ class StrategyConfig:
 @dataclass
 class OptimConfig:
     """The optimizer and its batches."""
-    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT)
+    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT, common=True)
     micro_train_batch_size: int = option(
         0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only",
         within=NON_NEGATIVE, free=True)
     max_tokens_per_micro_batch: int = option(16384,
                                              "most tokens in one forward pass (a longer single sample goes alone)",
-                                             within=COUNT, free=True)
+                                             within=COUNT, free=True, common=True)
     max_steps: int = option(0, "stop after this many steps; 0: when the data has been used as often as asked for",
-                            within=NON_NEGATIVE, free=True)
+                            within=NON_NEGATIVE, free=True, common=True)
     lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
                                ("constant", "linear", "cosine_with_min_lr"))
     lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up", within=SHARE)
@@ -106,14 +106,16 @@ class OptimConfig:
 @dataclass
 class CheckpointConfig:
     """Outputs of the run, checkpoints and resuming."""
-    save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model")
+    save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model",
+                            common=True)
     ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
-    save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done", within="[-1, inf)")
+    save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done", within="[-1, inf)",
+                             common=True)
     max_ckpt_num: int = option(3, "keep at most this many checkpoints (the best one is kept besides)", within=COUNT)
     max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints", within=POSITIVE)
     best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
     async_save: bool = option(True, "write checkpoints in the background")
-    load_checkpoint: bool = option(False, "resume from the newest complete checkpoint in --ckpt_path")
+    load_checkpoint: bool = option(False, "resume from the newest complete checkpoint in --ckpt_path", common=True)
     save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
     disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
 
@@ -125,7 +127,7 @@ class SinkConfig:
     use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard",
                                    hint="the flag takes no folder: events go to SAVE_PATH/tensorboard")
     use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)",
-                             hint="the flag takes no key: set WANDB_API_KEY in the environment")
+                             hint="the flag takes no key: set WANDB_API_KEY in the environment", common=True)
     wandb_project: str = option("lightrft", "W&B project")
     wandb_run_name: str | None = option(None, "W&B run name")
     wandb_group: str | None = option(None, "W&B group")

@@ -110,8 +110,8 @@ def option_table(tree: type) -> str:
         ]
         for option in group_options(cls, group).values():
             needs = f"; needs `--{option.needs.partition(' ')[0]}`" if option.needs else ""
-            cells = (f"`{option.flag}`", option.type_name, f"`{show(option.default)}`", in_words(option.within),
-                     option.help + needs)
+            flag = f"**`{option.flag}`**" if option.common else f"`{option.flag}`"
+            cells = (flag, option.type_name, f"`{show(option.default)}`", in_words(option.within), option.help + needs)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"

@@ -42,7 +42,20 @@ def test_an_error_of_the_user_is_the_last_line_and_comes_once(tmp_path):
                "--save_path", str(tmp_path / "run"))
     for done, said in ((early, "--n_samples_per_prompt 0"), (late, "holds no tokenizer")):
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-        assert done.stderr.count(said) == 1 and said in "".join(done.stderr.strip().splitlines()[-2:]), done.stderr
+        assert done.stderr.count(said) == 1 and said in done.stderr.strip().splitlines()[-1], done.stderr
+
+
+def test_torchrun_ends_its_report_with_the_error_of_the_user():
+    """Whichever rank finds it first: the only cause that it names, in the last line but its border."""
+    code = ("import os, sys, time; time.sleep(3 * (os.environ['RANK'] == '0'))\n"
+            "from lightrft.cli.train import main; main(sys.argv[1:])")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run([*command, sys.executable, "-c", code, "--rollout_batch_siz", "8"], capture_output=True,
+                          text=True, timeout=200, cwd=ROOT)  # yapf: disable
+    *above, line, border = done.stderr.rstrip().splitlines()
+    said = "error: unknown flag --rollout_batch_siz (did you mean --rollout_batch_size?)"
+    assert done.returncode == 1 and line.endswith(said) and set(border) == {"="}, done.stderr
+    assert done.stderr.count(said) == 1, done.stderr
 
 
 def test_the_launcher_passes_the_exit_code_on(tmp_path):

@@ -144,7 +144,7 @@ def test_a_loss(tree, home):
 @pytest.mark.parametrize("tree", ["A loss with an option"], indirect=True)
 def test_its_option_is_like_any_other(tree, home):
     python = [sys.executable, "-m", "lightrft.cli.train"]
-    assert "--tanh_width" in run(tree, *python, "--help")
+    assert "--tanh_width" in run(tree, *python, "--help", "tanh_width")
     typo = subprocess.run([*python, "--tanh_widht", "1"], cwd=tree, env=environment(tree), text=True, timeout=100,
                           capture_output=True)
     assert typo.returncode == 2 and "did you mean --tanh_width?" in typo.stderr

@@ -33,7 +33,8 @@ def words_of(command: str, folder: Path) -> list[str]:
     words = words[words.index("lightrft.cli.train") + 1:]
     model = words[words.index("--pretrain") + 1]
     (folder / "config.json").write_text(json.dumps(QWEN | SHAPES[model]), encoding="utf-8")
-    (folder / "data.jsonl").write_text('{"prompt": "1+1?", "reference": "2"}\n', encoding="utf-8")
+    (folder / "data.jsonl").write_text('{"prompt": "1+1?", "reference": "2", "data_source": "openai/gsm8k"}\n',
+                                       encoding="utf-8")
     places = {"--pretrain": folder, "--prompt_data": folder / "data.jsonl", "--eval_data": folder / "data.jsonl",
               "--save_path": folder / "run"}  # yapf: disable
     return [str(places.get(before, word)) for before, word in zip(["", *words], words)]

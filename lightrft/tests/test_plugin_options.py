@@ -194,7 +194,7 @@ NO_MODULE = "expected the name of a module, not a path; "
     (LINE, LINE.replace("tilt: float", "no_disable_ckpt: bool"), "only numbers have an interval"),
     (LINE, "    no_disable_ckpt: bool = option(False, 'a')\n" + LINE, "switches off --disable_ckpt"),
     ("import torch\n", "import tortch\n", "my_other_loss.py:4: ModuleNotFoundError: No module named 'tortch'"),
-    ("return -weight", "return return", "my_other_loss.py:29: SyntaxError: invalid syntax; python -c"),
+    ("return -weight", "return return", "my_other_loss.py:28: SyntaxError: invalid syntax; python -c"),
     (LINE, "    tilt = option(0.5, ", "my_other_loss.py:14: TypeError: 'tilt' is a field but has no type annotation"),
     ('"tilted", ', '"ppo", ', "my_other_loss.py:20: ValueError: policy loss 'ppo' is registered twice"),
     (', within="[0, 1]"', "", "TiltedOptions.tilt: a number needs its interval"),

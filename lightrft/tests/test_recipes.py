@@ -78,7 +78,8 @@ def test_a_batch_that_could_never_fill_is_refused_before_the_first_step(home, tm
                                            ("--recipe opo --max_epochs 3", 3), ("--policy_loss gpg --max_epochs 2", 2),
                                            ("--recipe rloo --policy_loss ppo --max_epochs 3", 0)])  # yapf: disable
 def test_a_loss_without_a_ratio_warns_of_several_steps(command, steps, home, tmp_path, capsys):
-    base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")]}
+    base = {**runs.BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")],
+            "reward": ["format"]}  # yapf: disable
     with pytest.raises(SystemExit):
         check(parse_config([*command.split(), "--dry_run"], "prog", base))
     message = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]

@@ -19,11 +19,14 @@ from lightrft.preflight.report import report, summary
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
+from lightrft.trainer.trial import try_out
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
+from lightrft.utils.launcher import leave_error
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
-from lightrft.utils.watchdog import (Watchdog, clear_stop_request, connect_store, signal_handlers, stop_exit_code)
+from lightrft.utils.watchdog import (Watchdog, clear_stop_request, connect_store, signal_handlers, stop_exit_code,
+                                     stop_requested)
 
 
 @dataclass
@@ -80,17 +83,18 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
 
 @contextmanager
 def _one_line(watchdog: Watchdog) -> Iterator[None]:
-    """Turn an expected error into one line and its exit code; of several ranks one logs it."""
+    """Turn an expected error into one line and its exit code; of several ranks one reports it."""
     try:
         yield
     except ExpectedError as error:
-        if watchdog.speaks:
+        if not leave_error(str(error), watchdog.speaks, stop_requested) and watchdog.speaks:
             get_logger().error(str(error))
         raise SystemExit(error.exit_code) from None
 
 
 def check(parsed: ParsedConfig) -> None:
-    """Validate; with ``--dry_run`` print the report and exit; else create the folder of the run.
+    """Validate; with ``--dry_run`` print the report, read the data, score one row and exit; else create the folder of
+    the run.
 
     A run that does not fit into its GPUs is refused, after the report of a dry run.
     """
@@ -100,6 +104,8 @@ def check(parsed: ParsedConfig) -> None:
         sys.stdout.write(text + "\n" if World.from_env().is_main else "")
     refuse_what_does_not_fit(parsed.config, machine)
     if parsed.dry_run:
+        for line in try_out(parsed.config) if World.from_env().is_main else ():
+            sys.stdout.write(f"{line}\n")
         raise SystemExit(0)
     _make_folder(Path(parsed.config.checkpoint.save_path))
 

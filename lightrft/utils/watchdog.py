@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lightrft.utils.env import World
 from lightrft.utils.errors import ExpectedError
+from lightrft.utils.launcher import leave_error
 from lightrft.utils.logging import get_logger
 
 BEAT_S = 1.0
@@ -173,8 +174,9 @@ class Watchdog:
 
     def _quit(self, failure: dict[str, Any]) -> None:
         """End this process for an expected error that another rank has reported; rank 0 repeats it."""
-        if self.rank == 0:
-            get_logger().error(f"rank {failure['rank']} {failure['what']}, in phase {failure['phase']}")
+        text = f"rank {failure['rank']} {failure['what']}, in phase {failure['phase']}"
+        if not leave_error(text, False, stop_requested) and self.rank == 0:
+            get_logger().error(text)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure["exit_code"])

@@ -169,12 +169,49 @@ def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_lists_every_option_by_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        parse_config(["--help"], "prog", {"seed": 4321}, "What it does.")
+        parse_config(["--help", "all"], "prog", {"seed": 4321}, "What it does.")
     shown = capsys.readouterr().out
     assert exit_info.value.code == 0 and "What it does." in shown, "help"
     assert all(f"--{name}" in shown for name in options(Config)) and all(f"\n{group}:" in shown
                                                                          for group in groups(Config))
     assert "default: 4321" in " ".join(shown.split()) and "--use_mp_opt" not in shown, "defaults are the script's"
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str, **kwargs: Any) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(list(words), "prog", **kwargs)
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_short_help_has_what_most_people_set(tree: type, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, known = help_of(capsys, "--help", tree=tree, defaults={"max_steps": 4321}), options(tree)
+    common = [name for name, option in known.items() if option.common]
+    assert 12 <= len(common) <= 25 and {"pretrain", "save_path", "train_batch_size"} <= set(common)
+    assert re.findall(r"^  --(\w+)", shown, re.MULTILINE) == ["config", "plugin", "dry_run", "plan_gpus", *common]
+    assert f"{len(known) - len(common)} further options: --help all" in shown and "(default: 4321)" in shown
+
+
+def test_the_help_of_a_group_and_of_one_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(capsys, "-h", "rollout")
+    assert re.findall(r"^  --(\w+)", shown, re.MULTILINE)[4:] == list(group_options(groups(Config)["rollout"]))
+    assert "further options" not in shown and "\nmodel:" not in shown
+    one = help_of(capsys, "--help", "kl-horizon", defaults={"kl_horizon": 77})
+    assert one.startswith("--kl_horizon int\n  samples over which") and "--rollout" not in one
+    assert all(re.search(fact, one) for fact in ("default +77", "range +at least 1", "needs +--kl_target 0.1"))
+    assert re.search("off +--no_engine_sleep", help_of(capsys, "--help", "engine_sleep"))
+
+
+@pytest.mark.parametrize("what,said", [
+    ("rolout", "--help rolout: there is no such option or group (did you mean rollout?); --help all"),
+    ("epsclip", "(did you mean eps_clip?)"),
+    ("al", "(did you mean all?)"),
+    ("num_generations", "num_generations is not an option here; use --n_samples_per_prompt"),
+    ("use_gspo", "use --policy_loss gspo"),
+])
+def test_help_on_nothing_that_there_is(what: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in fails(capsys, ["--help", what])
 
 
 def test_plugins_are_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

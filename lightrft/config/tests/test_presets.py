@@ -201,7 +201,7 @@ def test_unknown_presets(argv: list[str], words: list[str], capsys: pytest.Captu
 
 def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_config(["--help"], "prog")
+        parse_config(["--help", "all"], "prog")
     shown = "".join(capsys.readouterr().out.split())
     assert "{" + ",".join(RECIPES) + "}" in shown and "{" + ",".join(SEMANTICS) + "}" in shown
 

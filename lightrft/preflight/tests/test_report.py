@@ -1,3 +1,4 @@
+import re
 from math import prod
 from pathlib import Path
 
@@ -114,6 +115,8 @@ def test_every_tree_has_a_report() -> None:
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
 def test_tables_and_listings_cover_the_tree(tree: type) -> None:
     table, listing = option_table(tree), resolved(tree(), {})
+    assert re.findall(r"^\| \*\*`--(\w+)`", table, re.M) == [name for name, one in options(tree).items() if one.common]
+    table = table.replace("**`", "`").replace("`**", "`")
     assert all(f"| `--{name}` |" in table and name in listing for name in options(tree))
     rows = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("| `--")]
     assert all(line.count("|") == 6 for line in rows), "a cell breaks the table"

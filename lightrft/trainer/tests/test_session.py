@@ -32,16 +32,47 @@ def no_strategy(monkeypatch):
 
 def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
     with pytest.raises(SystemExit) as error:
-        train.main([*words(home, tmp_path / "run", rollout_batch_size=6, train_batch_size=4), "--dry_run"])
+        train.main([
+            *words(home, tmp_path / "run", rollout_batch_size=6, train_batch_size=4, reward="exact,format=0.5"),
+            "--dry_run"
+        ])
     out = capsys.readouterr().out
     assert error.value.code == 0 and not (tmp_path / "run").exists()
     assert "rollout_batch_size" in out and "flag" in out and "6 prompts" in out and "12 samples" in out
+    assert f"data: 6 rows of {home}/train.jsonl (training)\n" in out
+    assert out.endswith("rewards: a stand-in for a response, its reference answer ('<think></think>\\boxed{0}'), to "
+                        f"{home}/train.jsonl, row 1: exact 1 x 1, format 1 x 0.5; total 1.5\n")
+
+
+@pytest.mark.parametrize("reward,told", [
+    ("accuracy", "unknown reward 'accuracy'; known: exact"), ("exatc", "(did you mean exact?)"),
+    ("reward.py", "could not be scored: exception, by compute_score"), ("", "no reward recipe for label ''"),
+])  # yapf: disable
+def test_a_dry_run_tries_the_rewards(home, tmp_path, capsys, caplog, no_strategy, monkeypatch, reward, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str, ground_truth):\n    return 1 / 0\n")
+    with pytest.raises(SystemExit) as error:
+        train.main([*words(home, tmp_path / "run", reward=reward), "--dry_run"])
+    said = capsys.readouterr()
+    assert error.value.code == 2 and told in said.err, said
+    assert reward != "reward.py" or "ZeroDivisionError" in said.err + caplog.text
+
+
+def test_a_dry_run_leaves_what_is_elsewhere_to_the_run(home, tmp_path, capsys, no_strategy):
+    """Data of the hub is not fetched; rewards are resolved all the same, and a server need not run yet."""
+    for data, more, told in ((f"{home}/train.jsonl", {"remote_rm_url": "http://127.0.0.1:9/"},
+                              "format 1 x 1, remote unscored x 1; total unscored: unreachable"),
+                             ("owner/name", {}, "data: owner/name is read from the hub when the run starts")):
+        with pytest.raises(SystemExit) as error:
+            train.main([*words(home, tmp_path / "run", prompt_data=data, reward="format", **more), "--dry_run"])
+        assert error.value.code == 0 and told in capsys.readouterr().out
 
 
 def test_dry_run_of_supervised_fine_tuning(home, tmp_path, capsys, no_strategy):
     with pytest.raises(SystemExit) as error:
         train_sft.main(["--pretrain", str(home / "model"), "--train_data", str(home / "train.jsonl"), "--dry_run"])
-    assert error.value.code == 0 and "learning_rate" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert error.value.code == 0 and "learning_rate" in out and f"data: 6 rows of {home}/train.jsonl" in out
 
 
 @pytest.mark.parametrize("options,told", [({"train_batch_size": 3}, "--train_batch_size 3"),
