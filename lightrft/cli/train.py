@@ -37,7 +37,7 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     with training_session(parsed, exits) as session:
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
         prompts = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len)
-        held_out = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, "eval") if data.eval_data else []
+        held_out = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, "eval") if data.held_out else []
         models, rewards = build_models(config, session.strategy), RewardManager(config.reward, functions)
         SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards).fit()
 

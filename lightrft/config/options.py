@@ -35,7 +35,8 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         choices: of a closed set.
         within: the interval of a number, e.g. ``"(0, 1]"``; every numeric option has one.
         why: the reason for a bound that is not obvious.
-        needs: another option and an example value, e.g. ``"kl_target 0.1"``, without which this one has no effect.
+        needs: another option and an example value, e.g. ``"kl_target 0.1"``, without which this one has no effect; of
+            several, ``"a 1 or b 2"``, one is enough.
         read_by: the engines, strategies or models that alone read it; empty: no such limit.
         free: a resumed run may change it without a warning, because it does not affect what is learnt.
         preset: it sets other options.
@@ -79,6 +80,11 @@ class Option:
     def flag(self) -> str:
         """The flag that sets the option."""
         return f"--{self.name}"
+
+    @property
+    def needed(self) -> list[str]:
+        """The options of ``needs``, of which one must be set."""
+        return [one.partition(" ")[0] for one in self.needs.split(" or ") if one]
 
     @property
     def type_name(self) -> str:

@@ -13,6 +13,8 @@ from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, Policy
                                            Tree)
 from lightrft.config.tree import group
 
+SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
+
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
@@ -122,8 +124,11 @@ class DataConfig:
     prompt_split: str = option("train", "split of --prompt_data to use")
     eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True)
     eval_split: str = option("test", "split of --eval_data to use", free=True)
+    eval_suite: list[str] = option(
+        [], "public evaluation sets, whole: math500, aime24, aime25, gpqa, gsm8k, each from the hub, or name=path from "
+        "a file or folder", free=True)
     max_samples: int = option(0, "use at most this many training prompts; 0: all", within=NON_NEGATIVE)
-    max_eval_samples: int = option(500, "use at most this many held-out prompts; 0: all", within=NON_NEGATIVE,
+    max_eval_samples: int = option(500, "use at most this many prompts of --eval_data; 0: all", within=NON_NEGATIVE,
                                    free=True)
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
     label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
@@ -147,6 +152,11 @@ class DataConfig:
     shuffle: bool = option(True, "draw prompts in a new seeded order each episode")
     data_workers: int = option(0, "processes that tokenize the data set; 0: in this process", within=NON_NEGATIVE,
                                free=True)
+
+    @property
+    def held_out(self) -> list[str]:
+        """Entries of ``eval_data`` and ``eval_suite``; empty: nothing is held out."""
+        return [*self.eval_data, *self.eval_suite]
 
 
 @dataclass
@@ -324,7 +334,8 @@ class EvalConfig:
     """Held-out evaluation; touches no training state."""
     eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)",
                              common=True)
-    eval_at_start: bool = option(False, "evaluate before the first step as well", needs="eval_data PATH")
+    eval_at_start: bool = option(False, "evaluate before the first step as well",
+                                 needs="eval_data PATH or eval_suite math500")
     eval_n_samples: int = option(1, "responses per held-out prompt", within=COUNT)
     eval_temperature: float = option(0.0, "sampling temperature of the evaluation; 0 is greedy", within=NON_NEGATIVE)
     eval_top_p: float = option(1.0, "nucleus sampling of the evaluation", within=PROBABILITY)

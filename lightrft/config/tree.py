@@ -91,10 +91,10 @@ def _tree_problems(known: dict[str, Option]) -> Iterator[str]:
         if positive is not option and positive.kind is bool:
             yield (f"{option.owner}.{name}: --{name} is the flag that switches off {positive.flag} "
                    f"({positive.owner}); choose another name")
-        needed = option.needs.partition(" ")[0]
-        if needed and needed not in known and option.owner in extensions:
-            yield (f"{option.owner}.{name}: needs={option.needs!r}: there is no option "
-                   f"{needed}{did_you_mean(needed, known)}; name one, or drop needs")
+        for needed in option.needed:
+            if needed not in known and option.owner in extensions:
+                yield (f"{option.owner}.{name}: needs={option.needs!r}: there is no option "
+                       f"{needed}{did_you_mean(needed, known)}; name one, or drop needs")
 
 
 def extend(group: type, extension: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, load_rows
+from lightrft.datasets.suites import load_suite
 from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
 
@@ -26,7 +27,7 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
     training = split == "train"
     specs = cfg.prompt_data if training else cfg.eval_data
     probs = cfg.prompt_data_probs if training else []
-    if not specs:
+    if not specs and (training or not cfg.eval_suite):
         raise DataError(f"no data: name some with --{'prompt_data' if training else 'eval_data'}")
     check_probs(probs, specs)
     parts = [load_rows(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
@@ -61,7 +62,8 @@ def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: s
 class PromptsDataset(MixedDataset[Prompt]):
     """Prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made on access.
 
-    A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files.
+    A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files. The
+    entry of a suite is its name.
 
     Args:
         cfg: selects the data and the conversion of a row to a prompt.
@@ -86,17 +88,20 @@ class PromptsDataset(MixedDataset[Prompt]):
         self._ids: list[np.ndarray] = []
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
-            self._add(entry, rows, cfg, prompt_max_len)
+            self._add(str(entry), rows, to_records(rows, cfg), cfg.overlong_prompt, prompt_max_len)
+        for suite in cfg.eval_suite if split == "eval" else ():
+            rows, records = load_suite(suite, bool(tokenizer.chat_template), cfg.input_template is None)
+            self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
         if split == "train":
             self._report_bare_text(cfg)
         if not self._ids:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
-    def _add(self, entry: int, rows: Rows, cfg: DataConfig, max_len: int) -> None:
-        """Tokenize the rows of one entry and keep those that fit."""
-        records = to_records(rows, cfg)
-        encoded = encode_all(self._renderer, [record.prompt for record in records], cfg.data_workers)
-        kept = fitting(rows, [len(ids) for _, ids in encoded], max_len, cfg.overlong_prompt, "--prompt_max_len")
+    def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
+        """Tokenize the records of one entry and keep those that fit."""
+        workers = self._renderer.cfg.data_workers
+        encoded = encode_all(self._renderer, [record.prompt for record in records], workers)
+        kept = fitting(rows, [len(ids) for _, ids in encoded], max_len, overlong, "--prompt_max_len")
         self._records += [records[i] for i in kept]
         self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
         self._texts += [encoded[i][0] for i in kept]
@@ -104,7 +109,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         self.sizes.append(len(kept))
         self.dropped += len(rows) - len(kept)
         if records and missing(records[0].reference):
-            get_logger().info("%s", no_reference(rows, cfg))
+            get_logger().info("%s", no_reference(rows, self._renderer.cfg))
 
     def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""

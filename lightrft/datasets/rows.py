@@ -98,7 +98,7 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     elif local.is_file():
         rows = _read_files([local])
     else:
-        rows = _read_hub(path, data_dir, split)
+        rows = _read_named(path, data_dir, split)
     if not rows:
         raise DataError(f"{spec}: holds no rows. Write the data again or name another file")
     _check_types(rows)
@@ -252,15 +252,27 @@ def _pick_split(splits: Any, name: str, split: str) -> Any:
     return splits[split]
 
 
-def _read_hub(name: str, data_dir: str, split: str) -> Rows:
+def _read_named(name: str, data_dir: str, split: str) -> Rows:
+    """Read an entry that is no local file or folder: a hub id, or a mistyped path."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in _READERS:
         raise DataError(f"{name}: no such file or folder. Check the path (relative ones start at {Path.cwd()})")
+    try:
+        return read_hub(name, split, data_dir=data_dir)
+    except DataError as error:
+        raise DataError(f"{name}: no such file or folder, and {str(error).removeprefix(f'{name}: ')}") from error
+
+
+def read_hub(name: str, split: str, config: str = "", data_dir: str = "") -> Rows:
+    """Read one split of a data set of the Hugging Face hub.
+
+    Raises:
+        DataError: it cannot be had from there, or has no such split.
+    """
     import datasets
     try:
-        splits = datasets.load_dataset(name, data_dir=data_dir or None)
+        splits = datasets.load_dataset(name, config or None, data_dir=data_dir or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{name}: no such file or folder, and it cannot be had from the hub "
-                        f"either ({error})") from error
+        raise DataError(f"{name}: it cannot be had from the hub ({error})") from error
     rows = _pick_split(splits, name, split).to_list()
     return Rows(rows, [(name, len(rows))])
 

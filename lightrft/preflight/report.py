@@ -109,7 +109,7 @@ def option_table(tree: type) -> str:
             f"### {group}", "", cls.__doc__ or "", "", "| flag | type | default | range | meaning |", "|" + "---|" * 5
         ]
         for option in group_options(cls, group).values():
-            needs = f"; needs `--{option.needs.partition(' ')[0]}`" if option.needs else ""
+            needs = f"; needs {' or '.join(f'`--{name}`' for name in option.needed)}" if option.needs else ""
             flag = f"**`{option.flag}`**" if option.common else f"`{option.flag}`"
             cells = (flag, option.type_name, f"`{show(option.default)}`", in_words(option.within), option.help + needs)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

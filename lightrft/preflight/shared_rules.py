@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.layers import changed
-from lightrft.config.options import Option, did_you_mean
+from lightrft.config.options import ConfigError, Option, did_you_mean
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
 from lightrft.config.tree import check_ranges, flatten, options
+from lightrft.datasets.suites import parse_suite
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
@@ -18,14 +19,15 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
 def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the trainer."""
-    eval_data = flatten(c)["eval_data"]
+    values = flatten(c)
+    held_out = [*values["eval_data"], *values.get("eval_suite", ())]
     yield from check_ranges(c)
     yield from unmet_needs(c)
     yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
-    yield from _checkpoint(c.checkpoint, eval_data)
-    yield from _best_metric(c, eval_data)
+    yield from _checkpoint(c.checkpoint, held_out)
+    yield from _best_metric(c, held_out)
     yield from _packages(c.log)
 
 
@@ -33,9 +35,11 @@ def unmet_needs(c: Tree) -> Iterator[str]:
     """Yield one sentence per option that was set and has no effect without another one, which was not."""
     values, known = flatten(c), options(c)
     for name, value in changed(c, known):
-        needed = known[name].needs.partition(" ")[0]
-        if needed and not values[needed]:
-            yield (f"--{name} {value}: has no effect without --{needed}; add --{known[name].needs} or drop --{name}")
+        option = known[name]
+        if option.needs and not any(values[needed] for needed in option.needed):
+            flags, examples = (" or ".join(f"--{word}" for word in words)
+                               for words in (option.needed, option.needs.split(" or ")))
+            yield f"--{name} {value}: has no effect without {flags}; add {examples} or drop --{name}"
 
 
 def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option, Any]]:
@@ -84,6 +88,21 @@ def sources(name: str, entries: list[str]) -> Iterator[str]:
             yield f"--{name} {entry}: no such file or folder"
 
 
+def suites(entries: list[str]) -> Iterator[str]:
+    """Check entries of ``--eval_suite``: yield unknown names, local paths that do not exist, and repeated names."""
+    names = [entry.partition("=")[0] for entry in entries]
+    for entry in entries:
+        try:
+            name, path = parse_suite(entry)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if path and not Path(path.rsplit("@", 1)[0]).expanduser().exists():
+            yield f"--eval_suite {entry}: no such file or folder; {name} alone is read from the hub"
+        if names.count(name) > 1:
+            yield f"--eval_suite {','.join(entries)}: {name} is named twice; name it once"
+
+
 def chat_template(path: str | None) -> Iterator[str]:
     """Yield a problem of a template's path that can only be a file and is none."""
     if path and (_looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
@@ -95,14 +114,14 @@ def _optimizer(t: OptimConfig) -> Iterator[str]:
         yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
 
 
-def _checkpoint(p: CheckpointConfig, eval_data: list[str]) -> Iterator[str]:
+def _checkpoint(p: CheckpointConfig, held_out: list[str]) -> Iterator[str]:
     if p.save_steps == 0:
         yield "--save_steps 0: not a number of steps; nearest valid value: -1 (only at the end), or --disable_ckpt"
     if p.disable_ckpt:
         for name in ("load_checkpoint", "save_hf_ckpt", "best_metric", "ckpt_path"):
             if vars(p)[name]:
                 yield f"--{name} {vars(p)[name]}: contradicts --disable_ckpt; drop one of them"
-    if p.best_metric and p.best_metric.startswith("eval/") and not eval_data:
+    if p.best_metric and p.best_metric.startswith("eval/") and not held_out:
         yield f"--best_metric {p.best_metric}: is never measured without --eval_data; add --eval_data PATH"
     for name in ("save_path", "ckpt_path"):
         path = vars(p)[name]
@@ -121,10 +140,10 @@ def _writable(name: str, path: str) -> Iterator[str]:
         yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
 
 
-def _best_metric(c: Tree, eval_data: list[str]) -> Iterator[str]:
+def _best_metric(c: Tree, held_out: list[str]) -> Iterator[str]:
     """Yield problems of a metric that no checkpoint of this run has."""
     name = c.checkpoint.best_metric
-    if not name or (name.startswith("eval/") and not eval_data):
+    if not name or (name.startswith("eval/") and not held_out):
         return  # the missing data is reported above
     first, slash, _ = name.partition("/")
     if first not in c.METRICS or not slash:

@@ -16,7 +16,7 @@ from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
 from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems, shared_engine
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
-                                             shared_problems, sources)
+                                             shared_problems, sources, suites)
 
 
 def validate(config: Tree, world_size: int, cuda: bool | None = None) -> None:
@@ -104,6 +104,7 @@ def _data(c: Config) -> Iterator[str]:
     d = c.data
     yield from sources("prompt_data", d.prompt_data)
     yield from sources("eval_data", d.eval_data)
+    yield from suites(d.eval_suite)
     yield from chat_template(d.chat_template)
     yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
     yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
@@ -175,8 +176,8 @@ def _train(c: Config) -> Iterator[str]:
 
 def _eval(c: Config) -> Iterator[str]:
     e = c.eval
-    yield from evaluations(e.eval_steps, c.data.eval_data)
-    if c.data.eval_data and e.eval_steps:
+    yield from evaluations(e.eval_steps, c.data.held_out)
+    if c.data.held_out and e.eval_steps:
         yield from _measured(c.checkpoint.best_metric or "", e)
     if e.eval_n_samples > 1 and e.eval_temperature == 0:
         yield (f"--eval_n_samples {e.eval_n_samples}: greedy samples of one prompt are all the same; "

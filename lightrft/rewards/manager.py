@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from lightrft.config.schema import RewardConfig
+from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, RewardPart, recipe_for,
                                    remote_part, Submit)
@@ -117,8 +117,11 @@ class RewardManager:
         return scores
 
     def parts_of(self, item: RewardInput) -> Weighted:
-        """Return the weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe."""
-        if self._fixed:
+        """Return the weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe.
+
+        A row of ``--eval_suite`` is always judged by the recipe of its suite.
+        """
+        if self._fixed and not item.label.startswith(SUITE_LABEL):
             return self._fixed
         key = (item.label, item.data_source)
         if key not in self._recipes:

@@ -1,4 +1,4 @@
-r"""Built-in reward parts ``exact``, ``format`` and ``math``, and the extraction of the final answer.
+r"""Built-in reward parts ``exact``, ``choice``, ``format`` and ``math``, and the extraction of the final answer.
 
 All parts judge only the response, never the prompt. Each part has a *fast* function that runs in the trainer process in
 microseconds. It returns an ``Outcome``, or None when it cannot decide; then (``math`` only) a worker process that can
@@ -23,6 +23,19 @@ def exact_score(item: RewardInput) -> Outcome:
         return NO_REFERENCE
     boxes = boxed_answers(item.response)
     return Outcome(float(bool(boxes) and boxes[-1] == str(item.reference).strip()))
+
+
+def choice_score(item: RewardInput) -> Outcome:
+    r"""Score 1 if the letter of the final answer is the reference, else 0.
+
+    The final answer is that of :func:`extract_answer`, such as ``\boxed{C}`` or ``\boxed{(C) a quark}``; without one it
+    is the last "answer is C" or "Answer: C" of the response.
+    """
+    if item.reference is None:
+        return NO_REFERENCE
+    answer = extract_answer(item.response)
+    letters = _CHOICE.findall(normalise(answer) if answer is not None else "") or _ANSWER_IS.findall(item.response)
+    return Outcome(float(bool(letters) and letters[-1].upper() == str(item.reference).strip().upper()))
 
 
 def format_score(item: RewardInput) -> Outcome:
@@ -63,8 +76,9 @@ def verify_math(item: RewardInput) -> Outcome:
     return Outcome(0.0)
 
 
-FAST: dict[str, Callable[[RewardInput],
-                         Outcome | None]] = {"exact": exact_score, "format": format_score, "math": math_score}
+FAST: dict[str, Callable[[RewardInput], Outcome | None]] = {
+    "exact": exact_score, "choice": choice_score, "format": format_score, "math": math_score
+}
 """Parts that the manager tries in its own process first."""
 
 
@@ -72,6 +86,12 @@ FAST: dict[str, Callable[[RewardInput],
 def exact(batch: list[RewardInput]) -> list[float | None]:
     """Return ``exact_score`` of each response."""
     return [exact_score(item).value for item in batch]
+
+
+@REWARDS.register("choice")
+def choice(batch: list[RewardInput]) -> list[float | None]:
+    """Return ``choice_score`` of each response."""
+    return [choice_score(item).value for item in batch]
 
 
 @REWARDS.register("format")
@@ -87,6 +107,8 @@ def math(batch: list[RewardInput]) -> list[float | None]:
 
 
 _MARKS = re.compile(r"\\f?boxed\s*\{|\\f?boxed\s+(?=[^\s{])|####(?= *[-+$\\.\d])(?! *\d+[.)] )|<answer>")
+_CHOICE = re.compile(r"^\W*([A-Za-z])(?![A-Za-z])")  # the letter that a final answer begins with
+_ANSWER_IS = re.compile(r"\banswer(?: is)?:?[\s*(]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]")
 _DIGITS = r"\d{1,3}(?:[, ]\d{3})+|\d+"
 _NUMBER = re.compile(rf"([+-]?) ?((?:{_DIGITS})?(?:\.\d*)?)")

@@ -135,6 +135,11 @@ RECIPES: dict[str, RewardRecipe] = {
     "accuracy_rule": _MATH,
     "HuggingFaceH4/MATH-500": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
+    "suite/math500": _MATH,
+    "suite/aime24": _MATH,
+    "suite/aime25": _MATH,
+    "suite/gpqa": [("choice", 1.0)],
+    "suite/gsm8k": _MATH,
 }
 """Label or data source -> [(reward part, weight)]. Plugins may add entries."""
 

@@ -41,6 +41,7 @@ def home(tmp_path_factory):
     rows = [[("user", text), ("assistant", text * (1 + i % 3))] for i, text in enumerate(runs.PROMPTS)]
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}', encoding="utf-8")
     return folder
 
 
@@ -48,10 +49,11 @@ def placed(value: Any, home: Path, save: Path) -> Any:
     """``value`` with paths in place of their names."""
     if isinstance(value, list):
         return [placed(item, home, save) for item in value]
-    if not isinstance(value, str) or not value.startswith("@"):
+    before, at, place = value.partition("@") if isinstance(value, str) else (value, "", "")
+    if not at:
         return value
-    name, _, rest = value[1:].partition("/")
-    return str({"run": save, "other": home / "other"}.get(name, home / f"{name}.jsonl") / rest)
+    name, _, rest = place.partition("/")
+    return before + str({"run": save, "other": home / "other"}.get(name, home / f"{name}.jsonl") / rest)
 
 
 def watched(strategy: Any, trainer: Any, save: Path, seen: Seen) -> Seen:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@k and avg@k per data source. It reads the weights and changes no training state."""
+"""Held-out evaluation: pass@k and avg@k per data source, with intervals; it changes no training state."""
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -30,6 +30,17 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     Chen et al. 2021 (arXiv:2107.03374), eq. 1.
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def wilson_interval(mean: float, prompts: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the 95 % score interval of a mean over prompts of values in [0, 1] (Wilson 1927, eq. for p).
+
+    It holds for 0/1 values, and is on the safe side for averages of several samples per prompt, whose variance is at
+    most p(1 - p). Unlike resampling it is not empty when all prompts agree, and it holds for 30 prompts.
+    """
+    centre, weight = mean + z * z / (2 * prompts), 1 + z * z / prompts
+    half = z * math.sqrt(mean * (1 - mean) / prompts + z * z / (4 * prompts * prompts))
+    return max(0.0, (centre - half) / weight), min(1.0, (centre + half) / weight)
 
 
 @dataclass(frozen=True)
@@ -87,20 +98,28 @@ class Evaluator:
 
     def _source_metrics(self, name: str, answers: list[Answer]) -> dict[str, float]:
         """Return the metrics of a source. Unscored responses enter no mean and are counted by cause."""
-        cfg, groups, samples = self.config.eval, defaultdict(list), [answer.scored for answer in answers]
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
-        for sample in samples:
-            if sample.reward is not None:
-                groups[sample.group_id].append(is_correct(sample.reward, sample.parts))
-        values: dict[str, list[float]] = {
-            f"pass@{k}": [pass_at_k(len(g), sum(g), k) for g in groups.values() if len(g) >= k] for k in cfg.eval_pass_k
-        }
-        values[f"avg@{cfg.eval_n_samples}"] = rewards
+        cfg, samples = self.config.eval, [answer.scored for answer in answers]
+        scored = [sample for sample in samples if sample.reward is not None]
+        values: dict[str, list[float]] = {f"avg@{cfg.eval_n_samples}": [sample.reward or 0.0 for sample in scored]}
         values["len"] = [answer.length for answer in answers]
         for part in sorted({part for sample in samples for part in sample.parts}):
             values[part] = [value for sample in samples if (value := sample.parts.get(part)) is not None]
-        metrics = {f"eval/{name}/{metric}": sum(of) / len(of) for metric, of in values.items() if of}
+        metrics = _passed(scored, cfg.eval_pass_k) | {metric: sum(of) / len(of) for metric, of in values.items() if of}
+        metrics |= {"prompts": len({sample.group_id for sample in samples}), "unscored": len(samples) - len(scored)}
         causes = Counter(sample.error or "unknown" for sample in samples if sample.reward is None)
-        return metrics | {f"eval/{name}/unscored": len(samples) - len(rewards)} | {
-            f"eval/{name}/unscored/{cause}": count for cause, count in sorted(causes.items())
-        }  # yapf: disable
+        metrics |= {f"unscored/{cause}": count for cause, count in sorted(causes.items())}
+        return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+
+
+def _passed(scored: list[ScoredSample], ks: list[int]) -> dict[str, float]:
+    """Return ``pass@k`` and its interval, over the prompts with at least k scored samples."""
+    groups = defaultdict(list)
+    for sample in scored:
+        groups[sample.group_id].append(is_correct(sample.reward, sample.parts))
+    metrics: dict[str, float] = {}
+    for k in ks:
+        rates = [pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k]
+        if rates:
+            mean = metrics[f"pass@{k}"] = sum(rates) / len(rates)
+            metrics[f"pass@{k}/low"], metrics[f"pass@{k}/high"] = wilson_interval(mean, len(rates))
+    return metrics

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 
 from lightrft.utils.errors import install_command
 from lightrft.utils.logging import get_logger
-from lightrft.utils.progress import StepTable
+from lightrft.utils.tables import evaluation_table, StepTable
 from lightrft.utils.trajectory_saver import jsonable
 
 _FSYNC_S = 10.0
@@ -147,7 +147,7 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """A line of the step table every ``every`` steps; steps with an evaluation are always shown."""
+    """A line of the step table every ``every`` steps; steps with an evaluation are always shown, with its table."""
 
     def __init__(self, every: int) -> None:
         self._every, self._table = max(every, 1), StepTable()
@@ -155,7 +155,7 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the row of ``step``."""
         if step % self._every == 0 or any(name.startswith("eval/") for name in metrics):
-            for line in self._table.lines(step, metrics):
+            for line in [*self._table.lines(step, metrics), *evaluation_table(metrics)]:
                 get_logger().info(line, extra={"plain": True})
 
     def close(self) -> None:

@@ -145,6 +145,7 @@ FLIPS: dict[str, Flip] = {
     "prompt_data": Flip(["@test"], train_prompts),
     "prompt_data_probs": Flip([0.1, 0.9], said("uid"), {"prompt_data": ["@train", "@test"]}),
     "eval_data": Flip(["@test"], keys, {"eval_steps": -1}),
+    "eval_suite": Flip(["gsm8k=@gsm8k"], keys, {"eval_steps": -1, "prompt_max_len": 400}),
     "max_samples": Flip(5, train_prompts),
     "max_eval_samples": Flip(3, eval_prompts, EVAL),
     "apply_chat_template": Flip(True, said("prompt"), {"prompt_max_len": 200}),

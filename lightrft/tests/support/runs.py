@@ -103,7 +103,7 @@ def trainer_of(config: Config, strategy: StrategyBase, rewards: RewardManager | 
     tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
     prompts = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len)
     held_out = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len,
-                              "eval") if config.data.eval_data else []
+                              "eval") if config.data.held_out else []
     if rewards is None and not (config.reward.reward or config.reward.remote_rm_url):
         rewards = Judge(config.reward)
     return SPMDPPOTrainer(config, strategy, build_models(config, strategy), tokenizer, prompts, held_out,

@@ -1,4 +1,5 @@
 """pass@k and avg@k, and that an evaluation leaves no trace in the training."""
+import json
 import random
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs
-from lightrft.trainer.evaluator import is_correct, pass_at_k
+from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,22 @@ def test_pass_at_k_counts_subsets(n, c, k):
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
+@pytest.mark.parametrize("mean,prompts,low,high", [(0.8, 10, 0.4902, 0.9433), (0, 30, 0, 0.1135), (1, 30, 0.8865, 1)])
+def test_intervals_reference_numbers(mean, prompts, low, high):
+    assert wilson_interval(mean, prompts) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_intervals_cover_the_true_mean(samples):
+    """Of 30 prompts that differ in difficulty, as AIME's: about 95 % for one sample each, more for several."""
+    draw, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        rates = draw.binomial(samples, draw.beta(0.5, 1.0, 30)) / samples
+        low, high = wilson_interval(rates.mean(), 30)
+        covered += low <= 1 / 3 <= high
+    assert covered >= (930 if samples == 1 else 960), covered
+
+
 @pytest.mark.parametrize("reward,parts,right", [(1.0, {}, True), (0.9, {}, False), (0.1, {"math": 1.0}, True),
                                                 (1.0, {"math": 0.0, "format": 1.0}, False), (None, {}, False),
                                                 (None, {"exact": None}, False), (0.95, {"format": 0.5}, False)])
@@ -56,6 +73,23 @@ def test_metrics_per_source(home, tmp_path):
                 "odd/judge": 4 / 8}  # yapf: disable
     assert {key: metrics[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     assert 1 <= metrics["eval/all/len"] <= 12
+    assert (metrics["eval/odd/pass@2/low"], metrics["eval/odd/pass@2/high"]) == wilson_interval(3 / 4, 2)
+    assert (metrics["eval/all/prompts"], metrics["eval/odd/prompts"]) == (4, 2)
+
+
+def test_suites_are_judged_by_their_own_rule_whatever_the_reward_is(home, tmp_path):
+    """Two suites and a file in one evaluation; the run's reward is for training and the file."""
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    choices = {"Correct Answer": "a", **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)}}
+    (tmp_path / "gpqa.jsonl").write_text("".join(json.dumps(choices | {"Question": q}) + "\n" for q in "xy"))
+    made = runs.run(home, tmp_path / "run",
+                    eval_suite=[f"{name}={tmp_path}/{name}.jsonl" for name in ("gsm8k", "gpqa")],
+                    eval_data=[str(home / "test.jsonl")], reward=["format"], eval_steps=-1, prompt_max_len=400)
+    metrics = made.metrics
+    assert {"eval/gsm8k/math", "eval/gpqa/choice", "eval/odd/format", "reward/format/mean"} <= set(metrics)
+    assert not {"eval/gsm8k/format", "eval/gpqa/format", "eval/odd/math", "reward/math/mean"} & set(metrics)
+    assert [metrics[f"eval/{name}/prompts"] for name in ("gsm8k", "gpqa", "all")] == [1, 2, 7]
+    assert metrics["eval/gpqa/pass@1/low"] == 0 < metrics["eval/gpqa/pass@1/high"] < 1
 
 
 def test_unscored_responses_are_left_out_and_told(home, tmp_path):
@@ -79,7 +113,7 @@ def test_pass_at_k_skips_groups_with_fewer_than_k_scored(home, tmp_path):
     metrics, _ = made.evaluator.run()
     assert metrics["eval/even/pass@1"] == pytest.approx((1 + 1 / 3) / 2) and metrics["eval/even/avg@4"] == 2 / 4
     assert metrics["eval/even/pass@2"] == pytest.approx(2 / 3) and "eval/even/pass@4" not in metrics
-    told = {"eval/odd/len", "eval/odd/unscored", "eval/odd/unscored/down"}
+    told = {"eval/odd/len", "eval/odd/prompts", "eval/odd/unscored", "eval/odd/unscored/down"}
     assert {name for name in metrics if name.startswith("eval/odd")} == told, "nothing was scored"
 
 

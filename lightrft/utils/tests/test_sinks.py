@@ -10,7 +10,6 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightrft.utils.progress import HEADER_EVERY, StepTable
 from lightrft.utils.sinks import MetricSinks, alias_metrics
 
 
@@ -167,17 +166,3 @@ def table_lines(caplog, tmp_path, every):
 def test_logging_steps_thins_the_table_but_not_the_file(tmp_path, caplog):
     assert len(table_lines(caplog, tmp_path / "a", 1)) == 7 and len(table_lines(caplog, tmp_path / "b", 3)) == 3
     assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 6
-
-
-def test_the_table_is_aligned_and_repeats_its_header():
-    table, rows = StepTable(), []
-    for step in range(1, HEADER_EVERY + 2):
-        rows.append(table.lines(step, numbers(step)))
-    assert [len(lines) for lines in rows] == [2] + [1] * (HEADER_EVERY - 1) + [2], "header every 20 rows"
-    header, first = rows[0]
-    assert header.split() == ["step", "reward", "entropy", "step", "s", "|", "rollout"] and len(header) == len(first)
-    assert first.split() == ["1", "0.143", "0.500", "0.50", "|", "0.25"]
-    more = table.lines(99, numbers(99) | {"eval/all/pass@1": 0.5, "perf/tokens_per_s": 1234.5})
-    assert "held-out" in more[0] and "0.500" in more[1] and "1234" in more[1]
-    alone = table.lines(99, {"eval/all/pass@1": 0.25})
-    assert len(alone) == 1 and alone[0].split() == ["99", "0.250", "|"], alone
