@@ -1,4 +1,4 @@
-# make quickstart | test | numeric | oracles | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
+# make quickstart | test | browser | numeric | oracles | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -16,7 +16,7 @@ IMAGE ?= lightrft
 ENGINE ?= vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test numeric oracles gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart test browser numeric oracles gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -27,6 +27,11 @@ quickstart: $(CORE)
 # Bytecode is always cached. Otherwise each of the many processes would compile lightrft again.
 test: $(DEV) $(SGLANG)/.installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# The browser of the tests of report.html. Without one they are skipped; in CI they fail.
+browser:
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
 # The numeric tests again, as on another CPU: with other vector instructions and two threads.
 OTHER := import torch; print("avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default")

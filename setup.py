@@ -27,7 +27,7 @@ EXTRAS = {
     "docs": ["sphinx>=8.0", "furo>=2024.8", "myst-parser>=4.0", "sphinx-autobuild"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "wheel", "flake8", "yapf", "mypy",
-        "types-PyYAML", "types-requests", "types-tqdm", "uv"
+        "types-PyYAML", "types-requests", "types-tqdm", "uv", "playwright"
     ],
 }
 
@@ -40,6 +40,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    package_data={"lightrft.utils": ["report.html"]},
     packages=find_packages(include=["lightrft", "lightrft.*"], exclude=["*.tests", "*.tests.*"]),
     install_requires=CORE,
     extras_require=EXTRAS,

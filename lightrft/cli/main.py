@@ -9,6 +9,7 @@ COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
     "sft": ("lightrft.cli.train_sft", "supervised fine-tuning"),
     "export": ("lightrft.cli.export", "turn a checkpoint into a Hugging Face model"),
+    "report": ("lightrft.cli.report", "write the report of a run again"),
     "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
 }
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(

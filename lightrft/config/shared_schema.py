@@ -124,6 +124,7 @@ class CheckpointConfig:
 class SinkConfig:
     """Destinations of the metrics."""
     logging_steps: int = option(1, "steps between lines of the step table", within=COUNT)
+    report: bool = option(True, "write SAVE_PATH/report.html during the run: curves and sampled solutions as one page")
     use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard",
                                    hint="the flag takes no folder: events go to SAVE_PATH/tensorboard")
     use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)",

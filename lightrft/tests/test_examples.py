@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrft.tests.support import tiny
+from lightrft.tests.support.browser import opened
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
@@ -229,6 +230,37 @@ def test_quickstart_leaves_what_it_promises(quickstart):
     check_model(quickstart / "hf", 135_872)
     warmed_up = AutoModelForCausalLM.from_pretrained(quickstart / "sft" / "hf")
     assert warmed_up.config.vocab_size == 64
+
+
+def test_quickstart_report(quickstart):
+    """In a browser. Its samples are those of the rollouts, on both ranks."""
+    page = quickstart / "report.html"
+    assert page.stat().st_size < 20e6
+    records = [row for row in lines(quickstart / "samples.jsonl") if row["kind"] == "training"]
+    for record in records:
+        rollout = {(row["uid"], row["index"]): row
+                   for row in lines(quickstart / f"rollouts/step_{record['step']}.jsonl")}
+        shown = [(rollout[group["uid"], sample["index"]], sample) for group in record["groups"]
+                 for sample in group["samples"]]
+        assert len(shown) == 16 and all(row["reward"] == sample["reward"] for row, sample in shown)
+        assert all("".join(sample["text"]).startswith(row["response"]) for row, sample in shown)
+    with opened(page) as (tab, requests):
+        assert {"response length (tokens)", "entropy (nats)", "loss of the policy"} <= {
+            text.split("\n")[0] for text in tab.locator("figcaption").all_inner_texts()}  # yapf: disable
+        assert tab.locator("#at").inner_text() == "3 (3 of 3)" and tab.locator(".sample").count() == 16
+        tab.locator("#step").press("Home")
+        assert tab.locator("#at").inner_text() == "1 (1 of 3)"
+        said = ["".join(sample["text"]) for group in records[0]["groups"] for sample in group["samples"]]
+        assert [text.rstrip() for text in tab.locator(".sample pre").all_text_contents()] == [
+            text.rstrip() for text in said]  # yapf: disable
+        rewards = [sample["reward"] for group in records[0]["groups"] for sample in group["samples"]]
+        tab.locator("#low").fill("0.5")
+        assert tab.locator(".sample").count() == sum(reward >= 0.5 for reward in rewards)
+        tab.get_by_label("held-out prompts").check()
+        tab.locator("#low").fill("")
+        tab.locator("#prompt").select_option("0:0")
+        assert tab.locator("#step").get_attribute("max") == "1", "before the first step and after the last"
+        assert tab.locator("article").count() == 1 and requests == [page.as_uri()]
 
 
 def test_quickstart_reads_its_run_back(quickstart):

@@ -31,7 +31,7 @@ def run(*command, cwd):
 
 
 def modules():
-    paths = [path.relative_to(ROOT) for path in (ROOT / "lightrft").rglob("*.py")]
+    paths = [path.relative_to(ROOT) for suffix in ("py", "html") for path in (ROOT / "lightrft").rglob(f"*.{suffix}")]
     return {path.as_posix() for path in paths if "tests" not in path.parts}
 
 

@@ -15,6 +15,7 @@ from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_to
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt, Sample
 
+GROUPS, SAMPLES = 4, 8  # held-out prompts, and answers to each, that the report shows
 ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
 
 
@@ -49,6 +50,7 @@ class Answer:
     source: str  # data source of the prompt
     length: int  # tokens of the response
     scored: ScoredSample
+    sample: Sample | None = None  # with its tokens, where it is shown
 
 
 class Evaluator:
@@ -66,23 +68,25 @@ class Evaluator:
         self.sampling = SamplingParams(rollout.generate_max_len, cfg.eval_temperature, cfg.eval_top_p,
                                        stop_token_ids=stop_token_ids(rollout.stop, tokenizer))
 
-    def run(self) -> tuple[dict[str, float], list[ScoredSample]]:
-        """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first response to each first prompt."""
+    def run(self) -> tuple[dict[str, float], list[Answer]]:
+        """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
         scores = self.rewards.collect(
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
         local = [
             Answer(sample.prompt.data_source or "default", sample.response_len,
-                   ScoredSample.of(sample, score, self._shown(sample))) for sample, score in zip(samples, scores)
+                   ScoredSample.of(sample, score, self._shown(sample)), sample if self._shown(sample) else None)
+            for sample, score in zip(samples, scores)
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
         answers.sort(key=lambda answer: (answer.scored.group_id, answer.scored.index))
-        shown = [answer.scored for answer in answers if answer.scored.response is not None]
-        return self._metrics(answers), shown
+        return self._metrics(answers), [answer for answer in answers if answer.sample is not None]
 
     def _shown(self, sample: Sample) -> bool:
-        return sample.group_id < self.config.log.print_samples and not sample.index
+        log = self.config.log
+        printed = sample.group_id < log.print_samples and not sample.index
+        return printed or log.report and sample.group_id < GROUPS and sample.index < SAMPLES
 
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         seeds = [[sample_seed("eval", prompt.uid, j) for j in range(self.config.eval.eval_n_samples)]

@@ -287,7 +287,7 @@ class FastExperienceMaker:
         return baseline
 
     def _scored(self, samples: list[Sample], baseline: Callable[[], dict[int, tuple]]) -> Scored:
-        texts = self.config.log.save_trajectories
+        texts = self.config.log.save_trajectories or self.config.log.report
 
         def wait() -> list[ScoredSample]:
             with self.timer("reward"):

@@ -19,6 +19,7 @@ from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.prompt_source import get_group_source
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
+from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.checks.first_step import check_step_facts, facts_are_measured
 from lightrft.trainer.checks.tripwires import Tripwires, UnscoredTraining
 from lightrft.utils.logging import get_logger
@@ -45,11 +46,13 @@ class PPOTrainer(BaseTrainer):
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
         self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
+        self.recorder = SampleRecorder(log.folder, strategy, tokenizer, config.log.report)
         self.fresh = self.facts_due = True
 
     def before_loop(self, fresh: bool) -> None:
         """Send the weights to the engine; evaluate the untrained policy when asked for."""
         self.fresh = fresh
+        self.recorder.start(self.step)
         self.engine.sleep()  # its cache and a bucket of weights must not share memory
         self._wake_engine(self.step)
         if fresh and self.config.eval.eval_at_start:
@@ -73,6 +76,7 @@ class PPOTrainer(BaseTrainer):
             self.facts_due = False
         with self.timer("log"):
             self.log.rollout(self.step + 1, rollout)
+            self.recorder.rollout(self.step + 1, self.total_steps, rollout)
         self._end_with_the_data(self.step + 1)
         metrics |= {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
         return metrics | self._report(*self.tripwires.step(metrics))
@@ -127,13 +131,14 @@ class PPOTrainer(BaseTrainer):
             return {}
         self.prepared["actor"].model.eval()
         self.offloader.offload()
-        metrics, samples = self.evaluator.run()
+        metrics, answers = self.evaluator.run()
         if self.offloader.offloaded:  # no memory for both
             self.engine.sleep()
             self.offloader.reload()
             self._wake_engine(self.step)
+        self.recorder.evaluation(self.step, self.total_steps, answers)
         if self.step in (0, self.total_steps):
-            self.log.solutions(self.step, samples)
+            self.log.solutions(self.step, [answer.scored for answer in answers])
         return metrics | self._report(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:

@@ -16,6 +16,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.scores import ScoredSample
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
+from lightrft.utils.report import Report
 from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
@@ -61,6 +62,7 @@ class RunLog:
         self.config, self.strategy, self.aliases = config, strategy, aliases
         self.folder = Path(config.checkpoint.save_path)
         self.sinks: MetricSinks | None = None
+        self.report: Report | None = None
         self.last: dict[str, float] = {}
         self.parameters = 0  # parameters of the trained model; set by the trainer
 
@@ -70,6 +72,7 @@ class RunLog:
             self.sinks = MetricSinks.from_config(self.config, self.folder, self.aliases)
             self.sinks.truncate_after(step)
             self.last = self._written()
+            self.report = Report(self.folder) if self.config.log.report else None
 
     def _written(self) -> dict[str, float]:
         """Return the last line of ``metrics.jsonl``; empty if there is none."""
@@ -89,6 +92,8 @@ class RunLog:
         self.last["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
         if self.sinks is not None:
             self.sinks.log(step, self.last)
+        if self.report is not None:
+            self.report.refresh()
 
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
@@ -118,6 +123,8 @@ class RunLog:
         if self.sinks is not None:
             self.sinks.close()
             plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
+        if self.report is not None:
+            self.report.write()
 
 
 class RolloutLog(RunLog):
@@ -143,7 +150,7 @@ class RolloutLog(RunLog):
     def solutions(self, step: int, samples: list[ScoredSample]) -> None:
         """Print a few held-out solutions on the console."""
         if self.strategy.is_main:
-            print_samples([sample.row() for sample in samples], self.options.print_samples,
+            print_samples([sample.row() for sample in samples if not sample.index], self.options.print_samples,
                           f"held-out solutions after step {step}")
 
     def rollout(self, step: int, rollout: Rollout) -> None:

@@ -33,8 +33,8 @@ def _smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
-    """Titles and ``{metric: legend}`` of the panels that this run has numbers for."""
+def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
+    """Return titles and ``{metric: legend}`` of the panels that this run has numbers for."""
     names = {name for row in rows for name in row}
     found = [match for name in sorted(names) if (match := re.fullmatch(r"reward/(.+)/mean", name))]
     parts = {match[0]: match[1] for match in found if match[1] not in _SKIPPED_PARTS}
@@ -43,7 +43,7 @@ def _panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
               {name: f"held-out {name[5:]}" for name in sorted(names) if re.fullmatch(r"eval/[^/]+/pass@\d+", name)}
     if len(heldout) > 1 and "eval/all/avg@1" in heldout:
         heldout.pop("eval/all/avg@1")  # the same number as pass@1
-    panels = [
+    every = [
         ("reward", {"reward/mean": "sampled reward"} | heldout),
         ("parts of the reward", parts),
         ("response length (tokens)", {"rollout/response_len/mean": "mean"}),
@@ -52,7 +52,7 @@ def _panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         ("loss", {"sft/loss": "training", "eval/loss": "held-out"}),
     ]
     moving = {name for name in names if any(row.get(name) for row in rows)}  # a line that is 0 throughout is left out
-    kept = [(title, {name: legend for name, legend in lines.items() if name in moving}) for title, lines in panels]
+    kept = [(title, {name: legend for name, legend in lines.items() if name in moving}) for title, lines in every]
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
 
@@ -63,16 +63,16 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
         The path of the picture; None when the file holds nothing to draw.
     """
     rows = read_metrics(metrics_jsonl)
-    panels = _panels(rows)
-    if not panels:
+    drawn = panels(rows)
+    if not drawn:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    columns = min(len(panels), 3)
-    lines = -(-len(panels) // columns)
+    columns = min(len(drawn), 3)
+    lines = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    for number, (name, metrics) in enumerate(panels, 1):
+    for number, (name, metrics) in enumerate(drawn, 1):
         _draw(figure.add_subplot(lines, columns, number), name, metrics, rows)
     if title:
         figure.suptitle(title)

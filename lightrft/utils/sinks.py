@@ -280,14 +280,7 @@ class MetricSinks:
         if step <= 0:
             for left in (self.path, self.folder / "tensorboard", self.folder / _WANDB_ID):
                 backup_path(left)
-        if not self.path.exists():
-            return
-        part = self.path.with_suffix(".jsonl.part")
-        with open(part, "wb") as file:
-            file.writelines(line for line in self.path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
+        cut_after(self.path, step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write ``metrics`` of ``step`` to every sink; the first call opens them."""
@@ -309,3 +302,15 @@ def _step_of(line: bytes) -> float:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Remove the lines of a jsonl file after ``step``, and damaged ones; do nothing without the file."""
+    if not path.exists():
+        return
+    part = path.with_suffix(".jsonl.part")
+    with open(part, "wb") as file:
+        file.writelines(line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

@@ -26,7 +26,8 @@ def jsonable(value: Any) -> Any:
     return jsonable(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _line(row: dict[str, Any]) -> str:
+def json_line(row: dict[str, Any]) -> str:
+    """Encode a row as one line of a jsonl file."""
     try:
         return _ENCODE(row) + "\n"
     except (TypeError, ValueError):  # numbers and types that JSON lacks; rare, and slower
@@ -55,7 +56,7 @@ class TrajectorySaver:
         part = path.with_suffix(".jsonl.part")
         with open(part, "w", encoding="utf-8") as file:
             for row in islice(rows, self.num or None):
-                file.write(_line({"step": step, **row}))
+                file.write(json_line({"step": step, **row}))
         os.replace(part, path)
         return path
 
@@ -64,20 +65,19 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def shorten(text: str, width: int) -> str:
+    """Cut ``text`` in the middle if it is longer than ``width`` characters, with the number of those left out."""
+    half = width // 2
+    return text if len(text) <= width else f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
 def format_samples(rows: Iterable[Mapping[str, Any]], num: int, width: int = 1200) -> str:
     """Format the first ``num`` rows: prompt, response (cut in the middle at ``width`` characters each), verdict."""
-
-    def cut(text: str) -> str:
-        text, half = text.strip(), width // 2
-        if len(text) <= width:
-            return text
-        return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
-
     blocks = []
     for number, row in enumerate(islice(rows, num), 1):
         facts = "  ".join(f"{name} {_shown(row[name])}" for name in _SHOWN if row.get(name) is not None)
-        texts = f"  prompt:   {cut(row['prompt'])}\n  response: {cut(row['response'])}"
-        blocks.append(f"--- {number} ---  {facts}\n{texts}")
+        prompt, response = (shorten(row[name].strip(), width) for name in ("prompt", "response"))
+        blocks.append(f"--- {number} ---  {facts}\n  prompt:   {prompt}\n  response: {response}")
     return "\n".join(blocks)
 
 

@@ -240,6 +240,7 @@ FLIPS: dict[str, Flip] = {
     "disable_ckpt": Flip(True, files, {"disable_ckpt": False}),
     # log
     "metric_aliases": Flip("trl", keys),
+    "report": Flip(False, files),
     "save_trajectories": Flip(False, files),
     "num_trajectories_to_save": Flip(3, said("uid")),
 }  # yapf: disable

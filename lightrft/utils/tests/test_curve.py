@@ -5,7 +5,7 @@ import sys
 
 from PIL import Image
 
-from lightrft.utils.curve import _panels, _smooth, plot_curve, read_metrics, series
+from lightrft.utils.curve import _smooth, panels, plot_curve, read_metrics, series
 
 
 def write(path, rows):
@@ -26,12 +26,12 @@ def rows():
 
 def test_panels_follow_the_metrics(tmp_path):
     lines = read_metrics(write(tmp_path / "metrics.jsonl", rows()))
-    panels = dict(_panels(lines))
-    assert list(panels) == [
+    found = dict(panels(lines))
+    assert list(found) == [
         "reward", "parts of the reward", "response length (tokens)", "KL (nats per token)", "entropy (nats)"
     ]
-    assert panels["reward"] == {"reward/mean": "sampled reward", "eval/all/pass@1": "held-out pass@1"}
-    assert set(panels["parts of the reward"].values()) == {"math", "format"}
+    assert found["reward"] == {"reward/mean": "sampled reward", "eval/all/pass@1": "held-out pass@1"}
+    assert set(found["parts of the reward"].values()) == {"math", "format"}
     assert series(lines, "eval/all/pass@1")[0] == [10, 20, 30, 40]
     assert 3 not in series(lines, "policy/kl_ref")[0], "null is no number"
 

@@ -1,0 +1,131 @@
+"""What ``report.html`` shows in a browser, of samples that are hard to show; test_examples.py opens a trained run's."""
+import json
+
+import pytest
+
+from lightrft.tests.support.browser import opened
+from lightrft.utils.report import write_report
+from lightrft.utils.trajectory_saver import json_line
+
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)> <b>é 😀</b>"
+
+
+def sample(index, reward, text, **more):
+    values = {"index": index, "reward": reward, "parts": {}, "error": None, "finish": "stop",
+              "tokens": len(text), "text": text, "logprobs": [-0.5] * len(text),
+              "advantages": index / 4}  # yapf: disable
+    return values | more
+
+
+def groups(step):
+    rows = [sample(0, 0.0, [HOSTILE, f" step {step}"]), sample(1, 1.0, ["right"]),
+            sample(2, None, ["late"], error="timeout", advantages=0.0),
+            sample(3, 0.5, ["a", "b", "y", "z"], tokens=1000, cut=[2, 996], finish="length",
+                   logprobs=[-4.5, None, 0.0, -2.0], advantages=[1.0, 0.0, -1.0, 0.5])]  # yapf: disable
+    return [{"uid": f"0:{uid}", "prompt": f"{HOSTILE} {uid}", "reference": {"answer": 5}, "samples": rows}
+            for uid in (0, step)]  # yapf: disable
+
+
+@pytest.fixture(name="page", scope="module")
+def fixture_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a & <b>"
+    folder.mkdir()
+    lines = [{"step": step, "reward/mean": step / 10, "time/step_s": 1.0, "policy/kl_ref": 0.0, "odd/one": -step}
+             for step in (1, 2, 3)]  # yapf: disable
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    records = [{"step": step, "kind": "training", "groups": groups(step)} for step in (1, 2, 3)]
+    (folder / "samples.jsonl").write_text("".join(map(json_line, records)), encoding="utf-8")
+    file = write_report(folder)
+    with opened(file) as (tab, requests):
+        yield tab
+        assert set(requests) == {file.as_uri()}, "the page asks for nothing else"
+
+
+@pytest.fixture(name="tab")
+def fixture_tab(page):
+    """As it was opened."""
+    page.goto(page.url.partition("#")[0])
+    page.reload()
+    return page
+
+
+def texts(tab, selector):
+    return tab.locator(selector).all_inner_texts()
+
+
+def test_texts_are_shown_and_not_run(tab):
+    assert tab.title() == "a & <b> – lightrft" and tab.locator("h1").inner_text() == "a & <b>"
+    assert tab.locator("article img, article script, article pre b").count() == 0
+    assert texts(tab, "article pre.prompt")[0] == f"{HOSTILE} 0"
+    assert texts(tab, ".sample >> nth=0 >> .token") == [HOSTILE, " step 3"]
+    assert 'reference: {"answer":5}' in tab.locator("article").first.inner_text()
+
+
+def test_unscored_and_cut_samples_say_so(tab):
+    shown = texts(tab, "article >> nth=0 >> .sample")
+    assert shown[2].startswith("unscored: timeout") and "cut off at the length limit" in shown[3]
+    assert texts(tab, ".cut")[0] == "996 of 1000 tokens are not shown"
+    pieces = tab.locator("article >> nth=0 >> .sample >> nth=3 >> pre > span")
+    assert pieces.all_inner_texts() == ["a", "b", "996 of 1000 tokens are not shown", "y", "z"]
+
+
+def colors(tab):
+    shown = tab.locator("article >> nth=0 >> .sample >> nth=3 >> .token")
+    return [shown.nth(i).evaluate("each => getComputedStyle(each).backgroundColor") for i in range(4)]
+
+
+def test_tokens_have_the_colour_that_is_chosen(tab):
+    nothing = "rgba(0, 0, 0, 0)"
+    assert colors(tab) == ["rgba(208, 110, 0, 0.75)", nothing, "rgba(208, 110, 0, 0)", "rgba(208, 110, 0, 0.376)"]
+    tab.get_by_label("advantage").check()
+    assert colors(tab) == ["rgba(0, 125, 220, 0.65)", nothing, "rgba(215, 60, 40, 0.65)", "rgba(0, 125, 220, 0.325)"]
+    tab.get_by_label("none").check()
+    assert colors(tab) == [nothing] * 4 and tab.locator("#scale").inner_text() == ""
+    title = tab.locator("article >> nth=0 >> .sample >> nth=3 >> .token").first.get_attribute("title")
+    assert title == '"a"\nlog-prob -4.5 (probability 0.01111)\nadvantage 1'
+
+
+def test_samples_are_filtered_by_reward(tab):
+
+    def heads():
+        return texts(tab, "article >> nth=0 >> .sample b")
+
+    assert heads() == ["reward 0", "reward 1", "unscored: timeout", "reward 0.5"]
+    tab.locator("#low").fill("0.5")
+    assert heads() == ["reward 1", "unscored: timeout", "reward 0.5"]
+    tab.get_by_label("unscored").uncheck()
+    tab.locator("#high").fill("0.9")
+    assert heads() == ["reward 0.5"] and tab.locator("#count").inner_text() == "2 of 8 samples"
+    tab.locator("#low").fill("2")
+    assert tab.locator("article").count() == 0 and tab.locator("#count").inner_text() == "0 of 8 samples"
+
+
+def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(tab):
+    slider = tab.locator("#step")
+    assert tab.locator("#at").inner_text() == "3 (3 of 3)", "the newest record comes first"
+    assert texts(tab, "article h3") == ["prompt 0:0", "prompt 0:3"]
+    tab.locator("#prompt").select_option("0:0")
+    for step in (3, 2, 1):
+        assert tab.locator("#at").inner_text() == f"{step} ({step} of 3)"
+        assert texts(tab, "article h3") == ["prompt 0:0"]
+        assert texts(tab, ".token")[1] == f" step {step}"
+        slider.press("ArrowLeft")
+    tab.reload()  # as while the run is under way
+    assert tab.locator("#at").inner_text() == "1 (1 of 3)" and texts(tab, "article h3") == ["prompt 0:0"]
+    tab.locator("#prompt").select_option("0:2")
+    assert tab.locator("#at").inner_text() == "2 (1 of 1)" and slider.is_disabled()
+
+
+def test_curves_are_read_with_the_keyboard_and_other_metrics_can_be_drawn(tab):
+    figures = tab.locator("figure")
+    assert texts(tab,
+                 "figcaption")[0].startswith("reward") and "policy/kl_ref" not in tab.locator("#panels").inner_text()
+    curve = figures.first.locator("svg")
+    assert curve.get_attribute("aria-label") == "reward: sampled reward from 0.1 to 0.3"
+    curve.press("ArrowLeft")
+    assert "sampled reward 0.2" in figures.first.inner_text() and "at step 2" in figures.first.inner_text()
+    before = figures.count()
+    tab.locator("#metric").select_option("odd/one")
+    assert figures.count() == before + 1
+    labels = [each.text_content() for each in figures.last.locator("text").all()]
+    assert {"0", "-3", "1", "3", "step"} <= set(labels), "the axis goes from the lowest value to 0"

@@ -1,0 +1,161 @@
+"""Records a few groups of samples token by token, for the report of a run: ``samples.jsonl``."""
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.evaluator import Answer, GROUPS, SAMPLES
+from lightrft.trainer.fast_exp_maker import Rollout
+from lightrft.trainer.samples import sample_seed
+from lightrft.trainer.scores import ScoredSample
+from lightrft.types import Experience, Sample
+from lightrft.utils.sinks import backup_path, cut_after
+from lightrft.utils.trajectory_saver import json_line, shorten
+
+TOKENS = 8192  # of a record; longer responses are cut in the middle
+CHARACTERS = 4000  # of a prompt
+RECORDS = 32  # of a run, for training and held-out prompts each
+FILE = "samples.jsonl"
+
+Group = list[tuple[ScoredSample, int]]  # samples of one prompt, and their indices in the batch
+
+
+@dataclass
+class Response:
+    """Tokens of one response, with the token before it; ``advantages`` is empty where there are none."""
+    scored: ScoredSample
+    before: int
+    token_ids: list[int]
+    logprobs: list[float | None]  # None: not drawn by the policy
+    advantages: list[float]
+
+    @classmethod
+    def of_sample(cls, scored: ScoredSample, sample: Sample) -> "Response":
+        """Take the tokens of a held-out answer."""
+        start = len(sample.prompt.token_ids)
+        drawn = zip(sample.logprobs[start:], sample.loss_mask[start:])
+        return cls(scored, sample.token_ids[start - 1], sample.token_ids[start:],
+                   [logprob if own else None for logprob, own in drawn], [])
+
+    @classmethod
+    def of_experience(cls, scored: ScoredSample, exp: Experience) -> "Response":
+        """Take the tokens of ``exp``, which holds one sequence."""
+        drawn, ids = exp.drawn.tolist(), exp.token_ids.tolist()
+        start = drawn.index(True) if True in drawn else len(ids)
+        logprobs = [logprob if own else None for logprob, own in zip(exp.rollout_logprobs.tolist(), drawn)]
+        return cls(scored, ids[start - 1], ids[start:], logprobs[start:], exp.advantages.tolist()[start:])
+
+    def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
+        """Return the record of the response, with at most ``limit`` tokens, half of them from its end."""
+        size, scored = len(self.token_ids), self.scored
+        half = limit // 2 if size > limit else size
+        tail = slice(max(size - half, half), size)
+        kept = [*range(half), *range(size)[tail]]
+        said = texts(self.before, self.token_ids[:half])
+        said += texts(self.token_ids[tail.start - 1], self.token_ids[tail]) if tail.start < size else []
+        own = [self.advantages[i] for i in kept if self.logprobs[i] is not None] if self.advantages else []
+        row: dict[str, Any] = {
+            "index": scored.index, "reward": scored.reward, "parts": scored.parts, "error": scored.error,
+            "finish": scored.finish_reason, "tokens": size, "text": said,
+            "logprobs": [None if self.logprobs[i] is None else round(self.logprobs[i] or 0.0, 3) for i in kept]
+        }  # yapf: disable
+        if own:  # most algorithms give all tokens of a response the same advantage
+            same = min(own) == max(own)
+            row["advantages"] = round(own[0], 4) if same else [round(self.advantages[i], 4) for i in kept]
+        return row | ({"cut": [half, size - len(kept)]} if len(kept) < size else {})
+
+
+class TokenTexts:
+    """Text that each token adds to the tokens before it; a character of several tokens belongs to its last one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._decode = lru_cache(1 << 16)(self._decoded)
+
+    def _decoded(self, *token_ids: int) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False,
+                                         clean_up_tokenization_spaces=False))
+
+    def __call__(self, before: int, token_ids: list[int]) -> list[str]:
+        """Decode ``token_ids``, which follow the token ``before``: tokenizers write the first word of a text in another
+        way."""
+        texts, first = [""] * len(token_ids), 0  # tokens from ``first`` on have no text yet
+        for i in range(len(token_ids)):
+            text = self._text(before, token_ids[first:i + 1])
+            if not text.endswith("\ufffd") or i + 1 == len(token_ids):
+                texts[i], before, first = text, token_ids[i], i + 1
+            elif i - first == 3:  # a character has at most four bytes: the first token is none of it
+                texts[first], before, first = self._text(before,
+                                                         token_ids[first:first + 1]), token_ids[first], first + 1
+        return texts
+
+    def _text(self, before: int, token_ids: list[int]) -> str:
+        return self._decode(before, *token_ids)[len(self._decode(before)):]
+
+
+class SampleRecorder:
+    """Appends records to ``samples.jsonl``: groups of training prompts, and groups of held-out prompts.
+
+    A record is made in about ``RECORDS`` steps of a run, so its cost and the size of the file are bounded. Training
+    prompts are chosen by a hash of their uid: those of one epoch come again in the next.
+    """
+
+    def __init__(self, folder: Path, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, enabled: bool) -> None:
+        self.path, self.strategy, self.texts, self.enabled = folder / FILE, strategy, TokenTexts(tokenizer), enabled
+        self.next = {"training": 0, "held-out": 0}
+
+    def start(self, step: int) -> None:
+        """Remove the records of an earlier run after ``step``; at step 0 rename its file."""
+        if self.strategy.is_main:
+            if step == 0:
+                backup_path(self.path)
+            cut_after(self.path, step)
+
+    def _due(self, kind: str, step: int, total_steps: int) -> bool:
+        due = self.enabled and (step >= self.next[kind] or step == total_steps)
+        if due:
+            self.next[kind] = step + max(total_steps // RECORDS, 1)
+        return due
+
+    def rollout(self, step: int, total_steps: int, rollout: Rollout) -> None:
+        """Record groups of a rollout; a collective."""
+        if not (self._due("training", step, total_steps) and rollout.shards.size):
+            return
+        chosen = self._chosen(rollout)
+        exp = rollout.shards.collect(list(chosen))
+        if self.strategy.is_main:
+            parts = exp.split([[i] for i in range(len(chosen))])
+            self._write("training", step, list(map(Response.of_experience, chosen.values(), parts)))
+
+    def _chosen(self, rollout: Rollout) -> dict[int, ScoredSample]:
+        """Return samples of the groups with the lowest hashes, by their index in the batch."""
+        own = sorted(zip(rollout.scored, rollout.numbers), key=lambda each: (each[0].group_id, each[0].index))
+        groups = [list(group)[:SAMPLES] for _, group in groupby(own, key=lambda each: each[0].group_id)]
+        ranked = [(sample_seed("report", group[0][0].uid), group[0][0].group_id, group) for group in groups]
+        parts = self.strategy.all_gather_object(_lowest(ranked))
+        return {number: sample for *_, group in _lowest(chain.from_iterable(parts)) for sample, number in group}
+
+    def evaluation(self, step: int, total_steps: int, answers: Sequence[Answer]) -> None:
+        """Record the first groups of an evaluation: the same prompts every time."""
+        if self._due("held-out", step, total_steps) and self.strategy.is_main:
+            shown = [(answer.scored, answer.sample) for answer in answers if answer.scored.group_id < GROUPS]
+            self._write("held-out", step, [Response.of_sample(scored, sample) for scored, sample in shown if sample])
+
+    def _write(self, kind: str, step: int, responses: list[Response]) -> None:
+        limit, groups = TOKENS // max(len(responses), 1), []
+        for _, members in groupby(responses, key=lambda each: each.scored.group_id):
+            group = list(members)
+            first, rows = group[0].scored, [each.row(self.texts, limit) for each in group]
+            groups.append({"uid": first.uid, "prompt": shorten(first.prompt or "", CHARACTERS),
+                           "reference": first.reference, "samples": rows})  # yapf: disable
+        with open(self.path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(json_line({"step": step, "kind": kind, "groups": groups}))
+
+
+def _lowest(ranked: Iterable[tuple[int, int, Group]]) -> list[tuple[int, int, Group]]:
+    return sorted(ranked, key=lambda each: each[:2])[:GROUPS]

@@ -1,0 +1,110 @@
+"""The samples that the report shows, token by token."""
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightrft.rewards.base import Outcome
+from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.trainer import sample_recorder
+from lightrft.trainer.sample_recorder import Response, TokenTexts
+from lightrft.trainer.scores import ScoredSample
+
+OPTIONS = {"max_steps": 5, "rollout_batch_size": 6, "n_samples_per_prompt": 10, "train_batch_size": 60,
+           "save_trajectories": True, "num_trajectories_to_save": 0, "disable_ckpt": False, "save_steps": 2,
+           "async_save": False, "eval_n_samples": 2, "eval_temperature": 1.0, "eval_steps": 1, "eval_at_start": True,
+           "stop": []}  # yapf: disable
+
+
+def judge(item):
+    return Outcome(None, "slow") if item.response[:1] < "5" else runs.letters(item)
+
+
+@pytest.fixture(name="done", scope="module")
+def fixture_done(tmp_path_factory, no_picture):  # noqa: F811
+    home = runs.write_home(tmp_path_factory.mktemp("home"))
+    save = tmp_path_factory.mktemp("runs") / "mine"
+    config = runs.config_of(home, save, eval_data=[str(home / "test.jsonl")], **OPTIONS)
+    return runs.run(home, save, runs.Judge(config.reward, judge), eval_data=[str(home / "test.jsonl")], **OPTIONS)
+
+
+def records(folder, kind):
+    return [record for record in runs.read_lines(folder / "samples.jsonl") if record["kind"] == kind]
+
+
+def test_a_record_is_the_rollout_of_its_step(done):
+    found = records(done.folder, "training")
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5]
+    unscored = 0
+    for record in found:
+        rollout = {(row["uid"], row["index"]): row for row in done.rollout(record["step"])}
+        assert [len(group["samples"]) for group in record["groups"]] == [8] * 4
+        for group in record["groups"]:
+            for sample in group["samples"]:
+                row = rollout[group["uid"], sample["index"]]
+                text = "".join(sample["text"]).removesuffix("<|im_end|>")
+                text, expected = (re.sub("\ufffd+", "\ufffd", each) for each in (text, row["response"]))
+                assert (text, group["prompt"], group["reference"]) == (expected, row["prompt"], row["reference"])
+                assert (sample["reward"], sample["error"]) == (row["reward"], row["error"])
+                assert sample["advantages"] == pytest.approx(row["advantage"], abs=1e-4), "one for all of its tokens"
+                assert len(sample["text"]) == len(sample["logprobs"]) == sample["tokens"]
+                assert max(sample["logprobs"]) <= 0
+                unscored += sample["reward"] is None
+    assert unscored, "unscored samples are shown as such"
+
+
+def test_the_same_prompts_come_again(done):
+    """All prompts are in every batch here: the training prompts with the lowest hashes are, too."""
+    for kind in ("training", "held-out"):
+        found = [sorted(group["uid"] for group in record["groups"]) for record in records(done.folder, kind)]
+        assert len(found) >= 5 and found.count(found[0]) == len(found), kind
+    assert [record["step"] for record in records(done.folder, "held-out")] == [0, 1, 2, 3, 4, 5]
+    answers = [group["samples"] for record in records(done.folder, "held-out") for group in record["groups"]]
+    assert all(len(samples) == 2 and "advantages" not in samples[0] for samples in answers)
+
+
+def test_a_resumed_run_records_what_a_straight_one_does(done, tmp_path_factory):
+    before = (done.folder / "samples.jsonl").read_text(encoding="utf-8")
+    newest = done.folder / "checkpoints" / "step_000005"
+    newest.rename(newest.with_name("gone"))
+    home = done.trainer.config.model.pretrain.removesuffix("/model")
+    config = done.trainer.config
+    options = OPTIONS | {"load_checkpoint": True, "eval_data": config.data.eval_data}
+    runs.run(Path(home), done.folder, runs.Judge(config.reward, judge), **options)
+    assert (done.folder / "samples.jsonl").read_text(encoding="utf-8") == before
+
+
+def test_a_long_response_is_cut_in_the_middle():
+    ids, texts = list(range(4, 94)), TokenTexts(tiny.tokenizer())
+    response = Response(ScoredSample(0, 0, 1.0), 4, ids, [-0.5] * 90, [i / 10 for i in range(90)])
+    row = response.row(texts, 11)
+    assert row["cut"] == [5, 80] and row["tokens"] == 90
+    assert row["text"] == [*"!\"#$%", *"vwxyz"] and len(row["logprobs"]) == 10
+    assert row["advantages"] == [0.0, 0.1, 0.2, 0.3, 0.4, 8.5, 8.6, 8.7, 8.8, 8.9]
+    assert "cut" not in response.row(texts, 100)
+    appended = Response(ScoredSample(0, 0, 1.0), 4, ids[:3], [-0.5, None, -0.25], [2.0, 0.0, 2.0])
+    assert appended.row(texts, 8)["advantages"] == 2.0 and appended.row(texts, 8)["logprobs"] == [-0.5, None, -0.25]
+    assert Response(ScoredSample(0, 0, None), 4, [], [], []).row(texts, 8)["text"] == []
+
+
+@pytest.mark.parametrize("text", ["naïve 😀 漢字", "  two\n\n", "<|im_end|>x", "é" * 5])
+def test_the_texts_of_tokens_join_to_the_response(text):
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = TokenTexts(tokenizer)(tokenizer.encode("a")[0], ids)
+    assert "".join(found) == text and len(found) == len(ids)
+    damaged = TokenTexts(tokenizer)(tokenizer.encode("a")[0], tokenizer.encode("é")[:1] + tokenizer.encode("b"))
+    assert "".join(damaged).endswith("b"), "a character that never ends hides nothing"
+
+
+def test_records_are_bounded_in_number_and_size(done, monkeypatch):
+    recorder = done.trainer.recorder
+    recorder.next["training"] = 0
+    due = [step for step in range(1, 1001) if recorder._due("training", step, 1000)]
+    assert due[:3] == [1, 32, 63] and due[-1] == 1000 and len(due) <= sample_recorder.RECORDS + 2
+    line = json.dumps({"text": [" longish"] * sample_recorder.TOKENS, "logprobs": [-10.123] * sample_recorder.TOKENS,
+                       "advantages": [-10.1234] * sample_recorder.TOKENS})  # yapf: disable
+    prompts = 4 * sample_recorder.CHARACTERS
+    assert 2 * (sample_recorder.RECORDS + 2) * (len(line) + prompts) < 20e6, "with every token's advantage its own"

@@ -1,0 +1,93 @@
+"""Summary of a run, from the files in its folder: numbers before and after, seconds by phase, tokens."""
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+_EVALUATION = re.compile(r"eval/(all/(pass|avg)@\d+|loss)")
+_TRAINING = ("reward/mean", "sft/loss")
+_PARTS_OF_OTHERS = ("time/step_s", "time/update_s")  # sums of other times
+
+
+@dataclass(frozen=True)
+class Change:
+    """Number at the start and at the end of a run, and its best value."""
+    name: str
+    before: float | None  # None: it was measured once
+    after: float
+    best: float
+    best_step: int
+    measured: str  # the steps of ``before`` and ``after``
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Numbers of a run up to its last step."""
+    steps: int
+    changes: list[Change]
+    phases: dict[str, float]  # seconds by phase, the longest first
+    tokens: int  # generated ones; in supervised fine-tuning those of the batches
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps."""
+        return sum(self.phases.values())
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "RunSummary":
+        """Summarize the lines of ``metrics.jsonl``."""
+        names = {name for row in rows for name in row}
+        held_out = sorted(name for name in names if _EVALUATION.fullmatch(name))
+        changes = [_evaluated(rows, name) for name in held_out]
+        changes += [_trained(rows, name) for name in _TRAINING if name in names]
+        phases = {name[5:-2]: _total(rows, name) for name in names
+                  if name.startswith("time/") and name not in _PARTS_OF_OTHERS}  # yapf: disable
+        longest_first = dict(sorted(phases.items(), key=lambda item: -item[1]))
+        tokens = _total(rows, "rollout/tokens") + _total(rows, "sft/tokens")
+        return cls(rows[-1]["step"] if rows else 0, [each for each in changes if each], longest_first, int(tokens))
+
+
+def _total(rows: Sequence[Row], name: str) -> float:
+    return sum(row.get(name) or 0.0 for row in rows)
+
+
+def _points(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
+
+def _best(points: list[tuple[int, float]], name: str) -> tuple[int, float]:
+    return (min if name.endswith("loss") else max)(points, key=lambda point: point[1])
+
+
+def _evaluated(rows: Sequence[Row], name: str) -> Change | None:
+    """Return the first and the last evaluation."""
+    points = _points(rows, name)
+    if not points:
+        return None
+    (first, before), (last, after), (step, best) = points[0], points[-1], _best(points, name)
+    if len(points) == 1:
+        return Change(name, None, after, best, step, f"step {last}")
+    return Change(name, before, after, best, step, f"step {first} -> {last}")
+
+
+def _trained(rows: Sequence[Row], name: str) -> Change | None:
+    """Return the means over the first and the last tenth of the steps: a single batch is noise."""
+    points = _points(rows, name)
+    if not points:
+        return None
+    size, (step, best) = max(len(points) // 10, 1), _best(points, name)
+    ends = [[value for _, value in part] for part in (points[:size], points[-size:])]
+    before, after = (sum(part) / size for part in ends)
+    first, last = (f"step {points[0][0]}", f"{points[-1][0]}") if size == 1 else (f"first {size}", f"last {size} steps")
+    return Change(name, before if len(points) > 1 else None, after, best, step,
+                  f"{first} -> {last}" if len(points) > 1 else f"step {points[-1][0]}")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: ``"4.2 s"``, ``"3 min 20 s"``, ``"5 h 7 min"``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
