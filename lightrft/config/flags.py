@@ -92,7 +92,8 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
     """
     for group, cls in groups(tree).items():
         own = {name: option for name, option in group_options(cls, group).items() if name not in skip}
-        target = parser.add_argument_group(group, cls.__doc__) if own else None
+        if own:
+            target = parser.add_argument_group(group, cls.__doc__)
         for name, option in own.items():
             _add(target, option, defaults.get(name, option.default), quiet)
     for alias, (name, value) in ALIASES.items():

@@ -30,8 +30,9 @@ class HelpAction(argparse.Action):
         defaults: values, by option name, that replace those of the tree.
     """
 
-    def __init__(self, *args: Any, tree: type, defaults: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(*args, default=argparse.SUPPRESS, **kwargs)
+    def __init__(self, option_strings: Sequence[str], dest: str, tree: type, defaults: dict[str, Any],
+                 **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
         self.tree, self.defaults = tree, defaults
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightrft.config.engines import ENGINES
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
+from lightrft.config.reward_schema import RewardConfig
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
 from lightrft.config.tree import group
@@ -157,35 +158,6 @@ class DataConfig:
     def held_out(self) -> list[str]:
         """Entries of ``eval_data`` and ``eval_suite``; empty: nothing is held out."""
         return [*self.eval_data, *self.eval_suite]
-
-
-@dataclass
-class RewardConfig:
-    """Rewards of the responses: sources, workers and shaping."""
-    reward: list[str] = option(
-        [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
-        "each row's label or data source", common=True)
-    remote_rm_url: list[str] = option(
-        [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
-    reward_workers: int = option(1, "worker processes per rank that score responses", within=COUNT, free=True)
-    reward_timeout_s: float = option(
-        10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored",
-        within=POSITIVE, free=True)
-    reward_probe: bool = option(
-        True, "score one known-good and one known-bad answer before training and stop if they do not differ", free=True)
-    max_unscored_steps: int = option(
-        3, "stop after this many steps in a row in which no response could be scored; 0: never", within=NON_NEGATIVE,
-        free=True)
-    reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off", within=NON_NEGATIVE)
-    reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
-    reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean", needs="reward_running_norm")
-    overlong_buffer: bool = option(False, "DAPO soft penalty on responses that come near --generate_max_len")
-    overlong_buffer_len: int = option(
-        0, "length of the penalty zone before --generate_max_len, in tokens; 0: a fifth of it, DAPO's share",
-        within=NON_NEGATIVE, needs="overlong_buffer")
-    overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)",
-                                                   within=POSITIVE, needs="overlong_buffer")
-    mask_truncated: bool = option(False, "leave responses that hit the length limit out of the loss")
 
 
 @dataclass

@@ -3,7 +3,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import singledispatch
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 from lightrft.config.layers import changed
@@ -15,6 +14,7 @@ from lightrft.config.stages import length_problems
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
 from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems, shared_engine
+from lightrft.preflight.reward_rules import reward_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
                                              shared_problems, sources, suites)
 
@@ -53,7 +53,7 @@ def _(config: SFTConfig, world_size: int, cuda: bool) -> Iterator[str]:
 
 @problems.register
 def _(config: Config, world_size: int, cuda: bool) -> Iterator[str]:
-    for check in (_data, _rollout, _reward, _train, _eval, algorithm_problems):
+    for check in (_data, _rollout, reward_problems, _train, _eval, algorithm_problems):
         yield from check(config)
     yield from _reference(config.model, world_size)
     yield from _batches(config, world_size)
@@ -147,24 +147,6 @@ def _rollout(c: Config) -> Iterator[str]:
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
         yield ("--dynamic_sampling True: one response per prompt never differs, so no batch would ever fill; nearest "
                "valid value: --n_samples_per_prompt 2, or drop it")
-
-
-def _reward(c: Config) -> Iterator[str]:
-    r = c.reward
-    for url in r.remote_rm_url:
-        if not re.match(r"https?://[^/]", url):
-            yield f"--remote_rm_url {url}: must start with http:// or https://; did you mean http://{url}?"
-    for part in r.reward:
-        yield from _reward_part(part)
-
-
-def _reward_part(part: str) -> Iterator[str]:
-    name, _, weight = part.rpartition("=") if "=" in part else (part, "", "1")
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", weight):
-        yield f"--reward {part}: the weight after = must be a number, e.g. {name}=1.0"
-    file = re.match(r"(.+\.py)(:\w+)?$", name)
-    if file and not Path(file[1]).expanduser().is_file():
-        yield f"--reward {part}: no such file: {file[1]}"
 
 
 def _train(c: Config) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
+from lightrft.rewards.judge import judge_reward
 from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, RewardPart, recipe_for,
                                    remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
@@ -56,6 +57,7 @@ class RewardManager:
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
+        self.judge: RemoteReward | None = None
         self._named: dict[str, RewardPart] = {}
         self._recipes: dict[tuple[str, str], Weighted] = {}
         self._logged: set[str] = set()
@@ -144,8 +146,9 @@ class RewardManager:
     def shutdown(self) -> None:
         """Kill the workers and stop the requests to servers. Responses under way come back unscored."""
         self.pool.shutdown()
-        if self.remote is not None:
-            self.remote.shutdown()
+        for servers in (self.remote, self.judge):
+            if servers is not None:
+                servers.shutdown()
 
     def _configured(self) -> Weighted:
         parts: Weighted = []
@@ -156,21 +159,28 @@ class RewardManager:
             if part.name in [known.name for known, _ in parts]:
                 raise UserError(f"--reward names {part.name!r} twice. Remedy: name it once, with the weight you want")
             parts.append((part, entry.weight))
-        return parts + ([(remote_part(self.remote), 1.0)] if self.remote is not None else [])
+        return parts + ([(remote_part(self.remote, "remote"), 1.0)] if self.remote is not None else [])
 
     def _part(self, name: str) -> RewardPart:
         if name not in self._named:
-            function = self.functions.get(name)
-            part = self._named[name] = (named_part(name, self.pool) if function is None else function_part(
-                name, function, self.pool))
+            part = self._named[name] = self._made(name)
             if part.warm is not None:
                 part.warm()
         return self._named[name]
 
+    def _made(self, name: str) -> RewardPart:
+        if name in self.functions:
+            return function_part(name, self.functions[name], self.pool)
+        if name == "judge":
+            self.judge = judge_reward(self.cfg)
+            return remote_part(self.judge, name)
+        return named_part(name, self.pool)
+
     def _start(self, part: RewardPart, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
-        budget = self._budgets.setdefault(part.name, RewardBudget(self.cfg.reward_timeout_s))
+        limit_s = part.limit_s or self.cfg.reward_timeout_s
+        budget = self._budgets.setdefault(part.name, RewardBudget(limit_s))
         for handle, _ in members:
-            handle.budgets.setdefault(part.name, GroupBudget(self.cfg.reward_timeout_s, budget))
+            handle.budgets.setdefault(part.name, GroupBudget(limit_s, budget))
         submit = cast(Submit, part.submit)  # a part without one decides each response at once
         futures = submit([handle.rows[row][0] for handle, row in members],
                          [handle.budgets[part.name] for handle, _ in members])

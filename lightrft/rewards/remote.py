@@ -1,12 +1,15 @@
-"""Reward servers over HTTP: several URLs share the work, a request goes to the least busy one, retries are bounded.
+"""Scoring over HTTP: several URLs share the work, a request goes to the least busy one, retries are bounded.
 
-POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``, optionally with
-``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of either dialect.
+Reward servers: POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``,
+optionally with ``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of
+either dialect. Judges: :mod:`lightrft.rewards.judge`.
 """
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import requests
 
@@ -23,14 +26,19 @@ REST_S = 5.0  # seconds for which a failed server is the last choice
 
 _SPOILT = ("http_status", "wrong_json", "wrong_length", "timeout")  # one response can spoil a request like this
 Row = tuple[RewardInput, GroupBudget, "Future[list[Outcome]]"]
+Ask = Callable[[requests.Session, str, list[RewardInput], float], list[Outcome]]
+"""Sends one request ``(session, url, responses, seconds)``; raises ``RequestFailed``."""
 
 
 class RequestFailed(RuntimeError):
-    """A request had no usable answer; ``cause`` is the countable reason."""
+    """A request had no usable answer; ``cause`` is the countable reason.
 
-    def __init__(self, cause: str, detail: str) -> None:
+    ``wait_s`` are the seconds after which the server asks to be tried again.
+    """
+
+    def __init__(self, cause: str, detail: str, wait_s: float = 0.0) -> None:
         super().__init__(detail)
-        self.cause = cause
+        self.cause, self.wait_s = cause, wait_s
 
 
 class Balancer:
@@ -84,12 +92,18 @@ class RemoteReward:
 
     The reward of a response does not depend on the rest of the request, so responses may be sent at any time and in
     any combination.
+
+    Args:
+        ask: sends a request; None: that of reward servers.
+        lanes: requests in flight; 0: ``LANES`` per URL.
+        most: responses per request.
     """
 
-    def __init__(self, urls: list[str], limit_s: float) -> None:
+    def __init__(self, urls: list[str], limit_s: float, ask: Ask | None = None, lanes: int = 0,
+                 most: int = MAX_CHUNK) -> None:
         self.balancer = Balancer(urls)
-        self.limit_s, self.size = limit_s, Size(MAX_CHUNK)
-        self._backlog: Backlog[Row] = Backlog(LANES * len(self.balancer.in_flight))
+        self.limit_s, self.size, self.ask = limit_s, Size(most), ask or ask_server
+        self._backlog: Backlog[Row] = Backlog(lanes or LANES * len(self.balancer.in_flight))
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
@@ -130,7 +144,7 @@ class RemoteReward:
     def _try(self, session: requests.Session, rows: list[Row], tries: int) -> list[Outcome]:
         tried: list[str] = []
         failure, start = RequestFailed("shutdown", ""), time.monotonic()
-        while len(tried) < tries and not self._closed.wait(BACKOFF_S * 2**(len(tried) - 1) if tried else 0.0):
+        while len(tried) < tries and not self._closed.wait(self._pause_s(len(tried), failure)):
             limit_s = max(budget.deadline_s() for _, budget, _ in rows)
             if limit_s == 0:
                 return [NOT_TRIED] * len(rows)
@@ -145,10 +159,14 @@ class RemoteReward:
                 break  # a smaller request is answered sooner
         return [Outcome(None, failure.cause, str(failure))] * len(rows)
 
+    def _pause_s(self, tried: int, failure: RequestFailed) -> float:
+        """Seconds until the next try: growing, and as many as the server asks for, up to the limit of a request."""
+        return max(BACKOFF_S * 2**(tried - 1), min(failure.wait_s, self.limit_s)) if tried else 0.0
+
     def _ask(self, session: requests.Session, url: str, rows: list[Row], limit_s: float) -> list[Outcome]:
         ok, start = False, time.monotonic()
         try:
-            outcomes = outcomes_of(post(session, url, [item for item, *_ in rows], limit_s), len(rows))
+            outcomes = self.ask(session, url, [item for item, *_ in rows], limit_s)
             ok = True
             if time.monotonic() - start < self.limit_s / 2:
                 self.size.soon(len(rows))
@@ -170,27 +188,37 @@ class RemoteReward:
         return now
 
 
-def post(session: requests.Session, url: str, batch: list[RewardInput], limit_s: float) -> dict[str, object]:
-    """Send one request. Raises ``RequestFailed`` if the server is down, slow, or answers without rewards in JSON."""
+def ask_server(session: requests.Session, url: str, batch: list[RewardInput], limit_s: float) -> list[Outcome]:
+    """Send one request to a reward server. Raises ``RequestFailed`` if it is down, slow, or answers without rewards."""
     queries = [item.prompt + item.response for item in batch]
     body = {
         "query": queries, "queries": queries, "prompts": [item.prompt for item in batch], "labels":
         [item.label if item.reference is None else item.reference for item in batch], "references":
         [item.reference for item in batch]
     }
+    answer = post(session, url, body, limit_s)
+    if not isinstance(answer, dict) or not {"rewards", "scores"} & answer.keys():
+        raise RequestFailed("wrong_json", f"{url}: expected {{\"rewards\": [...]}}, got {str(answer)[:300]}")
+    return outcomes_of(answer, len(batch))
+
+
+def post(session: requests.Session, url: str, body: dict[str, Any], limit_s: float,
+         headers: dict[str, str] | None = None) -> Any:
+    """Send ``body`` and return the JSON of the answer. Raises ``RequestFailed`` if there is none within ``limit_s``."""
     try:
-        reply = session.post(url, data=json.dumps(body, default=str), headers={"Content-Type": "application/json"},
-                             timeout=limit_s)
+        reply = session.post(url, data=json.dumps(body, default=str),
+                             headers={"Content-Type": "application/json"} | (headers or {}), timeout=limit_s)
         reply.raise_for_status()
-        answer = reply.json()
+        return reply.json()
     except requests.Timeout as error:
-        raise RequestFailed("timeout", f"{url}: no answer within {limit_s:g} s (--reward_timeout_s)") from error
+        raise RequestFailed(
+            "timeout", f"{url}: no answer within {limit_s:g} s (--reward_timeout_s, or of a judge "
+            "--judge_timeout_s)") from error
     except requests.HTTPError as error:
-        raise RequestFailed("http_status", f"{error}: {reply.text[:300]}") from error
+        wait = reply.headers.get("Retry-After", "")
+        raise RequestFailed("http_status", f"{error}: {reply.text[:300]}", float(wait) if wait.isdecimal() else 0.0) \
+            from error
     except requests.JSONDecodeError as error:
         raise RequestFailed("wrong_json", f"{url} answered no JSON: {reply.text[:300]!r}") from error
     except requests.RequestException as error:
         raise RequestFailed("unreachable", f"{url}: {error}") from error
-    if not isinstance(answer, dict) or not {"rewards", "scores"} & answer.keys():
-        raise RequestFailed("wrong_json", f"{url}: expected {{\"rewards\": [...]}}, got {str(answer)[:300]}")
-    return answer

@@ -44,6 +44,7 @@ class RewardPart:
     submit: Submit | None = None
     together: bool = False
     warm: Callable[[], object] | None = None
+    limit_s: float = 0.0  # seconds for one response; 0: --reward_timeout_s
 
     @property
     def built_in(self) -> bool:
@@ -111,9 +112,9 @@ def function_part(name: str, function: Callable[..., Any], pool: WorkerPool) -> 
     return _in_worker(Spec("function", function=name, pickled=_pickled(name, function)), pool)
 
 
-def remote_part(remote: RemoteReward) -> RewardPart:
-    """Return the reward servers as the part ``remote``."""
-    return RewardPart("remote", submit=remote.submit)
+def remote_part(remote: RemoteReward, name: str) -> RewardPart:
+    """Return reward servers, or the servers of a judge, as a part."""
+    return RewardPart(name, submit=remote.submit, limit_s=remote.limit_s)
 
 
 RewardRecipe = list[tuple[str, float]]

@@ -49,15 +49,14 @@ def _(config: Config) -> Iterator[str]:
 
 def _read(cfg: DataConfig, split: str, found: dict[str, Record]) -> Iterator[str]:
     """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place."""
-    option = "prompt_data" if split == "train" else "eval_data"
-    entries: list[str] = vars(cfg)[option]
+    entries = cfg.prompt_data if split == "train" else cfg.eval_data
     here = [one for one in entries if one.startswith("memory:") or Path(one.rsplit("@", 1)[0]).expanduser().exists()]
     for entry in entries:
         if entry not in here:
             yield f"data: {entry} is read from the hub when the run starts"
     if not here:
         return
-    parts, _ = load_specs(replace(cfg, prompt_data_probs=[], **{option: here}), split)
+    parts, _ = load_specs(replace(cfg, prompt_data=here, prompt_data_probs=[], eval_data=here), split)
     for entry, rows in zip(here, parts):
         yield f"data: {len(rows):,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
         for i, record in enumerate(to_records(rows, cfg)):

@@ -222,3 +222,25 @@ def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any
     found = list(warnings(build(Config, GOOD | values)))
     assert len(found) == len(named) and all(text.startswith(name) for text, name in zip(found, named)), found
     assert all(f"--rollout_correction {values['rollout_correction']}" in text for text in found)
+
+
+JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model": "m"}
+
+
+@pytest.mark.parametrize("values,part", [
+    ({}, ""),
+    ({"judge_url": []}, "--reward judge: needs --judge_url"),
+    ({"judge_model": None}, "--reward judge: needs --judge_model"),
+    ({"reward": ["exact"]}, "--judge_url http://host/v1: has no effect without --reward judge"),
+    ({"judge_url": ["host/v1"]}, "did you mean http://host/v1?"),
+    ({"judge_url": ["http://host/v1/chat/completions"]}, "give the base URL, http://host/v1"),
+    ({"judge_score": "score"}, "needs exactly one group"),
+    ({"judge_score": "(score"}, "is no regular expression"),
+    ({"judge_key_env": "sk-123"}, "--judge_key_env: expected the name of an environment variable"),
+    ({"judge_args": ["stream"]}, "--judge_args stream: expected name=value"),
+    ({"judge_template": "/no/such.txt"}, "no such file"),
+])  # yapf: disable
+def test_the_options_of_a_judge(values: dict[str, Any], part: str) -> None:
+    found = problems(**JUDGE | values)
+    assert bool(found) == bool(part) and any(part in text for text in found) == bool(part), found
+    assert not any("sk-123" in text for text in found), "a key is not shown"

@@ -1,4 +1,8 @@
-"""Managers that are shut down whatever the test does."""
+"""Managers and servers that are shut down whatever the test does."""
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 
 from lightrft.config.schema import RewardConfig
@@ -16,3 +20,42 @@ def make_manager():
     yield make
     for manager in managers:
         manager.shutdown()
+
+
+@pytest.fixture
+def serve():
+    """Start a server whose POST answers ``reply(body) -> (status, bytes, *headers)``; returns (url, bodies it got).
+
+    Headers are pairs; those of the requests are added to ``seen``.
+    """
+    servers = []
+
+    def start(reply, seen=None):
+        bodies = []
+
+        class Handler(BaseHTTPRequestHandler):
+
+            def do_POST(self):
+                bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                if seen is not None:
+                    seen.append(dict(self.headers))
+                status, answer, *headers = reply(bodies[-1])
+                self.send_response(status)
+                for name, value in headers:
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *args):
+                return None
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/rm", bodies
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -256,12 +256,12 @@ def mine(batch):
 def theirs(prompts, completions, **columns):
     return [twice(text) + 1 for text in completions]
 
-class Judge:
+class Grader:
     def __call__(self, batch):
         return [0.5] * len(batch)
 
-REWARDS.register("judge")(Judge())
-manager = RewardManager(RewardConfig(reward=["mine", "theirs", "judge"]))
+REWARDS.register("grader")(Grader())
+manager = RewardManager(RewardConfig(reward=["mine", "theirs", "grader"]))
 print([score.parts for score in manager.wait(manager.submit([RewardInput("p", "abc")]))])
 manager.shutdown()
 """
@@ -271,4 +271,4 @@ def test_a_reward_that_is_registered_in_the_program_itself(tmp_path):
     """Its helpers and constants travel with it, and it may have a signature of a reward file."""
     (tmp_path / "my_run.py").write_text(MAIN)
     done = subprocess.run([sys.executable, str(tmp_path / "my_run.py")], capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == "[{'mine': 6.0, 'theirs': 7.0, 'judge': 0.5}]", done.stderr
+    assert done.stdout.strip() == "[{'mine': 6.0, 'theirs': 7.0, 'grader': 0.5}]", done.stderr

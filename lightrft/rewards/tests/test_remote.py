@@ -2,7 +2,6 @@
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,38 +10,6 @@ from lightrft.rewards.remote import MAX_CHUNK, Size
 from lightrft.rewards.validation import RewardProbeError, probe
 
 ITEMS = [RewardInput("p:", "x" * i, reference=i) for i in range(24)]
-
-
-@pytest.fixture
-def serve():
-    """Start a server whose POST answers ``reply(body) -> (status, bytes)``; returns (url, list of bodies it got)."""
-    servers = []
-
-    def start(reply):
-        bodies = []
-
-        class Handler(BaseHTTPRequestHandler):
-
-            def do_POST(self):
-                bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, answer = reply(bodies[-1])
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *args):
-                return None
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        servers[-1].daemon_threads = True
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}/rm", bodies
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
 
 
 def lengths(body, seconds=0.0):

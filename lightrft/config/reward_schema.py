@@ -1,0 +1,53 @@
+"""Options of the rewards of the RL trainer."""
+from dataclasses import dataclass
+
+from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
+
+
+@dataclass
+class RewardConfig:
+    """Rewards of the responses: sources, workers and shaping."""
+    reward: list[str] = option(
+        [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
+        "each row's label or data source", common=True)
+    remote_rm_url: list[str] = option(
+        [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
+    judge_url: list[str] = option(
+        [], "base URL of an OpenAI-compatible server whose model judges responses as --reward judge, e.g. "
+        "http://host:8000/v1; requests are balanced over several")
+    judge_model: str | None = option(None, "name of the judge's model on its server", needs="judge_url URL")
+    judge_template: str | None = option(
+        None, "text file of the request to the judge, with {response} and, where wanted, {prompt}, {reference} or a "
+        "{COLUMN} of the row (default: asks for a score from 0 to 10)", needs="judge_url URL")
+    judge_score: str = option(
+        r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)", "regular expression whose group is the score; the last one in the "
+        "judge's answer counts", needs="judge_url URL")
+    judge_key_env: str = option("OPENAI_API_KEY",
+                                "environment variable that holds the judge's API key, if it needs one",
+                                needs="judge_url URL", free=True)
+    judge_args: list[str] = option(
+        [], "further fields of the request, name=value, e.g. temperature=0.7 max_tokens=4096; null leaves one out",
+        needs="judge_url URL")
+    judge_concurrency: int = option(16, "requests to the judge in flight, per rank", within=COUNT,
+                                    needs="judge_url URL", free=True)
+    judge_timeout_s: float = option(60.0, "seconds the judge may take for one response before it is left unscored",
+                                    within=POSITIVE, needs="judge_url URL", free=True)
+    reward_workers: int = option(1, "worker processes per rank that score responses", within=COUNT, free=True)
+    reward_timeout_s: float = option(
+        10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored",
+        within=POSITIVE, free=True)
+    reward_probe: bool = option(
+        True, "score one known-good and one known-bad answer before training and stop if they do not differ", free=True)
+    max_unscored_steps: int = option(
+        3, "stop after this many steps in a row in which no response could be scored; 0: never", within=NON_NEGATIVE,
+        free=True)
+    reward_clip: float = option(0.0, "clip rewards to [-x, x] after shaping; 0 is off", within=NON_NEGATIVE)
+    reward_running_norm: bool = option(False, "divide rewards by their running standard deviation")
+    reward_running_norm_minus_mean: bool = option(False, "also subtract the running mean", needs="reward_running_norm")
+    overlong_buffer: bool = option(False, "DAPO soft penalty on responses that come near --generate_max_len")
+    overlong_buffer_len: int = option(
+        0, "length of the penalty zone before --generate_max_len, in tokens; 0: a fifth of it, DAPO's share",
+        within=NON_NEGATIVE, needs="overlong_buffer")
+    overlong_buffer_penalty_factor: float = option(1.0, "penalty at the limit (subtracted from the reward)",
+                                                   within=POSITIVE, needs="overlong_buffer")
+    mask_truncated: bool = option(False, "leave responses that hit the length limit out of the loss")

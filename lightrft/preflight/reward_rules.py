@@ -1,0 +1,63 @@
+"""Checks of the options of rewards: parts, files, servers and the judge."""
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightrft.config.schema import Config, RewardConfig
+
+
+def reward_problems(c: Config) -> Iterator[str]:
+    """Yield every problem with the options of the rewards."""
+    r = c.reward
+    for url in r.remote_rm_url:
+        yield from _url("remote_rm_url", url)
+    for part in r.reward:
+        yield from _part(part)
+    yield from _judge(r)
+    yield from _judge_forms(r)
+
+
+def _part(part: str) -> Iterator[str]:
+    name, _, weight = part.rpartition("=") if "=" in part else (part, "", "1")
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", weight):
+        yield f"--reward {part}: the weight after = must be a number, e.g. {name}=1.0"
+    file = re.match(r"(.+\.py)(:\w+)?$", name)
+    if file and not Path(file[1]).expanduser().is_file():
+        yield f"--reward {part}: no such file: {file[1]}"
+
+
+def _url(name: str, url: str) -> Iterator[str]:
+    """Yield the problem of a URL that cannot be one."""
+    if not re.match(r"https?://[^/]", url):
+        yield f"--{name} {url}: must start with http:// or https://; did you mean http://{url}?"
+
+
+def _judge(r: RewardConfig) -> Iterator[str]:
+    """Yield problems of the judge: options that it lacks, that have no effect, or that do not parse."""
+    chosen = any(part.partition("=")[0].strip() == "judge" for part in r.reward)
+    for url in r.judge_url:
+        yield from _url("judge_url", url)
+        if url.rstrip("/").endswith("/chat/completions"):
+            yield f"--judge_url {url}: give the base URL, {url.rstrip('/').removesuffix('/chat/completions')}"
+    if r.judge_url and not chosen:
+        yield (
+            f"--judge_url {','.join(r.judge_url)}: has no effect without --reward judge; add it, with the weight that "
+            "makes its scores as large as those of other parts, e.g. --reward judge=0.1")
+    for name, value in (("judge_url", r.judge_url), ("judge_model", r.judge_model)):
+        if chosen and not value:
+            yield f"--reward judge: needs --{name}, e.g. --judge_url http://host:8000/v1 --judge_model MODEL"
+
+
+def _judge_forms(r: RewardConfig) -> Iterator[str]:
+    try:
+        if re.compile(r.judge_score).groups != 1:
+            yield f"--judge_score {r.judge_score}: needs exactly one group, around the number, e.g. score: (\\d+)"
+    except re.error as error:
+        yield f"--judge_score {r.judge_score}: is no regular expression ({error})"
+    if not re.fullmatch(r"[A-Za-z_]\w*", r.judge_key_env):  # the value may be a key: do not show it
+        yield "--judge_key_env: expected the name of an environment variable, e.g. OPENAI_API_KEY, not the key itself"
+    for entry in r.judge_args:
+        if not re.match(r"\w+=", entry):
+            yield f"--judge_args {entry}: expected name=value, e.g. max_tokens=4096"
+    if r.judge_template and not Path(r.judge_template).expanduser().is_file():
+        yield f"--judge_template {r.judge_template}: no such file"
