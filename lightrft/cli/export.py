@@ -55,8 +55,10 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     strategy.save_model(actor, out)
     log = (RolloutLog if isinstance(config, Config) else RunLog)(config, strategy)
     info = marker(path)
-    log.last = info["metrics"]
-    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), info["step"])
+    if (path.parents[1] / "metrics.jsonl").is_file():  # the run may have moved
+        log.folder = path.parents[1]
+    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), info["step"],
+                    info["metrics"])
     strategy.teardown()
 
 

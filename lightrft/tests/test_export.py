@@ -38,7 +38,8 @@ def test_the_model_of_a_checkpoint_is_that_of_the_run(home, tmp_path, options, n
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "first").config.vocab_size
     assert AutoTokenizer.from_pretrained(tmp_path / "first").eos_token_id is not None
     card = (tmp_path / "first" / "README.md").read_text()
-    assert "after 1 steps" in card and "reward/mean" in card
+    assert "after 1 step of" in card and "| reward/mean |" in card and "step 1 |" in card
+    assert "| reward/mean |" in (tmp_path / "last" / "README.md").read_text().split("step 1 -> 2")[0]
     assert (tmp_path / "last" / "adapter").exists() == bool(options)
 
 
@@ -52,6 +53,10 @@ def test_a_supervised_run_is_exported_too_and_its_model_may_have_moved(home, tmp
     export(run.folder, tmp_path / "out", str(home / "model"))
     own, found = (load_file(path / "model.safetensors") for path in (run.folder / "hf", tmp_path / "out"))
     assert all(own[name].equal(found[name]) for name in own)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert card == (run.folder / "hf" / "README.md").read_text(encoding="utf-8").replace(
+        repr(str(run.folder / "hf")), repr(str(tmp_path / "out"))).replace(str(moved), str(home / "model"))
+    exec(card.split("```python\n")[1].split("```")[0], {})
 
 
 def test_what_is_no_checkpoint_is_an_error(home, tmp_path, capsys):

@@ -121,10 +121,12 @@ class BaseTrainer(ABC):
             get_logger().info(f"stopped after step {self.step} of {self.total_steps}; {self.resume_hint}")
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        if self.step >= self.total_steps:
+        done = self.step >= self.total_steps
+        if done:
             clear_stop_request()
             self.export("hf")
         self.log.close()
+        self.log.summary(done, self.checkpoints.folder if self.checkpoints else None)
 
     def export(self, name: str) -> None:
         """Write the model in Hugging Face format, with tokenizer and model card, to SAVE_PATH/``name``."""

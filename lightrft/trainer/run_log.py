@@ -1,4 +1,4 @@
-"""Logs and files of a run for people: metrics, table, curve, model card; for RL also rollouts and solutions."""
+"""Logs and files of a run for people: metrics, curve, report, model card, summary; for RL also rollouts, solutions."""
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -7,43 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft import __version__
 from lightrft.config.files import plugins_of, to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
+from lightrft.trainer.model_card import model_card, steps_of
 from lightrft.trainer.scores import ScoredSample
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
-from lightrft.utils.report import Report
+from lightrft.utils.logging import get_logger
+from lightrft.utils.report import first_prompt, Report
+from lightrft.utils.run_summary import RunSummary, summary_lines
 from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
 
 ROWS = 64  # samples whose texts are gathered at once
 UPDATE_PARTS = ("forward", "backward", "optimizer", "update_other")
-MODEL_CARD = """---
-library_name: transformers
-base_model: {base}
-tags:
-- lightrft
----
-# {title}
-
-`{base}` after {step} steps of {kind} with lightrft {version}.
-
-| last step | value |
-|---|---|
-{numbers}
-
-<details><summary>Options</summary>
-
-```yaml
-{options}```
-
-</details>
-"""
 
 
 def mfu(parameters: int, tokens: float, seconds: float, peak_flops: float) -> float:
@@ -63,7 +44,6 @@ class RunLog:
         self.folder = Path(config.checkpoint.save_path)
         self.sinks: MetricSinks | None = None
         self.report: Report | None = None
-        self.last: dict[str, float] = {}
         self.parameters = 0  # parameters of the trained model; set by the trainer
 
     def start(self, step: int) -> None:
@@ -71,27 +51,24 @@ class RunLog:
         if self.strategy.is_main:
             self.sinks = MetricSinks.from_config(self.config, self.folder, self.aliases)
             self.sinks.truncate_after(step)
-            self.last = self._written()
             self.report = Report(self.folder) if self.config.log.report else None
 
-    def _written(self) -> dict[str, float]:
-        """Return the last line of ``metrics.jsonl``; empty if there is none."""
+    def written(self) -> list[dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl``."""
         path = self.folder / "metrics.jsonl"
-        lines = read_metrics(path) if path.exists() else []
-        numbers = lines[-1].items() if lines else ()
-        return {name: value for name, value in numbers if value is not None and name != "step"}
+        return read_metrics(path) if path.exists() else []
 
     def step(self, step: int, metrics: dict[str, float], timer: Timer) -> None:
         """Write one line of metrics, with the times, the speed and the memory of the step."""
         times = timer.metrics()
         times["time/update_s"] = sum(times.get(f"time/{name}_s", 0.0) for name in UPDATE_PARTS)
         tokens = metrics.get("rollout/tokens", metrics.get("sft/tokens", 0.0))
-        self.last = metrics | times | self._utilisation(metrics, times["time/update_s"])
+        line = metrics | times | self._utilisation(metrics, times["time/update_s"])
         untrained = times.get("time/eval_s", 0.0) + times.get("time/checkpoint_s", 0.0)
-        self.last["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - untrained, 1e-9)
-        self.last["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
+        line["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - untrained, 1e-9)
+        line["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
         if self.sinks is not None:
-            self.sinks.log(step, self.last)
+            self.sinks.log(step, line)
         if self.report is not None:
             self.report.refresh()
 
@@ -103,20 +80,23 @@ class RunLog:
             return {}
         return {"perf/mfu": mfu(self.parameters, trained, seconds, peak * self.strategy.world_size)}
 
-    def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
-        """Write the tokenizer and the model card of an exported model (call it on rank 0)."""
+    def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int,
+                    metrics: dict[str, float] | None = None) -> None:
+        """Write the tokenizer and the model card of an exported model (call it on rank 0).
+
+        Args:
+            step: of the model.
+            metrics: of that step, where ``metrics.jsonl`` is gone.
+        """
         if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
             (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
         tokenizer.save_pretrained(folder)
-        shown = [
-            name for name in sorted(self.last) if name.startswith(("reward/mean", "eval/", "policy/kl", "sft/loss"))
-        ]
-        numbers = "\n".join(f"| {name} | {self.last[name]:.4g} |" for name in shown)
+        rows = [row for row in self.written() if row["step"] <= step] or [(metrics or {}) | {"step": step}]
         saved = self.folder / "config.yaml"  # of the session; it alone knows the plugins
         options = to_yaml(self.config, plugins_of(saved) if saved.is_file() else None)
-        card = MODEL_CARD.format(base=self.config.model.pretrain, title=folder.resolve().parent.name, step=step,
-                                 kind=self.kind, version=__version__, numbers=numbers, options=options)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        card = model_card(self.config, folder,
+                          self.folder.resolve().name, self.kind, rows, options, tokenizer, first_prompt(self.folder))
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """Close the sinks and draw the curve."""
@@ -125,6 +105,27 @@ class RunLog:
             plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
         if self.report is not None:
             self.report.write()
+
+    def summary(self, done: bool, checkpoints: Path | None) -> None:
+        """Print the result of the run on rank 0: numbers before and after, time, tokens, and where everything is.
+
+        Args:
+            done: the last step is made, and the model is written.
+            checkpoints: folder of the checkpoints, if there are any.
+        """
+        rows = self.written() if self.strategy.is_main else []
+        if not rows:
+            return
+        get_logger().info(f"summary of {self.folder}, {steps_of(rows[-1]['step'])}")
+        remedy = "not written, for the run was stopped" + (f"; lightrft export {checkpoints} OUT"
+                                                           if checkpoints else "")
+        files = {"report": "report.html", "metrics": "metrics.jsonl", "curve": "learning_curve.png",
+                 "trajectories": "rollouts", "samples": "samples.jsonl"}  # yapf: disable
+        places = {"model": self.folder / "hf" if done else remedy}
+        places |= {name: self.folder / file for name, file in files.items() if (self.folder / file).exists()}
+        places |= {"checkpoints": checkpoints} if checkpoints and checkpoints.exists() else {}
+        for line in summary_lines(RunSummary.of(rows), places):
+            get_logger().info(line, extra={"plain": True})
 
 
 class RolloutLog(RunLog):

@@ -104,6 +104,13 @@ def _more(rows: Sequence[dict[str, Any]], summary: RunSummary) -> list[tuple[str
     return [(title, lines) for title, lines in kept if lines]
 
 
+def first_prompt(folder: Path) -> str | None:
+    """Return the first prompt of ``samples.jsonl``, rendered; None without one."""
+    file = folder / "samples.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return next((group["prompt"] for line in lines for group in json.loads(line)["groups"]), None)
+
+
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the lines of each step, in the order of the steps."""
     steps: dict[int, dict[str, Any]] = {}

@@ -1,13 +1,18 @@
 """Summary of a run, from the files in its folder: numbers before and after, seconds by phase, tokens."""
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.table import Table
+
+from lightrft.utils.tables import render, screen
 
 Row = dict[str, Any]
 
 _EVALUATION = re.compile(r"eval/(all/(pass|avg)@\d+|loss)")
 _TRAINING = ("reward/mean", "sft/loss")
+UNCUT = 1000  # width of the lines with paths where there is no terminal
 _PARTS_OF_OTHERS = ("time/step_s", "time/update_s")  # sums of other times
 
 
@@ -91,3 +96,35 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def shares(summary: RunSummary) -> str:
+    """Format the share of each phase in the time, from 1 % on."""
+    total = max(summary.seconds, 1e-9)
+    parts = [(name, round(100 * seconds / total)) for name, seconds in summary.phases.items()]
+    return ", ".join(f"{name} {percent} %" for name, percent in parts if percent)
+
+
+def summary_lines(summary: RunSummary, places: Mapping[str, object]) -> list[str]:
+    """Return the lines of a summary on the console, plain text where there is no terminal.
+
+    Args:
+        places: where everything is, by its name.
+    """
+    width, colour = screen()
+    changes = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "before", "after", "best", "measured"):
+        changes.add_column(title, justify="right" if title in ("before", "after") else "left", no_wrap=True)
+    for each in summary.changes:
+        before = "" if each.before is None else f"{each.before:.4g}"
+        changes.add_row(each.name, before, f"{each.after:.4g}", f"{each.best:.4g} (step {each.best_step})",
+                        each.measured)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True, style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_row("time", f"{duration(summary.seconds)}: {shares(summary)}")
+    facts.add_row("tokens", f"{summary.tokens:,}")
+    for name, place in places.items():
+        facts.add_row(name, str(place))
+    return (render(changes, width, colour) if summary.changes else []) + render(facts, width if colour else UNCUT,
+                                                                                colour)

@@ -1,11 +1,15 @@
 """What a run leaves for a person."""
 import logging
+import os
+import signal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.tests.support import runs
+from lightrft.trainer.model_card import steps_of
+from lightrft.utils.watchdog import clear_stop_request, signal_handlers
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,48 @@ def test_the_model_card_names_base_steps_numbers_and_options(done):
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: ") and "# mine\n" in card
     assert "after 2 steps of reinforcement fine-tuning with lightrft" in card
     assert f"| reward/mean | {done.metrics['reward/mean']:.4g} |" in card and "| eval/all/pass@1 |" in card
-    assert "init_kl_coef: 0.1" in card
+    assert "init_kl_coef: 0.1" in card and "| rewards |" not in card, "those of this test have no name"
+    first, last = (line["reward/mean"] for line in done.lines)
+    best = max((first, 1), (last, 2), key=lambda each: each[0])
+    assert (f"| reward/mean | {first:.4g} | {last:.4g} | {best[0]:.4g} (step {best[1]}) | step 1 -> 2 |") in card
+    assert f"| held-out data | `{done.trainer.config.data.eval_data[0]}` |" in card
+    assert "| KL coefficient | `0.1` |" in card
+
+
+def test_the_code_of_the_model_card_runs(done, capsys):
+    """It prints what the model answers to a training prompt, as it was rendered."""
+    card = (done.folder / "hf" / "README.md").read_text(encoding="utf-8")
+    known = {}
+    exec(card.split("```python\n")[1].split("```")[0], known)
+    assert known["prompt"] in runs.PROMPTS and known["output"].shape[1] > known["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out.strip("\n") == known["tokenizer"].decode(
+        known["output"][0, known["inputs"]["input_ids"].shape[1]:], skip_special_tokens=True).strip("\n")
+
+
+@pytest.mark.parametrize("count, text", [(1, "1 step"), (2, "2 steps")])
+def test_steps_are_counted(count, text):
+    assert steps_of(count) == text
+
+
+def test_a_stopped_run_has_a_summary_too(tmp_path, caplog):
+    """Ctrl-C in the second step."""
+    home, asked = runs.write_home(tmp_path), []
+
+    def score(item):
+        asked.append(item)
+        if len(asked) == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return runs.letters(item)
+
+    config = runs.config_of(home, tmp_path / "run", max_steps=5, disable_ckpt=False)
+    with caplog.at_level(logging.INFO), signal_handlers():
+        runs.run(home, tmp_path / "run", runs.Judge(config.reward, score), max_steps=5, disable_ckpt=False)
+    clear_stop_request()
+    folder = tmp_path / "run"
+    assert f"summary of {folder}, 2 steps" in caplog.text and (folder / "report.html").is_file()
+    lines = dict(message.split(None, 1) for message in caplog.messages if len(message.split(None, 1)) == 2)
+    assert lines["checkpoints"] == str(folder / "checkpoints") and lines["report"] == str(folder / "report.html")
+    assert lines["model"] == f"not written, for the run was stopped; lightrft export {folder / 'checkpoints'} OUT"
 
 
 def test_there_is_a_curve(done):

@@ -1,0 +1,146 @@
+"""Model card of a trained model: use, results, data and options of its run."""
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft import __version__
+from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
+from lightrft.utils.run_summary import RunSummary
+
+_CARD = """---
+library_name: transformers
+base_model: {base}
+{tags}---
+# {title}
+
+`{base}` after {steps} of {kind} with lightrft {version}.
+
+## Use
+
+```python
+{use}
+```
+
+## Results
+
+{changes}| last step | value |
+|---|---|
+{last}
+
+## Training
+
+| | |
+|---|---|
+{facts}
+
+<details><summary>Options</summary>
+
+```yaml
+{options}```
+
+</details>
+"""
+_CHANGES = """| metric | before | after | best | measured |
+|---|---|---|---|---|
+{rows}
+
+The best value is that of its step; this is the model after the last one.
+
+"""
+_TEXT = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = {folder!r}  # or its name on the hub, once it is there
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+{inputs}
+output = model.generate(**inputs, max_new_tokens={length}, do_sample=False)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+_RENDERED = """prompt = {prompt!r}  # one of the training, after its template
+inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")"""
+_CHAT = """messages = {messages!r}
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
+_OTHER = """from transformers import AutoProcessor, {architecture}
+
+model = {architecture}.from_pretrained({folder!r})
+processor = AutoProcessor.from_pretrained({base!r})  # of the base model"""
+_FACTS = {
+    "prompt_data": "training data", "train_data": "training data", "eval_data": "held-out data", "reward": "rewards",
+    "advantage_estimator": "advantages", "policy_loss": "loss", "init_kl_coef": "KL coefficient",
+    "actor_learning_rate": "learning rate", "learning_rate": "learning rate", "rollout_batch_size": "prompts per step",
+    "n_samples_per_prompt": "responses per prompt", "train_batch_size": "samples per optimizer step",
+    "lora_rank": "LoRA rank", "seed": "seed"
+}  # yapf: disable
+_LAST = ("reward/mean", "eval/", "policy/kl", "sft/loss")
+PROMPT = 1000  # characters of a prompt that is shown
+
+
+def steps_of(count: int) -> str:
+    """Return ``"1 step"``, ``"2 steps"``."""
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def model_card(config: Tree, folder: Path, title: str, kind: str, rows: Sequence[dict[str, Any]], options: str,
+               tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
+    """Return the card of the model in ``folder``.
+
+    Args:
+        kind: of the training, in words.
+        rows: lines of ``metrics.jsonl`` up to the step of the model, at least one.
+        options: YAML of the options.
+        prompt: a rendered training prompt, or None.
+    """
+    last, summary = rows[-1], RunSummary.of(rows)
+    shown = [name for name in sorted(last) if name.startswith(_LAST) and last[name] is not None]
+    return _CARD.format(base=config.model.pretrain, title=title, steps=steps_of(last["step"]), kind=kind,
+                        version=__version__, use=_use(config, folder, tokenizer, prompt), changes=_changes(summary),
+                        last="\n".join(f"| {name} | {last[name]:.4g} |" for name in shown), tags=_tags(config),
+                        facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config)), options=options)
+
+
+def _options(config: Tree) -> dict[str, Any]:
+    return {name: value for group in vars(config).values() for name, value in vars(group).items()}
+
+
+def _facts(config: Tree) -> list[tuple[str, str]]:
+    """Return the names and values of the options that a reader of the card asks for first."""
+    values = _options(config)
+    found = [(title, values[name]) for name, title in _FACTS.items() if values.get(name) not in (None, "", [], 0)]
+    return [(title, ", ".join(f"`{each}`" for each in (value if isinstance(value, list) else [value])))
+            for title, value in found]  # yapf: disable
+
+
+def _tags(config: Tree) -> str:
+    """Return the tags of the hub, and data sets by their hub ids; files have none."""
+    values = _options(config)
+    data = [entry.partition("@")[0] for entry in values.get("prompt_data") or values.get("train_data") or []]
+    ids = [entry for entry in data if re.fullmatch(r"[\w.-]+/[\w.-]+", entry) and not Path(entry).exists()]
+    kind = "reinforcement-learning" if isinstance(config, Config) else "sft"
+    named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
+    return f"pipeline_tag: text-generation\ntags:\n- lightrft\n- {kind}\n{named}"
+
+
+def _changes(summary: RunSummary) -> str:
+    """Return the table of the numbers before and after the run; empty without any."""
+    rows = [f"| {each.name} | {'' if each.before is None else f'{each.before:.4g}'} | {each.after:.4g} | "
+            f"{each.best:.4g} (step {each.best_step}) | {each.measured} |" for each in summary.changes]  # yapf: disable
+    return _CHANGES.format(rows="\n".join(rows)) if rows else ""
+
+
+def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
+    """Return the code that loads the model and answers a prompt; of a model that sees or hears, that loads it."""
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    if not architecture.endswith("ForCausalLM"):
+        return _OTHER.format(architecture=architecture, folder=str(folder), base=config.model.pretrain)
+    length = config.rollout.generate_max_len if isinstance(config, Config) else 256
+    if prompt is not None and len(prompt) <= PROMPT:
+        inputs = _RENDERED.format(prompt=prompt)
+    elif tokenizer.chat_template:
+        inputs = _CHAT.format(messages=[{"role": "user", "content": "What is 12+30?"}])
+    else:
+        inputs = _RENDERED.format(prompt="What is 12+30?").replace("  # one of the training, after its template", "")
+    return _TEXT.format(folder=str(folder), inputs=inputs, length=length)
