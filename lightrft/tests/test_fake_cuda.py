@@ -17,7 +17,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.sampling import sample
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
+from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, runtime, SYNC
 from lightrft.tests.support.fake_cuda.ledger import marginal
 from lightrft.trainer import ppo_update
 from lightrft.trainer.tests import test_sft_trainer as sft
@@ -240,6 +240,24 @@ def test_a_capture_that_fails_leaves_the_program_on_its_stream():
                  for _ in range(4)]  # yapf: disable
         assert not graph.enabled and [each.item() for each in found] == [1.0] * 4
         assert torch.cuda.current_stream() is before
+        assert not runtime.CAPTURING, "torch would still allocate as during a capture"
+
+
+def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monkeypatch):
+    begun, emptied, begin = [], [], runtime.CUDAGraph.capture_begin
+    monkeypatch.setattr(runtime.CUDAGraph, "capture_begin", lambda self, pool, mode:
+                        (begun.append(pool), begin(self, pool, mode)))
+    with fake_cuda() as ledger, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        graph = StepGraph(torch.device("cuda"))
+        for width in (64, 128):
+            for _ in range(4):
+                graph.run(width, lambda: torch.ones(1, device="cuda") * 2)
+        assert len(begun) == 2 and begun[0] == begun[1] and not emptied and ledger.total(SYNC) == 0
+        graph.free()
+        for _ in range(4):
+            graph.run(64, lambda: torch.ones(1, device="cuda") * 2)
+        assert begun[2] != begun[0], "the memory of a generation that has ended is free"
 
 
 def test_the_docs_list_every_sync():

@@ -86,7 +86,7 @@ class Generation:
 
     def run(self) -> list[list[Completion]]:
         """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
-        self.graph.forget()
+        self.graph.free()
         complete = self.collector.empty
         while not self.collector.enough(complete):
             complete, resumed = self.collector.take(self._advance())
@@ -94,7 +94,7 @@ class Generation:
                 sample = int(self.bounds[i]) + j
                 self.begun[sample] = len(self.collector.begun(i, j))
                 self.resuming.append(sample)
-        self.graph.forget()
+        self.graph.free()
         self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
         return self.collector.own
 

@@ -4,6 +4,8 @@ A decode step of a small model takes the host longer than the GPU. A graph repla
 memory, so it is valid as long as a step has the same shapes and addresses.
 """
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +26,26 @@ class StepGraph:
 
     A step must read and write tensors that stay where they are. One that cannot be captured, because it waits for the
     device, runs as it is from then on, after one warning.
+
+    The graphs of one generation follow each other in one pool of memory. So a capture takes no new memory where shapes
+    are alike, and need not wait for the device and empty torch's cache, as ``torch.cuda.graph`` does.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.enabled = device.type == "cuda"
+        self.enabled, self.device = device.type == "cuda", device
+        self.stream: Any = torch.cuda.Stream(device) if self.enabled else None
+        self.free()
+
+    def free(self) -> None:
+        """Drop the graph and its memory."""
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.enabled else None
         self.forget()
 
     def forget(self) -> None:
-        """Drop the graph: tensors that a step uses have moved."""
+        """Stop using the graph: tensors that a step uses have moved. Its memory waits for the next one."""
         self.key: Hashable = None
         self.seen = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
 
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
@@ -43,7 +54,7 @@ class StepGraph:
             self.forget()
             self.key = key
         self.seen += 1
-        if self.enabled and self.graph is None and self.seen > _EAGER:
+        if self.enabled and self.result is None and self.seen > _EAGER:
             self._capture(step)
         if self.graph is None or self.result is None:
             return step()
@@ -52,12 +63,25 @@ class StepGraph:
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
         """Record the kernels of ``step``; nothing is computed."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
         try:
-            # torch's context does not leave its own stream after an error; other threads may allocate meanwhile
-            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.result = step()
-            self.graph = graph
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(self.pool, "thread_local")  # other threads may allocate meanwhile
+                try:
+                    self.result = step()
+                finally:
+                    graph.capture_end()
+            self.graph = graph  # the former one held the pool until now
         except RuntimeError as error:
-            self.enabled, reason = False, str(error.__context__ or error).splitlines()[0]
+            self.result, self.enabled, reason = None, False, str(error.__context__ or error).splitlines()[0]
+            self._end_allocation()
             get_logger().warning(f"the hf engine decodes without CUDA graphs: a step cannot be captured ({reason})")
+
+    def _end_allocation(self) -> None:
+        """Let torch allocate as before a capture that failed. ``capture_end`` then raises before it does so, and torch
+        would keep memory that another stream has used for ever."""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with suppress(RuntimeError):  # the capture itself had ended, and the graph has given the pool back
+            torch._C._cuda_endAllocateToPool(index, self.pool)
+            torch._C._cuda_releasePool(index, self.pool)

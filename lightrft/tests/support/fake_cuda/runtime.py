@@ -2,10 +2,12 @@
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from lightrft.tests.support.fake_cuda.ledger import GRAPH, Ledger
 from lightrft.tests.support.fake_cuda.tensor import Calls, Device, Operators
 
 MEMORY = 8 << 30
+CAPTURING = set[int]()  # pools that memory is taken from during a capture
 _ENGINE, _INIT_GROUP = torch.autograd._engine_run_backward, torch.distributed.init_process_group
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -122,9 +125,20 @@ class CUDAGraph:
         self.steps.append((call, args, kwargs, out))
         return out
 
-    def pool(self) -> tuple[int, int]:
-        """Return the handle of its memory."""
-        return id(self), 0
+    def capture_begin(self, pool: int, capture_error_mode: str = "global") -> None:
+        """Record what runs from now on; its memory comes from ``pool``."""
+        assert pool not in CAPTURING, "already recording to this pool"
+        CAPTURING.add(pool)
+        self.pool, Device.recorder = pool, self.record
+
+    def capture_end(self) -> None:
+        """End the capture. After an error in it this is an error too, and then memory still comes from the pool."""
+        Device.recorder = None
+        for x, content in reversed(self.before.values()):
+            x.copy_(content)
+        if sys.exc_info()[1] is not None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        _end_allocate(0, self.pool)
 
     def replay(self) -> None:
         """Run all operators again; results are written where those of the capture were."""
@@ -138,22 +152,11 @@ def _overwrite(old: Any, new: Any) -> None:
         old.copy_(new)
 
 
-@contextmanager
-def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None,
-          capture_error_mode: str = "global") -> Iterator[None]:
-    """Capture the body, as ``torch.cuda.graph`` does: on another stream, from which it does not return after an error.
-    """
-    Device.recorder = cuda_graph.record
-    before, _THREAD.stream = _THREAD.stream, stream or Stream()
-    try:
-        yield
-    except RuntimeError:
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # by its end
-    finally:
-        Device.recorder = None
-        for x, content in reversed(cuda_graph.before.values()):
-            x.copy_(content)
-    _THREAD.stream = before
+def _end_allocate(device: int, pool: int) -> None:
+    """Let memory no longer come from ``pool``."""
+    if pool not in CAPTURING:
+        raise RuntimeError("not currently recording to this pool")
+    CAPTURING.remove(pool)
 
 
 @contextmanager
@@ -194,9 +197,9 @@ def _api() -> dict[str, Any]:
     properties = SimpleNamespace(name="fake", total_memory=MEMORY, major=9, minor=0, multi_processor_count=1)
     return {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "Stream": Stream,
-        "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "stream": _stream, "synchronize": _synchronize,
+        "Event": Event, "CUDAGraph": CUDAGraph, "stream": _stream, "synchronize": _synchronize,
         "current_stream": lambda device=None: _THREAD.stream, "default_stream": Stream,
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": partial(next, count()),
         "is_current_stream_capturing": lambda: Device.recorder is not None, "empty_cache": lambda: None,
         "set_device": lambda device: None, "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
@@ -216,6 +219,8 @@ def fake_cuda() -> Iterator[Ledger]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in _api().items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", _end_allocate, raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)
         patch.setattr(torch.distributed, "init_process_group", _init_gloo)
         for name in ("device", "is_cuda"):  # a sharded tensor asks torch, which knows the lazy device only
