@@ -18,8 +18,9 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
-from lightrft.strategy.optimizer import (HostBuffers, LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local,
-                                         own_slice, set_schedule_step, squared_norm)
+from lightrft.strategy.host_buffers import HostBuffers
+from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local, own_slice,
+                                         set_schedule_step, squared_norm)
 
 Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
 ADAPTER_BUCKET_BYTES = 64 << 20

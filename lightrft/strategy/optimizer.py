@@ -1,5 +1,5 @@
 """AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import STEP_BYTES
 from lightrft.utils.errors import UserError
 
@@ -74,32 +75,6 @@ def own_slice(tensor: Tensor) -> ParamSlice:
 def like(shard: Tensor, owner: Tensor) -> Tensor:
     """Wrap ``shard`` in the layout of ``owner`` over the ranks; it shares the storage, on the device of ``shard``."""
     return DTensor(shard, owner._spec, requires_grad=False) if isinstance(owner, DTensor) else shard
-
-
-class HostBuffers:
-    """Host memory for tensors that leave the device: pinned, one buffer per tensor, allocated at its first use.
-
-    Copies between pinned memory and the device do not block. They, the kernels that use the tensors, and the reuse of
-    freed device memory are queued on the current stream and keep their order there, so a buffer is overwritten only
-    after the copy that read it. The host is not part of that order: it may read a buffer only after :meth:`wait`,
-    which callers run once, after the last copy. A thread with a stream of its own must not move tensors.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, Tensor] = {}
-
-    def store(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """Queue a copy of ``tensor`` and return the buffer of ``key``; what is in host memory is returned as it is."""
-        if tensor.device.type == "cpu":
-            return tensor
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
-        return self._buffers[key].copy_(tensor, non_blocking=True)
-
-    def wait(self) -> None:
-        """Wait for the queued copies, so that the host can read the buffers."""
-        if self._buffers and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
 
 
 def load(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,14 +2,16 @@
 import json
 import re
 import shlex
-from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft.cli import train
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight import engine_rules
+from lightrft.strategy.host_buffers import Slabs
+from lightrft.strategy.optimizer import MOMENTS
 
 PAGE = (Path(__file__).parents[2] / "docs/gpu_start.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```bash\n([^`]*lightrft\.cli\.train[^`]*)```\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)
@@ -75,9 +77,13 @@ def test_what_the_page_says_of_gradient_checkpointing(tmp_path: Path, capsys: py
 
 def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
     words_of(COMMANDS[1][0], tmp_path)
-    moments = [4 * prod(shape) for shape in parameter_shapes(str(tmp_path)).values()] * 2
-    plain, pinned = (sum(sizes) / 2**30 for sizes in (moments, [1 << (size - 1).bit_length() for size in moments]))
-    assert f"They are {plain:.0f} GiB,\nand {pinned:.0f} GiB of pinned host memory" in PAGE
+    moments = [torch.empty(shape, device="meta") for shape in parameter_shapes(str(tmp_path)).values() for _ in MOMENTS]
+    taken: list[int] = []
+    slabs = Slabs(lambda nbytes: taken.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    for moment in moments:
+        slabs.like(moment)
+    plain, pinned = (sum(sizes) / 2**30 for sizes in ([moment.nbytes for moment in moments], taken))
+    assert f"They are {plain:.0f} GiB,\nin {pinned:.0f} GiB of pinned host memory" in PAGE
 
 
 def test_every_machine_of_the_page_has_a_plan() -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import optimizer as optimizers
-from lightrft.strategy.optimizer import HostBuffers, MOMENTS
+from lightrft.strategy.host_buffers import HostBuffers, Slabs
+from lightrft.strategy.optimizer import MOMENTS
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.strategy_case import assert_same, Case
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES
@@ -68,14 +69,14 @@ def test_moments_are_on_the_device_only_in_the_step(tmp_path: Path, monkeypatch:
 def test_a_buffer_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned where there is CUDA, used again for the same key, and complete before the host reads it."""
     asked, waited = [], []
-    empty_like = torch.empty_like
+    empty = torch.empty
     stream = type("Stream", (), {"synchronize": lambda self: waited.append(True)})
 
-    def allocated(tensor: Tensor, device: str, pin_memory: bool) -> Tensor:
-        asked.append((device, pin_memory))
-        return empty_like(tensor.as_subclass(Tensor), device=device)  # pinning needs a GPU
+    def allocated(nbytes: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        asked.append(pin_memory)
+        return empty(nbytes, dtype=dtype)  # pinning needs a GPU
 
-    monkeypatch.setattr(torch, "empty_like", allocated)
+    monkeypatch.setattr(torch, "empty", allocated)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     host, addresses = HostBuffers(), {"a": set(), "b": set()}
@@ -89,10 +90,29 @@ def test_a_buffer_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
             found.add(kept.data_ptr())
             assert kept.data_ptr() != tensor.data_ptr()
     host.wait()
-    assert asked == [("cpu", True)] * 2 and waited == [True]
+    assert asked == [True] * 2 and waited == [True]
     assert len(addresses["a"]) == len(addresses["b"]) == 1 and addresses["a"] != addresses["b"]
 
 
 def test_what_is_in_host_memory_is_not_copied() -> None:
     tensor = torch.ones(3)
     assert HostBuffers().store("a", tensor) is tensor and optimizers.load(tensor, torch.device("cpu")) is tensor
+
+
+def test_pinned_buffers_take_little_more_than_the_tensors() -> None:
+    """torch pins powers of two: each of these moments in a buffer of its own would take 1.9 times their size."""
+    sizes = 2 * [152064, *[3584, 512, 512, 3584, 18944, 18944, 18944] * 28, 152064]  # rows of Qwen2.5-7B, of 14 KiB
+    taken: list[int] = []
+    slabs = Slabs(lambda nbytes: taken.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    for rows in sizes:
+        assert slabs.like(torch.empty(rows, 3584, device="meta")).shape == (rows, 3584)
+    moments, alone = 14336 * sum(sizes), sum(1 << (14336 * rows - 1).bit_length() for rows in sizes)
+    assert all(nbytes & (nbytes - 1) == 0 for nbytes in taken), "torch rounds others up"
+    assert moments <= sum(taken) <= 1.1 * moments and alone > 1.8 * moments
+
+
+def test_buffers_of_one_slab_do_not_overlap() -> None:
+    slabs = Slabs()
+    tensors = [torch.rand(size) for size in ((3, 5), (1000, ), (), (0, 4), (7, 300))] + [torch.arange(9)]
+    buffers = [slabs.like(tensor).copy_(tensor) for tensor in tensors]
+    assert all(torch.equal(buffer, tensor) for buffer, tensor in zip(buffers, tensors))

@@ -1,0 +1,64 @@
+"""Host memory for tensors that leave the device."""
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 4 << 30
+_ALIGN = 512  # bytes between the starts of tensors, as the device's allocator has
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Allocate bytes that the device copies to and from without blocking, where there is one."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+class Slabs:
+    """Buffers cut from large ones, whose sizes are powers of two.
+
+    torch rounds pinned memory up to powers of two. One buffer per tensor took nearly twice the size of the tensors;
+    here the rest of a buffer holds other tensors. Slabs grow with what they hold, up to :data:`SLAB_BYTES`; a larger
+    tensor gets a larger one.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor] = pinned) -> None:
+        self.allocate, self.taken = allocate, 0
+        self.rests: list[Tensor] = []  # unused ends of slabs
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous buffer with the shape and type of ``tensor``."""
+        size = -(-tensor.nbytes // _ALIGN) * _ALIGN
+        found = next((i for i, rest in enumerate(self.rests) if len(rest) >= size), None)
+        if found is None:
+            wanted = max(size, min(SLAB_BYTES, self.taken))
+            found, self.rests = len(self.rests), [*self.rests, self.allocate(1 << (wanted - 1).bit_length())]
+        slab = self.rests[found]
+        self.rests[found], self.taken = slab[size:], self.taken + size
+        return slab[:tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class HostBuffers:
+    """Pinned host memory for tensors that leave the device: one buffer per tensor, allocated at its first use.
+
+    Copies between pinned memory and the device do not block. They, the kernels that use the tensors, and the reuse of
+    freed device memory are queued on the current stream and keep their order there, so a buffer is overwritten only
+    after the copy that read it. The host is not part of that order: it may read a buffer only after :meth:`wait`,
+    which callers run once, after the last copy. A thread with a stream of its own must not move tensors.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, Tensor] = {}
+        self._slabs = Slabs()
+
+    def store(self, key: Hashable, tensor: Tensor) -> Tensor:
+        """Queue a copy of ``tensor`` and return the buffer of ``key``; what is in host memory is returned as it is."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if key not in self._buffers:
+            self._buffers[key] = self._slabs.like(tensor)
+        return self._buffers[key].copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the queued copies, so that the host can read the buffers."""
+        if self._buffers and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
