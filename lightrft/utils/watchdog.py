@@ -150,7 +150,7 @@ class Watchdog:
                 if isinstance(error, ExpectedError):
                     self._announce(error)
                     return
-                first = self._cause_elsewhere() if isinstance(error, Exception) else None
+                first = self._cause_elsewhere(text) if isinstance(error, Exception) else None
                 if first is not None and "exit_code" in first:
                     self._quit(first)
                 if first is None:
@@ -181,9 +181,10 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(failure["exit_code"])
 
-    def _cause_elsewhere(self) -> dict[str, Any] | None:
-        """Failure of another rank before this one raised: a published one, or silence for three seconds."""
-        if self._failure() is None and (dead := self._dead_peers()) and self._failure() is None:
+    def _cause_elsewhere(self, text: str) -> dict[str, Any] | None:
+        """Failure of another rank before this one raised: a published one, or, of an error with the traceback ``text``
+        that came out of a collective, silence for three seconds. Else that rank may just be loading a library."""
+        if _COLLECTIVE in text and self._failure() is None and (dead := self._dead_peers()) and self._failure() is None:
             self._publish_dead(dead[0])
         return self._failure()
 

@@ -132,6 +132,17 @@ def test_before_its_first_step_a_rank_may_be_silent_for_longer(starting, seconds
     assert not watched._is_silent(b"another"), "it speaks again"
 
 
+@pytest.mark.parametrize("raised_in, blamed", [("torch/distributed/distributed_c10d.py", True),
+                                               ("lightrft/datasets/rows.py", False)])
+def test_a_silent_rank_is_blamed_for_errors_of_collectives_alone(raised_in, blamed, monkeypatch):
+    """A rank that loads a library is silent too, and is not why another one cannot read its data."""
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
+    store = HashStore()
+    Watchdog(1, 2, lambda: "loading", 100.0, store, started=lambda: False)._beat(1, 0.0)
+    first = Watchdog(0, 2, lambda: "", 100.0, store)._cause_elsewhere(f'File "{raised_in}", line 1')
+    assert (first is not None and first["rank"] == 1) == blamed
+
+
 SIGNALS = """
 import os, signal, sys, time
 from lightrft.utils import watchdog
