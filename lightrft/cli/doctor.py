@@ -96,7 +96,7 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": partial(check_versions, asked_extras(config)),
-        "devices": partial(check_devices, config.model.bf16 is not False),
+        "devices": partial(check_devices, bool(config.model.bf16)),
         "threads": lambda: check_threads(local_ranks(ranks)),
         "process group": check_groups,
         "transformers": partial(check_import, "transformers"),

@@ -32,8 +32,8 @@ UNKNOWN = Device("cpu", 0, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of a run, the device of one of them, the name of its GPU (empty: a CPU), and whether this GPU has bfloat16
-    in hardware, which flash attention needs."""
+    """Ranks of a run, the device of one of them, the name of its GPU (empty: a CPU), and whether all GPUs of the
+    machine have bfloat16 in hardware, which flash attention needs."""
     ranks: int
     device: Device
     gpu: str = ""
@@ -45,9 +45,11 @@ class Machine:
         import torch
         if not torch.cuda.is_available():
             return cls(ranks, devices(ranks)[0])
-        found = torch.cuda.get_device_properties(min(local_rank, torch.cuda.device_count() - 1))
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        found, oldest = gpus[min(local_rank, len(gpus) - 1)], min(gpus, key=lambda gpu: gpu.major)
         device = Device(f"cuda:{local_rank}", found.total_memory, found.total_memory)
-        return cls(ranks, device, found.name, found.major >= AMPERE)
+        native = oldest.major >= AMPERE
+        return cls(ranks, device, found.name if native else oldest.name, native)
 
     @classmethod
     def planned(cls, text: str) -> "Machine":

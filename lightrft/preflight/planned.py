@@ -1,4 +1,5 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
+from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from importlib.util import find_spec
 
@@ -8,8 +9,10 @@ from lightrft.config.shared_schema import Tree
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.checks.run_plan import memory_verdict
 from lightrft.preflight.cost import known_model
-from lightrft.preflight.hardware import Machine
+from lightrft.preflight.hardware import AMPERE, Machine
+from lightrft.utils.errors import UserError
 
+BY_MACHINE = ("bf16", "use_liger", "gradient_checkpointing")  # options of the model whose default is the machine's
 LARGE = 10**9  # parameters from which activations are recomputed: below, models leave room for them
 
 
@@ -31,6 +34,25 @@ def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
         model.gradient_checkpointing = size is not None and size.total > LARGE
         reason = f"{size.total / 1e9:.2g} billion parameters on CUDA" if size else "no model" if cuda else "no GPU"
         provenance["gradient_checkpointing"] = f"default: {reason}"
+
+
+def refuse_emulated_bf16(config: Tree, machine: Machine) -> None:
+    """Raise an error if ``--bf16`` was set for GPUs that lack it: their attention kernels do not run in it."""
+    if config.model.bf16 and machine.device.cuda and not machine.bf16:
+        raise ConfigError(f"--bf16 true: {machine.gpu} has no bfloat16 in hardware (compute capability below "
+                          f"{AMPERE}.0); compute in float32 with --bf16 false")
+
+
+def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
+    """Raise an error if the machines of the ranks have led to different values; ``chosen``: by rank and option."""
+    for name in BY_MACHINE:
+        groups = {
+            value: [rank for rank, values in enumerate(chosen) if values[name] is value] for value in (True, False)
+        }
+        if all(groups.values()):
+            raise UserError(
+                f"--{name}: the machines differ, so the default is true on rank {groups[True][0]} and false "
+                f"on rank {groups[False][0]}; set it for all: --{name} false")
 
 
 @singledispatch

@@ -14,7 +14,8 @@ from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.preflight.hardware import Machine
-from lightrft.preflight.planned import refuse_what_does_not_fit, settle
+from lightrft.preflight.planned import (BY_MACHINE, refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit,
+                                        settle)
 from lightrft.preflight.report import report, summary
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
@@ -71,6 +72,7 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
     store, limit_s = connect_store(world), config.strategy.dist_timeout_s
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store, started=lambda: timer.steps > 0)
     with _one_line(watchdog) if exits else nullcontext(), watchdog, disk_full_is_expected(config.checkpoint.save_path):
+        refuse_unlike_ranks(strategy.all_gather_object({name: vars(config.model)[name] for name in BY_MACHINE}))
         seed_everything(config.train.seed + strategy.rank)
         _announce(parsed, strategy)
         gc.freeze()  # imported objects stay: scanning them in every collection takes milliseconds per step
@@ -119,6 +121,7 @@ def settled(parsed: ParsedConfig) -> Machine:
     world, planned = World.from_env(), parsed.plan_gpus
     machine = Machine.planned(planned) if planned else Machine.here(world.world_size, world.local_rank)
     settle(parsed.config, parsed.provenance, machine)
+    refuse_emulated_bf16(parsed.config, machine)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda)
     except ConfigError as error:

@@ -46,7 +46,7 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
     if device.free < BUSY * device.total:
         return Finding("warn", device.name, text, "another process holds memory: nvidia-smi shows which")
     if bf16 and not native:
-        return Finding("warn", device.name, text, "add --bf16 false: bfloat16 is slow here")
+        return Finding("fail", device.name, text, "add --bf16 false: no run computes in emulated bfloat16")
     return Finding("ok", device.name, text)
 
 

@@ -1,6 +1,7 @@
 """Plans for a machine: its name, the defaults that depend on it, and the refusal of what does not fit."""
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from lightrft.config.tree import build, flatten
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight import planned
 from lightrft.preflight.cost import GIB, known_model
-from lightrft.preflight.hardware import Device, Machine
+from lightrft.preflight.hardware import Device, Machine, UNKNOWN
 from lightrft.preflight.memory import memory, micro_batch_tokens
-from lightrft.preflight.planned import refuse_what_does_not_fit, settle
+from lightrft.preflight.planned import refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit, settle
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
+from lightrft.utils.errors import UserError
 
 SHAPE = ModelShape(layers=3, hidden=64, mlp=256, queries=64, keys=32, heads=4)
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
@@ -76,10 +78,42 @@ def test_gradient_checkpointing_is_on_for_large_models_on_gpus(tree, tmp_path):
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_bf16_that_was_set_for_older_gpus_is_refused(tree):
+    """One of them may be an older one; the message names it."""
+    old = Machine(1, GPU, "Tesla T4", bf16=False)
+    with pytest.raises(ConfigError, match="--bf16 true: Tesla T4 has no bfloat16 in hardware .* with --bf16 false"):
+        refuse_emulated_bf16(build(tree, {"bf16": True}), old)
+    for given, machine in ((None, old), (False, old), (True, Machine(1, GPU)), (True, Machine(1, UNKNOWN, bf16=False))):
+        config = build(tree, {"bf16": given})
+        settle(config, {}, machine)
+        refuse_emulated_bf16(config, machine)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_gpus_of_two_generations_settle_alike(local_rank, monkeypatch):
+    gpus = [
+        SimpleNamespace(major=9, total_memory=80, name="H100"),
+        SimpleNamespace(major=7, total_memory=16, name="T4")
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    machine = Machine.here(2, local_rank)
+    assert (machine.gpu, machine.bf16, machine.device.total) == ("T4", False, gpus[local_rank].total_memory)
+
+
+def test_ranks_on_unlike_machines_are_refused():
+    alike = {"bf16": True, "use_liger": False, "gradient_checkpointing": True}
+    refuse_unlike_ranks([alike, dict(alike)])
+    with pytest.raises(UserError, match="--use_liger: .* true on rank 2 and false on rank 0; set it for all"):
+        refuse_unlike_ranks([alike, alike, alike | {"use_liger": True}])
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
 def test_bf16_is_on_on_gpus(tree):
     for device, given, expected, source in ((GPU, None, True, "default: CUDA"), (GPU, False, False, "flag"),
-                                            (Device("cpu", GIB, GIB), None, False, "default: no GPU"),
-                                            (Device("cpu", GIB, GIB), True, True, "flag")):
+                                            (Device("cpu", GIB, GIB), None, False,
+                                             "default: no GPU"), (Device("cpu", GIB, GIB), True, True, "flag")):
         config, provenance = build(tree, {"bf16": given}), {}
         settle(config, provenance, Machine(1, device))
         assert (config.model.bf16, provenance.get("bf16", "flag")) == (expected, source)
@@ -91,8 +125,8 @@ def test_bf16_is_on_on_gpus(tree):
 
 
 def test_liger_is_on_where_it_is_installed_on_gpus(monkeypatch):
-    for device, there, expected, source in ((GPU, "liger_kernel", True, "default: installed"),
-                                            (GPU, "nothing", False, "default: not installed"),
+    for device, there, expected, source in ((GPU, "liger_kernel", True,
+                                             "default: installed"), (GPU, "nothing", False, "default: not installed"),
                                             (Device("cpu", GIB, GIB), "liger_kernel", False, "default: no GPU")):
         monkeypatch.setattr(planned, "find_spec", lambda name: name == there or None)
         config, provenance = Config(), {}
@@ -148,12 +182,13 @@ def test_one_byte_decides_whether_a_run_starts(tmp_path):
 
 
 def test_this_machine(monkeypatch):
-    """A rank asks for the memory of its own GPU, which opens no CUDA context."""
+    """A rank asks what the GPUs are, and for the memory of its own; that opens no CUDA context."""
     asked = []
     properties = type("Properties", (), {"total_memory": 5 * GIB, "name": "NVIDIA H100", "major": 9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
-    assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 5 * GIB, 5 * GIB), "NVIDIA H100") and asked == [3]
+    assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 5 * GIB, 5 * GIB),
+                                          "NVIDIA H100") and asked == [*range(8)]
     properties.major = 7
     assert not Machine.here(16).bf16
