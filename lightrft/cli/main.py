@@ -52,8 +52,10 @@ def take_nproc(words: list[str]) -> tuple[str, list[str]]:
 def launch(ranks: str, module: str, words: list[str]) -> int:
     """Run ``python -m module`` on ``ranks`` processes, as ``torchrun --standalone`` does; return the exit code.
 
-    Of torchrun's report only the error that a rank has left for it is printed.
+    Of torchrun's report only the error that a rank has left for it is printed. A signal to this process goes to the
+    ranks, which save and end.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -67,6 +69,8 @@ def launch(ranks: str, module: str, words: list[str]) -> int:
         if isinstance(failure.message, dict):
             sys.stderr.write(f"{failure.message['message']}\n")
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Command line -> option tree: defaults < script < presets < ``--config`` files < flags, each with its provenance."""
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,8 @@ def _unknown_words(words: list[str], known: list[str]) -> list[str]:
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
     if not flags:  # verl's options are words such as actor_rollout_ref.rollout.n=8
         theirs = [refusal(word.lstrip("+").partition("=")[0], known) for word in words]
-        return [text or f"unexpected value {word!r}: options are given as --name value"
+        return [text or f"unexpected value {word!r}: options are given as --name value" +
+                "; docs/coming_from.md translates those of verl" * bool(re.match(r"\+*\w+\.[\w.]+=", word))
                 for word, text in zip(words, theirs)]  # yapf: disable
     names = [flag.removeprefix("--") for flag in flags]
     return [

@@ -93,7 +93,7 @@ ELSEWHERE: dict[str, str] = {
     "per_device_train_batch_size": f"{_BATCH}; {_MICRO} bounds one forward pass",
     "gradient_accumulation_steps": _BATCH,
     "num_iterations": "--max_epochs",
-    "num_train_epochs": "--num_episodes",
+    "num_train_epochs": "--num_episodes | --max_epochs",
     "max_completion_length": "--generate_max_len",
     "max_prompt_length": "--prompt_max_len",
     "learning_rate": "--actor_learning_rate",
@@ -123,16 +123,16 @@ ELSEWHERE: dict[str, str] = {
     "vllm_mode": "--engine_type vllm, which shares the GPUs of training",
     "vllm_gpu_memory_utilization": "--engine_mem_util",
     "vllm_tensor_parallel_size": "--engine_tp_size",
-    "dataset": "--prompt_data",
-    "dataset_name": "--prompt_data",
-    "dataset_path": "--prompt_data",
+    "dataset": "--prompt_data | --train_data",
+    "dataset_name": "--prompt_data | --train_data",
+    "dataset_path": "--prompt_data | --train_data",
     "report_to": "--use_tensorboard, --use_wandb or --use_trackio",
     "run_name": "--wandb_run_name",
     "rlhf_type": "python -m lightrft.cli.train",
     "train_type": "--lora_rank for LoRA",
     "deepspeed": "--strategy deepspeed with --zero_stage",
     # verl, without actor_rollout_ref
-    "data.train_files": "--prompt_data",
+    "data.train_files": "--prompt_data | --train_data",
     "data.val_files": "--eval_data",
     "data.train_batch_size": "--rollout_batch_size",
     "data.max_prompt_length": "--prompt_max_len",
@@ -177,13 +177,15 @@ ELSEWHERE: dict[str, str] = {
     "trainer.save_freq": "--save_steps",
     "trainer.test_freq": "--eval_steps",
     "trainer.val_before_train": "--eval_at_start",
+    "trainer.project_name": "--wandb_project",
+    "trainer.experiment_name": "--wandb_run_name",
     "trainer.n_gpus_per_node": _RANKS,
     "trainer.nnodes": _RANKS,
     "trainer.default_local_dir": "--save_path",
     "trainer.logger": "--use_tensorboard, --use_wandb or --use_trackio",
     "trainer.resume_mode": "--load_checkpoint",
 }
-"""Names of other trainers (docs/coming_from.md) -> flags here."""
+"""Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 
 
 def refusal(name: str, known: Container[str] = ()) -> str | None:
@@ -195,9 +197,11 @@ def refusal(name: str, known: Container[str] = ()) -> str | None:
     Returns:
         None for a name that is not known, or has no counterpart in the tree.
     """
-    if name in REFUSED:
-        return f"--{name} is not an option here: {REFUSED[name]}"
-    remedy = ELSEWHERE.get(name.removeprefix("actor_rollout_ref."), "")
-    flag = re.match(r"--(\w+)", remedy)
-    fits = remedy and (flag is None or flag[1] in known)
-    return f"{name} is not an option here; use {remedy}" if fits else None
+    asked = name.replace("-", "_")
+    if asked in REFUSED:
+        return f"--{name} is not an option here: {REFUSED[asked]}"
+    for remedy in ELSEWHERE.get(asked.removeprefix("actor_rollout_ref."), "").split(" | "):
+        flag = re.match(r"--(\w+)", remedy)
+        if remedy and (flag is None or flag[1] in known):
+            return f"{name} is an option of another trainer; here: {remedy}"
+    return None

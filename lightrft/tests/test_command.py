@@ -1,6 +1,8 @@
 """The command ``lightrft``: its commands, and what a user sees when several processes fail."""
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -66,3 +68,20 @@ def test_the_launcher_passes_the_exit_code_on(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, str(number)], cwd=tmp_path, capture_output=True, text=True,
                               timeout=200, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
         assert done.returncode == number, done.stderr
+
+
+def test_a_signal_to_the_launcher_ends_the_ranks_and_prints_nothing(tmp_path):
+    """They save and exit by themselves; the exit code is that of an interrupted program."""
+    (tmp_path /
+     "waits.py").write_text("import os, signal, sys, time\n"
+                            "def end(*args):\n    open('saved' + os.environ['RANK'], 'w')\n    sys.exit(130)\n"
+                            "signal.signal(signal.SIGINT, end)\n"
+                            "open('ready' + os.environ['RANK'], 'w')\ntime.sleep(200)\n")
+    code = "import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'waits', []))"
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                           env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
+    while len(list(tmp_path.glob("ready*"))) < 2 and run.poll() is None:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=200)[1]
+    assert run.returncode == 130 and len(list(tmp_path.glob("saved*"))) == 2 and "Traceback" not in said, said

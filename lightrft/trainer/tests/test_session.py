@@ -45,7 +45,7 @@ def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
 
 
 @pytest.mark.parametrize("reward,told", [
-    ("accuracy", "unknown reward 'accuracy'; known: exact"), ("exatc", "(did you mean exact?)"),
+    ("accuracy", "unknown reward 'accuracy'; known: "), ("exatc", "(did you mean exact?)"),
     ("reward.py", "could not be scored: exception, by compute_score"), ("", "no reward recipe for label ''"),
 ])  # yapf: disable
 def test_a_dry_run_tries_the_rewards(home, tmp_path, capsys, caplog, no_strategy, monkeypatch, reward, told):
