@@ -21,7 +21,7 @@ import torch
 
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams
-from lightrft.rollout.sglang import weights as sglang_weights
+from lightrft.rollout.sglang import client, weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.tests.support import tiny, turns
@@ -147,6 +147,17 @@ def test_finished_requests_are_reported_at_once(rig):
     assert sorted(i for i, *_ in reported) == [0, 1, 2, 3, 4, 5] and found[3] == []
     assert all(done == tokens([found[i]]) for i, done, _ in reported)
     assert reported[0][0] == 3 and reported[1][2] > 0 == reported[-1][2], "they are reported at the end only"
+
+
+def test_the_watchdog_sees_progress_in_a_long_response(rig, monkeypatch):
+    """SGLang reports a response that has not ended every 50 tokens."""
+    rig.ready()
+    manager, ticks = rig.engine.native.manager, []
+    before = manager.last_receive_tstamp
+    monkeypatch.setattr(client, "_POLL_S", 0.002)
+    monkeypatch.setattr(client, "tick", lambda: ticks.append(manager.last_receive_tstamp))
+    done, = rig.engine.generate([Request([5, 6, 7], [0])], SamplingParams(LIMIT - 3))[0]
+    assert len(done.token_ids) > 50 and set(ticks) - {before, manager.last_receive_tstamp}, "no progress is seen"
 
 
 def test_responses_are_reported_as_soon_as_they_end(rig):
