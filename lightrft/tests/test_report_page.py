@@ -38,7 +38,7 @@ def fixture_page(tmp_path_factory):
     file = write_report(folder)
     with opened(file) as (tab, requests):
         yield tab
-        assert set(requests) == {file.as_uri()}, "the page asks for nothing else"
+        assert all(request.endswith("/report.html") for request in requests), "the page asks for nothing else"
 
 
 @pytest.fixture(name="tab")
@@ -129,3 +129,20 @@ def test_curves_are_read_with_the_keyboard_and_other_metrics_can_be_drawn(tab):
     assert figures.count() == before + 1
     labels = [each.text_content() for each in figures.last.locator("text").all()]
     assert {"0", "-3", "1", "3", "step"} <= set(labels), "the axis goes from the lowest value to 0"
+
+
+def test_a_run_without_samples_says_so(tab, tmp_path):
+    """Such as supervised fine-tuning."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.0}\n', encoding="utf-8")
+    tab.goto(write_report(tmp_path).as_uri())
+    assert tab.locator("#nothing").is_visible() and not tab.locator("#controls").is_visible()
+    assert tab.locator("#changes tr").count() == 2 and tab.locator("figure").count() == 1
+
+
+@pytest.mark.parametrize("ci, outcome", [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_without_a_browser_the_tests_fail_in_ci_and_are_skipped_elsewhere(tmp_path, monkeypatch, ci, outcome):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="make browser"):
+        with opened(tmp_path / "report.html"):
+            pass

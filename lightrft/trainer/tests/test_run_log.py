@@ -99,6 +99,7 @@ def test_a_stopped_run_has_a_summary_too(tmp_path, caplog):
     def score(item):
         asked.append(item)
         if len(asked) == 9:
+            assert (tmp_path / "run" / "report.html").is_file(), "it can be read while the run is under way"
             os.kill(os.getpid(), signal.SIGINT)
         return runs.letters(item)
 
