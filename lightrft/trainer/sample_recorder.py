@@ -2,7 +2,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,16 @@ class Response:
                    [logprob if own else None for logprob, own in drawn], [])
 
     @classmethod
-    def of_experience(cls, scored: ScoredSample, exp: Experience) -> "Response":
-        """Take the tokens of ``exp``, which holds one sequence."""
-        drawn, ids = exp.drawn.tolist(), exp.token_ids.tolist()
-        start = drawn.index(True) if True in drawn else len(ids)
-        logprobs = [logprob if own else None for logprob, own in zip(exp.rollout_logprobs.tolist(), drawn)]
-        return cls(scored, ids[start - 1], ids[start:], logprobs[start:], exp.advantages.tolist()[start:])
+    def of_experience(cls, scored: Iterable[ScoredSample], exp: Experience) -> "list[Response]":
+        """Take the tokens of the sequences of ``exp``, in order."""
+        columns = [each.tolist() for each in (exp.token_ids, exp.drawn, exp.rollout_logprobs, exp.advantages)]
+        found = []
+        for sample, (begin, end) in zip(scored, pairwise(exp.cu_seqlens.tolist()), strict=True):
+            ids, drawn, logprobs, advantages = (column[begin:end] for column in columns)
+            start = drawn.index(True) if True in drawn else len(ids)
+            kept = [logprob if own else None for logprob, own in zip(logprobs[start:], drawn[start:])]
+            found.append(cls(sample, ids[start - 1], ids[start:], kept, advantages[start:]))
+        return found
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
         """Return the record of the response, with at most ``limit`` tokens, half of them from its end."""
@@ -119,7 +123,7 @@ class SampleRecorder:
     def _due(self, kind: str, step: int, total_steps: int) -> bool:
         due = self.enabled and (step >= self.next[kind] or step == total_steps)
         if due:
-            self.next[kind] = step + max(total_steps // RECORDS, 1)
+            self.next[kind] = step + -(-total_steps // RECORDS)
         return due
 
     def rollout(self, step: int, total_steps: int, rollout: Rollout) -> None:
@@ -129,8 +133,7 @@ class SampleRecorder:
         chosen = self._chosen(rollout)
         exp = rollout.shards.collect(list(chosen))
         if self.strategy.is_main:
-            parts = exp.split([[i] for i in range(len(chosen))])
-            self._write("training", step, list(map(Response.of_experience, chosen.values(), parts)))
+            self._write("training", step, Response.of_experience(chosen.values(), exp))
 
     def _chosen(self, rollout: Rollout) -> dict[int, ScoredSample]:
         """Return samples of the groups with the lowest hashes, by their index in the batch."""

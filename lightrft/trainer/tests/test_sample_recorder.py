@@ -103,7 +103,7 @@ def test_records_are_bounded_in_number_and_size(done, monkeypatch):
     recorder = done.trainer.recorder
     recorder.next["training"] = 0
     due = [step for step in range(1, 1001) if recorder._due("training", step, 1000)]
-    assert due[:3] == [1, 32, 63] and due[-1] == 1000 and len(due) <= sample_recorder.RECORDS + 2
+    assert due[:3] == [1, 33, 65] and due[-1] == 1000 and len(due) <= sample_recorder.RECORDS + 2
     line = json.dumps({"text": [" longish"] * sample_recorder.TOKENS, "logprobs": [-10.123] * sample_recorder.TOKENS,
                        "advantages": [-10.1234] * sample_recorder.TOKENS})  # yapf: disable
     prompts = 4 * sample_recorder.CHARACTERS
