@@ -97,7 +97,7 @@ class RL(_Training):
         train_dataset: prompts: a Hugging Face ``Dataset``, a list of dicts, or what ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
         plugins: modules to import, as for ``--plugin``.
-        options: every option of ``python -m lightrft.cli.train --help``, by name.
+        options: every option of ``python -m lightrft.cli.train --help all``, by name.
 
     Raises:
         ConfigError: an unknown option (with the nearest known one) or an impossible value.
@@ -132,7 +132,7 @@ class SFT(_Training):
         train_dataset: conversations: a Hugging Face ``Dataset``, a list of dicts, or what ``--train_data`` takes.
         eval_dataset: held-out conversations, likewise.
         plugins: modules to import, as for ``--plugin``.
-        options: every option of ``python -m lightrft.cli.train_sft --help``, by name.
+        options: every option of ``python -m lightrft.cli.train_sft --help all``, by name.
     """
     tree, data = SFTConfig, ("train_data", "eval_data")
 

@@ -25,6 +25,9 @@ def test_every_command_shows_its_options(capsys):
             command.main([name, "--help"])
         shown = "RUN" if name == "report" else "--pretrain"
         assert done.value.code == 0 and shown in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["train", "--nproc", "8", "--help", "eps_clip"])  # once, not on eight processes
+    assert capsys.readouterr().out.startswith("--eps_clip float\n  lower clip")
     assert command.main(["trian"]) == 2 and "unknown command 'trian'" in capsys.readouterr().err
 
 
