@@ -43,9 +43,10 @@ numeric: $(DEV)
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)
 
-# With PYTHON, the Python at hand measures and nothing is installed. OUT: folder of the results and the page.
-gpu: $(if $(PYTHON),,$(CORE))
-	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
+# vLLM, DeepSpeed, Liger's kernels and TRL are installed in an environment of their own. With PYTHON, the Python at hand
+# measures and nothing is installed. OUT: folder of the results and the page.
+gpu: $(if $(PYTHON),,$(VENV)-gpu/.installed)
+	$(or $(PYTHON),$(VENV)-gpu/bin/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 gpu-reduced: $(if $(PYTHON),,$(DEV))
 	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --reduced $(if $(OUT),--out "$(OUT)") $(ARGS)
@@ -94,6 +95,12 @@ $(DEV): requirements-dev.txt requirements-vllm.txt requirements-vision.txt $(COR
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision -r requirements-vision.txt
+	@touch $@
+
+$(VENV)-gpu/.installed: constraints/vllm.txt requirements-oracles.txt setup.py | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/python -m pip install --quiet -c constraints/vllm.txt -e ".[vllm,deepspeed,liger]"
+	$(VENV)-gpu/bin/python -m pip install --quiet --no-deps $(shell grep -h ^trl== requirements-oracles.txt)
 	@touch $@
 
 $(VENV)/oracles/.installed: requirements-oracles.txt | $(DEV)

@@ -9,7 +9,8 @@ from benchmarks.gpu.store import Record, Row
 
 TITLE = """# Measured on a GPU
 
-`make gpu` measures all of this on one GPU in about 30 minutes and writes this page. `make gpu PYTHON=python3` uses the
+`make gpu` measures all of this on one GPU in about 30 minutes and writes this page. It first installs vLLM, DeepSpeed,
+Liger's kernels and TRL into `.venv-gpu`. `make gpu PYTHON=python3` uses the
 Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes, and the next call continues; with
 `OUT=FOLDER` results and page go there. Each measurement is a process of its own: one that fails is listed below with
 its error, and the others run. `make gpu-reduced` runs the same code on a CPU with tiny shapes, and so do the tests.

@@ -200,6 +200,14 @@ def test_without_a_gpu_nothing_is_stored(monkeypatch):
         gpu_runner.main(["--reduced", "--only", "doctr"])
 
 
+def test_make_gpu_installs_what_it_measures(tmp_path):
+    words = ["make", "--no-print-directory", "-n", "gpu", f"VENV={tmp_path}/venv", "PYTHON="]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    installed = '/venv-gpu/bin/python -m pip install --quiet -c constraints/vllm.txt -e ".[vllm,deepspeed,liger]"'
+    assert f"{tmp_path}{installed}" in done.stdout and "--no-deps trl==" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith(f"{tmp_path}/venv-gpu/bin/python -m benchmarks.gpu")
+
+
 def test_make_gpu_installs_nothing_into_the_python_at_hand():
     words = [
         "make", "--no-print-directory", "-n", "gpu", "PYTHON=python3", "MINUTES=9", "OUT=results", "ARGS=--again doctor"

@@ -152,8 +152,7 @@ def test_finished_requests_are_reported_at_once(rig):
 def test_the_watchdog_sees_progress_in_a_long_response(rig, monkeypatch):
     """SGLang reports a response that has not ended every 50 tokens."""
     rig.ready()
-    manager, ticks = rig.engine.native.manager, []
-    before = manager.last_receive_tstamp
+    before, ticks = (manager := rig.engine.native.manager).last_receive_tstamp, []
     monkeypatch.setattr(client, "_POLL_S", 0.002)
     monkeypatch.setattr(client, "tick", lambda: ticks.append(manager.last_receive_tstamp))
     done, = rig.engine.generate([Request([5, 6, 7], [0])], SamplingParams(LIMIT - 3))[0]
