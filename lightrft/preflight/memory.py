@@ -49,7 +49,7 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     adam *= not s.adam_offload
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
-    computing, updating = (models * copied * (trained if copied_once else 1) for copied in copies)
+    computing, updating = (copied * (models * trained if copied_once else 1) for copied in copies)  # one model gathers
     resting = computing * copied_once
     several = micro_batch_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
     whole = several * whole_gradients(s, world_size, size.total * trained, device.total)

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.deepspeed import REDUCED_AT_ONCE
+from lightrft.strategy.deepspeed import LIVE_AT_ONCE, REDUCED_AT_ONCE
 
 STEP_BYTES = 256 << 20  # of weights whose moments are on the device at once with --adam_offload
 # Share of a device's memory up to which FSDP2 keeps full gradients until the last micro-batch. An eighth of 80 GB holds
@@ -60,12 +60,15 @@ def gathered_weights(s: StrategyConfig, world_size: int, size: ModelSize, bf16: 
     """Return the bytes of weights that are gathered or cast, in a pass without gradients and in an update.
 
     Sharded: two layers (one computes, one is fetched) and the weights outside the layers. ZeRO holds them in float32
-    and cast, and an update without gradient checkpointing needs all layers. Not sharded: only the cast copy.
+    and cast. In an update without gradient checkpointing it keeps the first :data:`LIVE_AT_ONCE`, and autograd all that
+    are cast. Not sharded: only the cast copy.
     """
     if not s.divides_weights(world_size):
         return (2.0 * size.total * bf16, ) * 2
     gathered = min(size.total, size.outside + 2 * size.largest_layer)
     if s.resolved(world_size) == "fsdp":
         return ((2.0 if bf16 else 4.0) * gathered, ) * 2
-    width = 6.0 if bf16 else 4.0
-    return width * gathered, width * (gathered if gradient_checkpointing else size.total)
+    passes = (6.0 if bf16 else 4.0) * gathered
+    if gradient_checkpointing:
+        return passes, passes
+    return passes, 4.0 * max(gathered, min(size.total, LIVE_AT_ONCE)) + 2.0 * size.total * bf16

@@ -79,7 +79,11 @@ def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
 
 def test_zero_gathers_in_float32_and_casts():
     zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
-    assert held(**zero)["weights gathered or cast for computing"] == (0, 6 * 400, 6 * 400, 0, 0)
+    key, large = "weights gathered or cast for computing", ModelSize(10**10, 10**8, 10**9)
+    assert held(**zero)[key] == held(critic=True, **zero)[key] == (0, 6 * 400, 6 * 400, 0, 0), "one model at a time"
+    zero["gradient_checkpointing"] = False
+    assert memory(build(Config, zero), 2, large, GPU)[key][2] == 4 * 1.2e9 + 2 * 10**10, "autograd keeps what is cast"
+    assert memory(build(Config, zero | {"bf16": False}), 2, large, GPU)[key][2] == 4 * 1.2e9
 
 
 def test_what_is_offloaded_is_back_when_it_is_needed():

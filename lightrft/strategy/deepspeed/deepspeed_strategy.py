@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared, untied_state
-from lightrft.strategy.deepspeed import Sizes, partitions
+from lightrft.strategy.deepspeed import LIVE_AT_ONCE, Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
 from lightrft.strategy.materialize import materialize, read_elements
@@ -81,7 +81,8 @@ def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> di
     }
     if cfg.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": cfg.zpg, "stage3_param_persistence_threshold": sizes.persist,
-                 "stage3_prefetch_bucket_size": sizes.reduce, "memory_efficient_linear": False}  # yapf: disable
+                 "stage3_prefetch_bucket_size": sizes.reduce, "memory_efficient_linear": False,
+                 "stage3_max_live_parameters": LIVE_AT_ONCE, "stage3_max_reuse_distance": LIVE_AT_ONCE}  # yapf: disable
     elif cfg.zero_stage and not cfg.adam_offload:
         zero["compute_grad_norm"] = False
     if cfg.adam_offload and cfg.zero_stage and trained:
