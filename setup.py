@@ -21,13 +21,14 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.23,<0.5.24"],  # pins torch 2.14
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "liger": ["liger-kernel>=0.8,<0.9"],
+    "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it
     "vl": ["pillow>=10", "torchvision", "qwen-vl-utils>=0.0.14,<0.1"],
     "wandb": ["wandb>=0.19,<1"],
     "trackio": ["trackio>=0.4,<1"],
     "docs": ["sphinx>=8.0", "furo>=2024.8", "myst-parser>=4.0", "sphinx-autobuild"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "wheel", "flake8", "yapf", "mypy",
-        "types-PyYAML", "types-requests", "types-tqdm", "uv", "playwright"
+        "types-PyYAML", "types-requests", "types-tqdm", "uv", "playwright", "mlflow-skinny", "nbclient", "ipykernel"
     ],
 }
 

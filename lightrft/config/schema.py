@@ -322,8 +322,12 @@ class LogConfig(SinkConfig):
     save_trajectories: bool = option(False, "write the samples of every rollout to SAVE_PATH/rollouts/step_N.jsonl")
     num_trajectories_to_save: int = option(64, "at most this many samples per rollout file; 0: all",
                                            within=NON_NEGATIVE, needs="save_trajectories")
-    print_samples: int = option(0, "held-out solutions printed before the first step and after the last",
-                                within=NON_NEGATIVE, needs="eval_data PATH")
+    print_samples: int = option(
+        0, "samples that are printed, and that W&B, trackio and TensorBoard get as a table: held-out solutions before "
+        "the first step and after the last, and responses to training prompts (--print_steps)", within=NON_NEGATIVE)
+    print_steps: int = option(
+        -1, "rollout steps between printed responses to training prompts; -1: only the first and the last step, and "
+        "only if nothing is held out; 0: never", within="[-1, inf)", needs="print_samples 2")
 
 
 @dataclass

@@ -129,11 +129,14 @@ class SinkConfig:
                                    hint="the flag takes no folder: events go to SAVE_PATH/tensorboard")
     use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)",
                              hint="the flag takes no key: set WANDB_API_KEY in the environment", common=True)
-    wandb_project: str = option("lightrft", "W&B project")
-    wandb_run_name: str | None = option(None, "W&B run name")
+    wandb_project: str = option("lightrft", "project of W&B and the other trackers")
+    wandb_run_name: str | None = option(None, "run name of W&B and the other trackers")
     wandb_group: str | None = option(None, "W&B group")
     wandb_org: str | None = option(None, "W&B entity")
     use_trackio: bool = option(False, "log to trackio (needs the trackio extra)")
+    trackers: list[str] = option([], "further trackers, through accelerate; each needs its package, and takes project "
+                                 "and run name from the options of W&B and the rest from its environment variables",
+                                 ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"))
 
 
 class Tree:

@@ -166,6 +166,9 @@ def _packages(log: SinkConfig) -> Iterator[str]:
         yield from _package("use_trackio", "trackio", "trackio")
     if log.use_tensorboard:
         yield from _package("use_tensorboard", "tensorboard", "tensorboard")
+    for name in log.trackers:
+        if find_spec(name) is None:
+            yield f"--trackers {name}: the package {name} is not installed; run: pip install {name}"
 
 
 def _strategy(c: Tree, world_size: int) -> Iterator[str]:

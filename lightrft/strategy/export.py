@@ -30,7 +30,12 @@ class WithAdapters(Pretrained, Protocol):
 
 
 class SafetensorsWriter:
-    """Writer of a stream of tensors in the form that HF reads: one file, or several and an index."""
+    """Writer of a stream of tensors in the form that HF reads: one file, or several and an index.
+
+    torch's ``HuggingFaceStorageWriter`` writes the same bits of sharded weights, but it refuses tied weights, writes
+    everything twice (shards, then the whole, on a file system that all ranks share), replaces an earlier export while
+    it writes, and takes DTensors only: no merged LoRA weights, no ZeRO-3. So exports are written here.
+    """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self.folder, self.file_bytes = folder, file_bytes

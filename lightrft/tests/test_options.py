@@ -180,7 +180,7 @@ def test_loading_a_checkpoint_goes_on(home, tmp_path):
 def test_names_reach_wandb(tmp_path, monkeypatch):
     got = []
     monkeypatch.setattr(sinks, "WandbSink", lambda folder, settings, config: got.append(settings))
-    monkeypatch.setattr(sinks, "_require", lambda *args: None)
+    monkeypatch.setattr(sinks, "require", lambda *args: None)
     config = Config(log=LogConfig(use_wandb=True, wandb_project="p", wandb_run_name="r", wandb_group="g",
                                   wandb_org="o"))  # yapf: disable
     made = sinks.MetricSinks.from_config(config, tmp_path, "none")

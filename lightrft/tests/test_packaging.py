@@ -87,9 +87,32 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
     assert {Requirement(text).name for text in core} <= requirement_names(pins)
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins, re.MULTILINE))
     assert not [text for text in core if not Requirement(text).specifier.contains(pinned[Requirement(text).name])]
-    assert set(extras) == {"vllm", "sglang", "deepspeed", "liger", "vl", "wandb", "trackio", "docs", "dev"}
+    kinds = {"vllm", "sglang", "deepspeed", "liger", "flash-attn", "vl", "wandb", "trackio", "docs", "dev"}
+    assert set(extras) == kinds
     wanted = requirement_names((ROOT / "requirements-dev.txt").read_text(encoding="utf-8")) | requirement_names(pins)
     assert {Requirement(text).name.lower() for text in extras["dev"] + extras["docs"]} <= wanted
+
+
+# distributions whose module has another name, and those that others import for us
+MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn"}
+INDIRECT = {
+    "pillow": "transformers, to read pictures",
+    "torchvision": "transformers, to read pictures",
+    "qwen-vl-utils": "programs that prepare vision data",
+    "tokenizers": "transformers; its release is part of the set"
+}
+
+
+def test_every_requirement_is_imported():
+    """Also in functions, and by name (``import_module``, ``require``, ``find_spec``)."""
+    from packaging.requirements import Requirement
+    core, extras = lists_in_setup()
+    asked = core + [text for name, texts in extras.items() if name not in ("dev", "docs") for text in texts]
+    code = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in modules())
+    found = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
+    found |= set(re.findall(r"""(?:import_module|require|find_spec)\(["'](\w+)""", code))
+    names = {Requirement(text).name for text in asked}
+    assert names - {name for name in names if MODULES.get(name, name) in found} == set(INDIRECT) & names
 
 
 def test_make_runs_what_is_promised(tmp_path):

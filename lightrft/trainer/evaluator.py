@@ -91,7 +91,7 @@ class Evaluator:
     def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
         seeds = [[sample_seed("eval", prompt.uid, j) for j in range(self.config.eval.eval_n_samples)]
                  for _, prompt in mine]
-        return respond(self.engine, self.tokenizer, self.environment, mine, seeds, self.sampling)
+        return respond(self.engine, self.tokenizer, self.environment, mine, seeds, self.sampling, "evaluation")
 
     def _metrics(self, answers: list[Answer]) -> dict[str, float]:
         sources = sorted({answer.source for answer in answers})

@@ -26,6 +26,7 @@ from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, rewa
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
 from lightrft.types import Experience, Prompt, Sample
+from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 Item = TypeVar("Item")
@@ -100,7 +101,7 @@ class GreedyBaseline:
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         prompts = list({sample.group_id: sample.prompt for sample in samples}.items())
-        greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params)
+        greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
         handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
         return lambda: {
             sample.group_id: (score.total, sample.response_len)
@@ -122,6 +123,7 @@ class GenerationRun:
         self.late = {group.number for group in groups} & due
         self.done: set[int] = set()
         self.samples: list[dict[int, Sample]] = [{} for _ in groups]
+        self.bar = phase(min(quota, len(groups)), "rollout", "prompt")
 
     def run(self, requests: list[Request]) -> list[Sample]:
         """Generate; return the reported samples, group by group."""
@@ -135,6 +137,7 @@ class GenerationRun:
             self.groups[i].add(found[i], self.version, self.opened[i])
             if not self.groups[i].open:  # nothing is overlapped, or it finished while the engine stopped
                 self._complete(i)
+        self.bar.close()
         return [group[j] for group in self.samples for j in sorted(group)]
 
     def _so_far(self, i: int, k: int) -> tuple[Prompt, list[int]]:
@@ -155,6 +158,7 @@ class GenerationRun:
 
     def _complete(self, i: int) -> None:
         """Report the remaining responses of a finished group, and the group."""
+        self.bar.update(1)
         group = self.groups[i]
         begun = {each.index for each in group.scored} | self.samples[i].keys()
         if rest := [(i, j) for j in range(len(group.responses)) if j not in begun]:
@@ -287,7 +291,8 @@ class FastExperienceMaker:
         return baseline
 
     def _scored(self, samples: list[Sample], baseline: Callable[[], dict[int, tuple]]) -> Scored:
-        texts = self.config.log.save_trajectories or self.config.log.report
+        log = self.config.log
+        texts = log.save_trajectories or log.report or log.print_samples > 0
 
         def wait() -> list[ScoredSample]:
             with self.timer("reward"):

@@ -12,6 +12,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
+from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 
@@ -67,11 +68,12 @@ def run_passes(shards: Shards, passes: list[list[int]], model: Forward) -> Tenso
     """
     device, held = shards.strategy.device, shards.held
     taken = [shards.take(part) for part in passes]
-    found = torch.cat([model(exp.to(device)).float() for exp in taken], -1).cpu()  # one sync for all passes
-    whole = torch.zeros(*found.shape[:-1], held.num_tokens)
-    for part, values in zip(passes, found.split([exp.num_tokens for exp in taken], -1)):
+    found = [model(exp.to(device)).float() for exp in phase(taken, "passes", "micro-batch")]
+    values = torch.cat(found, -1).cpu()  # one sync for all passes
+    whole = torch.zeros(*values.shape[:-1], held.num_tokens)
+    for part, own in zip(passes, values.split([exp.num_tokens for exp in taken], -1)):
         if part:
-            whole[..., held.tokens_of(shards.slots(part))] = values
+            whole[..., held.tokens_of(shards.slots(part))] = own
     return whole
 
 

@@ -14,6 +14,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.types import Experience
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
+from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 
@@ -77,7 +78,7 @@ class OptimizerStep:
         The host waits for the device once, at the end.
         """
         losses = []
-        for number, part in enumerate(micro_batches):
+        for number, part in enumerate(phase(micro_batches, "update", "micro-batch")):
             micro_batch = take(part).to(self.strategy.device)
             with self.timer("forward"):
                 loss = loss_of(micro_batch)

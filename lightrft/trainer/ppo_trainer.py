@@ -74,10 +74,10 @@ class PPOTrainer(BaseTrainer):
             experts = has_experts(self.prepared["actor"].model)
             check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type, experts)
             self.facts_due = False
-        with self.timer("log"):
-            self.log.rollout(self.step + 1, rollout)
-            self.recorder.rollout(self.step + 1, self.total_steps, rollout)
         self._end_with_the_data(self.step + 1)
+        with self.timer("log"):
+            self.log.rollout(self.step + 1, rollout, self.step + 1 == self.total_steps)
+            self.recorder.rollout(self.step + 1, self.total_steps, rollout)
         metrics |= {"rollout/generate_max_len": length} | self._adapt_kl(metrics) | self._adapt_entropy(metrics)
         return metrics | self._report(*self.tripwires.step(metrics))
 

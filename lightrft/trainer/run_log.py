@@ -1,4 +1,5 @@
 """Logs and files of a run for people: metrics, curve, report, model card, summary; for RL also rollouts, solutions."""
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -24,6 +25,7 @@ from lightrft.utils.timer import Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
 
 ROWS = 64  # samples whose texts are gathered at once
+DRAW_S = 30.0  # seconds between two drawings of the curve, at least
 UPDATE_PARTS = ("forward", "backward", "optimizer", "update_other")
 
 
@@ -45,6 +47,7 @@ class RunLog:
         self.sinks: MetricSinks | None = None
         self.report: Report | None = None
         self.parameters = 0  # parameters of the trained model; set by the trainer
+        self._draws_at = time.monotonic() + DRAW_S
 
     def start(self, step: int) -> None:
         """Open the sinks; remove lines of an earlier run beyond ``step``, and load the last line left."""
@@ -69,8 +72,17 @@ class RunLog:
         line["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
         if self.sinks is not None:
             self.sinks.log(step, line)
+            self._draw_when_due()
         if self.report is not None:
             self.report.refresh()
+
+    def _draw_when_due(self) -> None:
+        """Draw the curve of the run so far, in at most 2 % of the time."""
+        start = time.monotonic()
+        if start > self._draws_at:
+            plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
+            now = time.monotonic()
+            self._draws_at = now + max(DRAW_S, 50 * (now - start))
 
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
@@ -129,8 +141,9 @@ class RunLog:
 
 
 class RolloutLog(RunLog):
-    """Log of an RL run: it also saves rollouts and shows solutions."""
+    """Log of an RL run: it also saves rollouts and shows samples."""
     kind = "reinforcement fine-tuning"
+    config: Config
 
     def __init__(self, config: Config, strategy: StrategyBase) -> None:
         super().__init__(config, strategy, config.log.metric_aliases)
@@ -149,32 +162,46 @@ class RolloutLog(RunLog):
             self.sinks.log(step, metrics)
 
     def solutions(self, step: int, samples: list[ScoredSample]) -> None:
-        """Print a few held-out solutions on the console."""
-        if self.strategy.is_main:
-            print_samples([sample.row() for sample in samples if not sample.index], self.options.print_samples,
-                          f"held-out solutions after step {step}")
+        """Show a few held-out solutions."""
+        first = [sample.row() for sample in samples if not sample.index]
+        self._show(step, "held-out", f"held-out solutions after step {step}", first)
 
-    def rollout(self, step: int, rollout: Rollout) -> None:
-        """Write the rollout as jsonl, when asked for."""
-        if self.options.save_trajectories:
-            rows = self._rows(rollout)
+    def rollout(self, step: int, rollout: Rollout, last: bool) -> None:
+        """Write the rollout as jsonl and show a few of its samples, when asked for; ``last``: of the last step."""
+        size, options = rollout.shards.size, self.options
+        if options.save_trajectories:
+            rows = self._rows(rollout, range(min(size, options.num_trajectories_to_save or size)))
             if self.strategy.is_main:
                 self.trajectories.save(step, rows)
             else:
                 deque(rows, maxlen=0)
+        if options.print_samples and self._due(step, last):
+            first = range(0, size, self.config.rollout.n_samples_per_prompt)  # one of each group
+            shown = list(self._rows(rollout, first[:options.print_samples]))
+            self._show(step, "training", f"responses to training prompts of step {step}", shown)
 
-    def _rows(self, rollout: Rollout) -> Iterator[dict[str, Any]]:
-        """Yield one row per sample of all ranks, with its mean advantage and its length in tokens (prompt included).
+    def _due(self, step: int, last: bool) -> bool:
+        every = self.options.print_steps
+        return (step == 1 or last) and not self.config.data.held_out if every < 0 else every > 0 and step % every == 0
+
+    def _show(self, step: int, name: str, title: str, rows: list[dict[str, Any]]) -> None:
+        """Print rows, and add them to the tables of the trackers."""
+        wanted = rows[:self.options.print_samples]
+        if self.sinks is not None and wanted:
+            print_samples(wanted, len(wanted), title)
+            self.sinks.table(step, f"samples/{name}", wanted)
+
+    def _rows(self, rollout: Rollout, indices: range) -> Iterator[dict[str, Any]]:
+        """Yield one row per sample of ``indices``, of all ranks, with its mean advantage and its length in tokens
+        (prompt included).
 
         A collective: every rank iterates to the end. Texts are gathered a few at a time.
         """
-        shards = rollout.shards
-        if not shards.size:
+        if not rollout.shards.size:
             return
-        advantages, lens = shards.advantages.tolist(), shards.lens.tolist()
+        advantages, lens = rollout.shards.advantages.tolist(), rollout.shards.lens.tolist()
         own = dict(zip(rollout.numbers, rollout.scored))
-        for start in range(0, min(shards.size, self.options.num_trajectories_to_save or shards.size), ROWS):
-            wanted = range(start, start + ROWS)
-            parts = self.strategy.all_gather_object([(i, own[i]) for i in wanted if i in own])
+        for start in range(0, len(indices), ROWS):
+            parts = self.strategy.all_gather_object([(i, own[i]) for i in indices[start:start + ROWS] if i in own])
             for i, sample in sorted(chain.from_iterable(parts), key=lambda each: each[0]):
                 yield sample.row() | {"tokens": lens[i], "advantage": advantages[i]}

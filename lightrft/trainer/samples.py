@@ -15,6 +15,7 @@ from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Experience, Prompt, Sample
 from lightrft.utils.errors import UserError
+from lightrft.utils.progress import phase
 
 
 def sample_seed(*path: int | str) -> int:
@@ -126,11 +127,21 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], stop:
 
 
 def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
-            numbered: list[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams) -> list[Sample]:
-    """Generate one decoded sample per seed of each numbered prompt, with the engine's current weights."""
+            numbered: list[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
+            phase_name: str) -> list[Sample]:
+    """Generate one decoded sample per seed of each numbered prompt, with the engine's current weights.
+
+    ``phase_name`` names the progress on the console.
+    """
     requests = [Request(prompt.token_ids, own, prompt.media) for (_, prompt), own in zip(numbered, seeds)]
     turns = next_turn(environment, tokenizer, lambda i, k: (numbered[i][1], []))
-    completions = engine.generate(requests, sampling, next_turn=turns)
+    bar = phase(len(requests), phase_name, "prompt")
+
+    def finished(request: int, responses: list[Completion]) -> None:
+        bar.update(1)
+
+    completions = engine.generate(requests, sampling, finished, next_turn=turns)
+    bar.close()
     version = engine.weight_version
     ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(numbered, completions)
              for j, done in enumerate(responses))

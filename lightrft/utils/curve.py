@@ -3,12 +3,14 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 _SMOOTH = 0.08  # window on either side of a point, as a share of the run
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _SKIPPED_PARTS = ("unscored", "kl")
+ACCURACY = "held-out accuracy"
 
 Series = tuple[list[int], list[float]]
 
@@ -33,18 +35,22 @@ def _smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
+def _held_out(names: set[str]) -> dict[str, str]:
+    """Return ``{metric: legend}`` of the held-out accuracies: of each source if there are several, else of all."""
+    found = [match for name in sorted(names) if (match := re.fullmatch(r"eval/(.+)/(pass@\d+)", name))]
+    if len({match[1] for match in found} - {"all"}) < 2:
+        return {match[0]: match[2] for match in found if match[1] == "all"}
+    return {match[0]: f"{match[1]} {match[2]}" for match in found if match[1] != "all"}
+
+
 def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
     """Return titles and ``{metric: legend}`` of the panels that this run has numbers for."""
     names = {name for row in rows for name in row}
     found = [match for name in sorted(names) if (match := re.fullmatch(r"reward/(.+)/mean", name))]
     parts = {match[0]: match[1] for match in found if match[1] not in _SKIPPED_PARTS}
-    heldout = {name: f"held-out {name.split('/')[-1]}" for name in sorted(names)
-               if re.fullmatch(r"eval/all/(pass|avg)@1", name)} or \
-              {name: f"held-out {name[5:]}" for name in sorted(names) if re.fullmatch(r"eval/[^/]+/pass@\d+", name)}
-    if len(heldout) > 1 and "eval/all/avg@1" in heldout:
-        heldout.pop("eval/all/avg@1")  # the same number as pass@1
     every = [
-        ("reward", {"reward/mean": "sampled reward"} | heldout),
+        ("reward", {"reward/mean": "sampled"}),
+        (ACCURACY, _held_out(names)),
         ("parts of the reward", parts),
         ("response length (tokens)", {"rollout/response_len/mean": "mean"}),
         ("KL (nats per token)", {"policy/kl_ref": "to the reference", "policy/kl_old": "to the old policy"}),
@@ -52,12 +58,13 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         ("loss", {"sft/loss": "training", "eval/loss": "held-out"}),
     ]
     moving = {name for name in names if any(row.get(name) for row in rows)}  # a line that is 0 throughout is left out
-    kept = [(title, {name: legend for name, legend in lines.items() if name in moving}) for title, lines in every]
+    shown = moving | every[1][1].keys()
+    kept = [(title, {name: legend for name, legend in lines.items() if name in shown}) for title, lines in every]
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
 
 def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> Path | None:
-    """Draw the curves of a run: reward with held-out points, its parts, length, KL, entropy.
+    """Draw the curves of a run: reward, held-out accuracy, parts of the reward, length, KL, entropy.
 
     Returns:
         The path of the picture; None when the file holds nothing to draw.
@@ -66,6 +73,16 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
     drawn = panels(rows)
     if not drawn:
         return None
+    figure = draw(rows, drawn, title)
+    png = Path(png)
+    part = png.with_suffix(".part")
+    figure.savefig(part, format="png")
+    os.replace(part, png)
+    return png
+
+
+def draw(rows: Sequence[dict[str, Any]], drawn: list[tuple[str, dict[str, str]]], title: str = "") -> Any:
+    """Return the figure of the panels, three in a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     columns = min(len(drawn), 3)
@@ -76,28 +93,31 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
         _draw(figure.add_subplot(lines, columns, number), name, metrics, rows)
     if title:
         figure.suptitle(title)
-    png = Path(png)
-    part = png.with_suffix(".part")
-    figure.savefig(part, format="png")
-    os.replace(part, png)
-    return png
+    return figure
 
 
 def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
-    """Draw one panel: raw points pale, their moving average strong; held-out numbers as marked points."""
-    for color, (name, legend) in zip(_COLORS, metrics.items()):
+    """Draw one panel: raw points pale, their moving average strong; held-out numbers as points with their interval.
+
+    The last held-out number is in the legend. An accuracy has the axis from 0 to 1.
+    """
+    for color, (name, legend) in zip(cycle(_COLORS), metrics.items()):
         steps, values = series(rows, name)
         if name.startswith("eval/"):
-            axes.plot(steps, values, "o-", color=color, label=legend, markersize=5, linewidth=1)
-            if values:
-                axes.annotate(f"{values[-1]:.3g}", (steps[-1], values[-1]), textcoords="offset points",
-                              xytext=(-4, -14), ha="right", color=color)
+            last = f" ({values[-1]:.3g})" if values else ""
+            axes.plot(steps, values, "o-", color=color, label=legend + last, markersize=4, linewidth=1)
+            (_, low), (_, high) = series(rows, f"{name}/low"), series(rows, f"{name}/high")
+            if len(low) == len(steps) == len(high):
+                axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
             continue
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axes.plot(steps, _smooth(values), color=color, label=legend, linewidth=2)
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    if title == ACCURACY:
+        axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(metrics) > 1 or title == "reward":
-        axes.legend(frameon=False, fontsize=9)
+    if len(metrics) > 1 or title == ACCURACY:
+        axes.legend(frameon=False, fontsize=8)

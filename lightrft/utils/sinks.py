@@ -1,23 +1,21 @@
-"""Destinations of the metrics: metrics.jsonl always; the console table; TensorBoard, W&B and trackio on request."""
+"""Destinations of the metrics: metrics.jsonl always; the console table; the trackers of the run on request."""
 import itertools
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from lightrft.utils.errors import install_command
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import evaluation_table, StepTable
+from lightrft.utils.trackers import (AccelerateSink, require, Sink, TensorboardSink, TrackioSink, WANDB_ID, WandbSink)
 from lightrft.utils.trajectory_saver import jsonable
 
 _FSYNC_S = 10.0
-_WANDB_ID = "wandb_run_id"
+_TABLE = ("prompt", "response", "reward", "advantage", "reference", "finish_reason")  # columns of a table of samples
 
 # Names that verl and TRL give to our metrics, for existing dashboards. _EXACT: alias -> our metrics, summed. _PATTERNS:
 # regular expression over our names -> template of the alias. An alias whose sources are absent is left out.
@@ -106,25 +104,7 @@ def alias_metrics(metrics: Mapping[str, float], style: str) -> dict[str, float]:
     return merged
 
 
-class Sink(Protocol):
-    """One destination of the metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of ``step``."""
-
-    def close(self) -> None:
-        """Write what is still buffered."""
-
-
-def _require(package: str, extra: str) -> ModuleType:
-    try:
-        return import_module(package)
-    except ImportError as error:
-        remedy = install_command(extra) if extra else f"pip install {package}"
-        raise ImportError(f"{package} is not installed or does not load ({error}); {remedy}") from error
-
-
-class JsonlSink:
+class JsonlSink(Sink):
     """``metrics.jsonl``: one line per call, keys sorted after ``step``, numbers that JSON lacks as null."""
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +126,7 @@ class JsonlSink:
         self._file.close()
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """A line of the step table every ``every`` steps; steps with an evaluation are always shown, with its table."""
 
     def __init__(self, every: int) -> None:
@@ -158,65 +138,6 @@ class ConsoleSink:
             for line in [*self._table.lines(step, metrics), *evaluation_table(metrics)]:
                 get_logger().info(line, extra={"plain": True})
 
-    def close(self) -> None:
-        """Do nothing: nothing is buffered."""
-
-
-class TensorboardSink:
-    """Scalars in ``folder/tensorboard``; events of an earlier run from ``first_step`` on are hidden."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        _require("tensorboard", "")
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-        self._summary: Any = Summary
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one point per metric, all in one event (``add_scalar`` writes one event each, in milliseconds)."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.file_writer.add_summary(self._summary(value=values), step)
-
-    def close(self) -> None:
-        """Flush the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """One W&B run per folder: a run resumes under the same id. ``step`` is the x-axis of every metric."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        wandb = _require("wandb", "wandb")
-        known = folder / _WANDB_ID
-        identity = known.read_text(encoding="utf-8").strip() if known.exists() else None
-        self._run = wandb.init(dir=str(folder), id=identity, resume="allow", config=dict(run_config), **settings)
-        known.write_text(self._run.id, encoding="utf-8")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one point (a step that is repeated after a resume adds a second, equal point)."""
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class TrackioSink:
-    """A local trackio run, resumed if it exists."""
-
-    def __init__(self, settings: Mapping[str, Any], run_config: Mapping[str, Any]) -> None:
-        self._trackio = _require("trackio", "trackio")
-        self._trackio.init(config=dict(run_config), resume="allow", **settings)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one point."""
-        self._trackio.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._trackio.finish()
-
 
 class MetricSinks:
     """All sinks of a run. Create it on rank 0 only.
@@ -226,6 +147,7 @@ class MetricSinks:
         tensorboard: write TensorBoard events to ``folder/tensorboard``.
         wandb: arguments of ``wandb.init`` (project, name, group, entity), or None.
         trackio: arguments of ``trackio.init`` (project, name), or None.
+        trackers: further trackers (:data:`lightrft.utils.trackers.ACCELERATE`), with project and name of ``naming``.
         aliases: "none", "verl" or "trl": repeat metrics under these names.
         logging_steps: steps between lines of the console table; every other sink gets every step.
         run_config: configuration of the run that W&B and trackio store.
@@ -235,7 +157,8 @@ class MetricSinks:
     """
 
     def __init__(self, folder: str | Path, *, tensorboard: bool = False, wandb: Mapping[str, Any] | None = None,
-                 trackio: Mapping[str, Any] | None = None, aliases: str = "none", logging_steps: int = 1,
+                 trackio: Mapping[str, Any] | None = None, trackers: Sequence[str] = (),
+                 naming: tuple[str, str | None] = ("lightrft", None), aliases: str = "none", logging_steps: int = 1,
                  run_config: Mapping[str, Any] | None = None) -> None:
         if aliases not in ALIASES:
             raise ValueError(f"unknown metric aliases {aliases!r}; known: {', '.join(ALIASES)}")
@@ -243,10 +166,10 @@ class MetricSinks:
         self.path = self.folder / "metrics.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
         asked = [("tensorboard", tensorboard, ""), ("wandb", wandb is not None, "wandb"),
-                 ("trackio", trackio is not None, "trackio")]
+                 ("trackio", trackio is not None, "trackio"), *((name, True, "") for name in trackers)]
         for package, wanted, extra in asked:
             if wanted:
-                _require(package, extra)
+                require(package, extra)
         config = run_config or {}
         self._openers: list[Callable[[int], Sink]] = [
             lambda step: JsonlSink(self.path), lambda step: ConsoleSink(logging_steps)
@@ -257,6 +180,11 @@ class MetricSinks:
             self._openers.append(lambda step: WandbSink(self.folder, wandb, config))
         if trackio is not None:
             self._openers.append(lambda step: TrackioSink(trackio, config))
+        flat = {name: value for group in config.values() if isinstance(group, dict) for name, value in group.items()}
+        self._openers += [
+            lambda step, name=name: AccelerateSink(name, *naming, self.folder, flat)  # type: ignore[misc]
+            for name in trackers
+        ]
 
     @classmethod
     def from_config(cls, config: Any, folder: str | Path, aliases: str = "none") -> "MetricSinks":
@@ -265,7 +193,8 @@ class MetricSinks:
         trackio = {"project": log.wandb_project, "name": log.wandb_run_name}
         wandb = trackio | {"group": log.wandb_group, "entity": log.wandb_org}
         return cls(folder, tensorboard=log.use_tensorboard, wandb=wandb if log.use_wandb else None,
-                   trackio=trackio if log.use_trackio else None, aliases=aliases, logging_steps=log.logging_steps,
+                   trackio=trackio if log.use_trackio else None, trackers=log.trackers,
+                   naming=(log.wandb_project, log.wandb_run_name), aliases=aliases, logging_steps=log.logging_steps,
                    run_config=asdict(config))
 
     def truncate_after(self, step: int) -> None:
@@ -278,22 +207,38 @@ class MetricSinks:
         if self._sinks:
             raise RuntimeError("truncate_after must come before the first log")
         if step <= 0:
-            for left in (self.path, self.folder / "tensorboard", self.folder / _WANDB_ID):
+            for left in (self.path, self.folder / "tensorboard", self.folder / WANDB_ID):
                 backup_path(left)
         cut_after(self.path, step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write ``metrics`` of ``step`` to every sink; the first call opens them."""
+        named = alias_metrics(metrics, self._aliases)
+        for sink in self._opened(step):
+            sink.log(step, named)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table of samples to every sink that has tables."""
+        import pandas as pd
+        shown = [{column: _cell(row.get(column)) for column in _TABLE} for row in rows]
+        frame = pd.DataFrame(shown, columns=[*_TABLE])
+        for sink in self._opened(step):
+            sink.table(step, name, frame)
+
+    def _opened(self, step: int) -> list[Sink]:
         if not self._sinks:
             self._sinks = [opener(step) for opener in self._openers]
-        named = alias_metrics(metrics, self._aliases)
-        for sink in self._sinks:
-            sink.log(step, named)
+        return self._sinks
 
     def close(self) -> None:
         """Flush and close every sink; may be called twice."""
         while self._sinks:
             self._sinks.pop().close()
+
+
+def _cell(value: Any) -> str | float | None:
+    """Convert to what every table holds: a number, text or None."""
+    return value if value is None or isinstance(value, (float, int, str)) else str(value)
 
 
 def _step_of(line: bytes) -> float:

@@ -307,7 +307,9 @@ SHOWN: dict[str, str] = {
     "wandb_group": _HERE + "test_names_reach_wandb",
     "wandb_org": _HERE + "test_names_reach_wandb",
     "use_trackio": _U + "test_sinks.py::test_trackio_local",
+    "trackers": _U + "test_sinks.py::test_mlflow_through_accelerate",
     "print_samples": _T + "test_evaluator.py::test_evaluations_repeat_and_follow_the_weights",
+    "print_steps": _T + "test_run_log.py::test_responses_to_training_prompts_are_printed",
 }
 
 # supervised fine-tuning: what its own trainer reads; files, sinks, models and strategies are read by shared code

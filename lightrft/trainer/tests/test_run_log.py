@@ -1,6 +1,7 @@
 """What a run leaves for a person."""
 import logging
 import os
+import re
 import signal
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.tests.support import runs
+from lightrft.trainer import run_log
 from lightrft.trainer.model_card import steps_of
+from lightrft.utils import progress
 from lightrft.utils.watchdog import clear_stop_request, signal_handlers
 
 
@@ -18,6 +21,48 @@ def done(tmp_path_factory):
     return runs.run(home,
                     tmp_path_factory.mktemp("runs") / "mine", max_steps=2, init_kl_coef=0.1, save_trajectories=True,
                     eval_data=[str(home / "test.jsonl")], eval_steps=-1)
+
+
+def test_responses_to_training_prompts_are_printed(tmp_path, caplog):
+    """Without held-out prompts in the first and the last step, or every so many steps; from different prompts."""
+    home = runs.write_home(tmp_path / "home")
+    logger = logging.getLogger("lightrft")
+    logger.addHandler(caplog.handler)
+    held_out = {"eval_data": [str(home / "test.jsonl")], "eval_steps": -1}
+    for number, (options, steps) in enumerate((({}, [1, 3]), ({"print_steps": 2}, [2]), ({"print_steps": 0}, []),
+                                               (held_out, []), (held_out | {"print_steps": 3}, [3]))):  # yapf: disable
+        caplog.clear()
+        runs.run(home, tmp_path / str(number), max_steps=3, print_samples=2, use_tensorboard=number == 0, **options)
+        shown = [text for text in caplog.messages if text.startswith("responses to training prompts")]
+        assert [text.partition("\n")[0]
+                for text in shown] == [f"responses to training prompts of step {n}" for n in steps]
+        for text in shown:
+            prompts = re.findall(r"prompt: +(.+)", text)
+            assert len(set(prompts)) == 2 and text.count("response:") == 2 and "reward" in text
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("interval,wanted", [(0.0, {"rollout", "passes", "update", "evaluation"}), (60.0, set())])
+def test_long_phases_show_their_progress(tmp_path, caplog, monkeypatch, interval, wanted):
+    """In a log file a line per minute, so the phases of a short step show nothing."""
+    monkeypatch.setattr(progress, "PHASE_LOG_INTERVAL_S", interval)
+    home = runs.write_home(tmp_path / "home")
+    logger = logging.getLogger("lightrft")
+    logger.addHandler(caplog.handler)
+    runs.run(home, tmp_path / "run", init_kl_coef=0.1, eval_data=[str(home / "test.jsonl")], eval_steps=-1)
+    logger.removeHandler(caplog.handler)
+    found = {match[1]: match[2] for text in caplog.messages if (match := re.match(r"(\w+): .+\| (\d+/\d+) ", text))}
+    assert found.keys() == wanted, caplog.messages
+    assert not wanted or found == {"rollout": "4/4", "passes": found["passes"], "update": found["update"],
+                                   "evaluation": "4/4"}  # yapf: disable
+
+
+def test_the_curve_is_drawn_while_the_run_goes_on(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run_log, "DRAW_S", 0.0)
+    monkeypatch.setattr(run_log, "plot_curve", lambda path, png: drawn.append(len(runs.read_lines(path))))
+    runs.run(runs.write_home(tmp_path / "home"), tmp_path / "run", max_steps=3)
+    assert drawn[0] == 1 and drawn[-1] == 3, "in the first step, and after the last"
 
 
 def test_one_line_per_step_with_times_that_add_up(done):

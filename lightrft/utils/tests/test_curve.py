@@ -3,9 +3,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+from matplotlib.text import Text
 from PIL import Image
 
-from lightrft.utils.curve import _smooth, panels, plot_curve, read_metrics, series
+from lightrft.utils.curve import _smooth, ACCURACY, draw, panels, plot_curve, read_metrics, series
 
 
 def write(path, rows):
@@ -21,16 +23,19 @@ def rows():
             "rollout/response_len/mean": 30 + step
         }
         if step % 10 == 0:
-            yield {"step": step, "eval/all/pass@1": step / 45, "eval/all/avg@1": step / 45}
+            mean = min(step / 45, 1)
+            yield {"step": step, "eval/all/pass@1": mean, "eval/all/avg@1": mean, "eval/all/pass@1/low": mean * 0.9,
+                   "eval/all/pass@1/high": mean + (1 - mean) / 2}  # yapf: disable
 
 
 def test_panels_follow_the_metrics(tmp_path):
     lines = read_metrics(write(tmp_path / "metrics.jsonl", rows()))
     found = dict(panels(lines))
     assert list(found) == [
-        "reward", "parts of the reward", "response length (tokens)", "KL (nats per token)", "entropy (nats)"
+        "reward", "held-out accuracy", "parts of the reward", "response length (tokens)", "KL (nats per token)",
+        "entropy (nats)"
     ]
-    assert found["reward"] == {"reward/mean": "sampled reward", "eval/all/pass@1": "held-out pass@1"}
+    assert found["reward"] == {"reward/mean": "sampled"} and found[ACCURACY] == {"eval/all/pass@1": "pass@1"}
     assert set(found["parts of the reward"].values()) == {"math", "format"}
     assert series(lines, "eval/all/pass@1")[0] == [10, 20, 30, 40]
     assert 3 not in series(lines, "policy/kl_ref")[0], "null is no number"
@@ -42,6 +47,51 @@ def test_the_picture_is_a_png_and_needs_no_display(tmp_path):
     with Image.open(path) as picture:
         assert picture.format == "PNG" and picture.width > 1200 and len(set(picture.convert("L").tobytes())) > 50
     assert sorted(file.name for file in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
+
+
+SUITES = ("aime24", "gpqa", "gsm8k", "math500", "openai/gsm8k")
+
+
+def runs():
+    """A long run with five suites, one of a single step, one of a million steps, one that ended in an evaluation."""
+    suites = {f"eval/{name}/pass@{k}{part}": 1.0 for name in SUITES for k in (1, 16) for part in ("", "/low", "/high")}
+    one = {"step": 1, "reward/mean": -3.0, "policy/entropy": 1e-9, "rollout/response_len/mean": 16384.0}
+    sft = [{"step": 10**6 + i, "sft/loss": 1 / (i + 1), "eval/loss": 123456.0} for i in range(3)]
+    return {"suites": [*rows(), {"step": 40} | suites], "one": [one], "sft": sft,
+            "start": [{"step": 0, "eval/all/pass@1": 0.0}]}  # yapf: disable
+
+
+@pytest.mark.parametrize("name", runs())
+def test_labels_do_not_overlap_and_axes_contain_the_data(name):
+    lines = runs()[name]
+    figure = draw(lines, panels(lines), "a title above")
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    for axes in figure.axes:  # ticks outside of the axis are not drawn
+        drawn = {
+            label for axis in (axes.xaxis, axes.yaxis) for tick in axis._update_ticks() for label in (tick.label1, )
+        }
+        ticks = {text for tick in (*axes.xaxis.get_major_ticks(), *axes.yaxis.get_major_ticks())
+                 for text in (tick.label1, tick.label2)}  # yapf: disable
+        texts = [text for text in texts if text not in ticks or text in drawn]
+        for line in axes.lines:
+            for values, (low, high) in zip(line.get_data(), (axes.get_xlim(), axes.get_ylim())):
+                assert all(low <= value <= high for value in values), axes.get_title()
+        if axes.get_title() == ACCURACY:
+            assert axes.get_ylim()[0] == pytest.approx(0, abs=0.05) and axes.get_ylim()[1] == pytest.approx(1, abs=0.05)
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
+    page = figure.bbox
+    for i, (text, box) in enumerate(boxes):
+        assert box.x0 >= page.x0 and box.x1 <= page.x1 and box.y0 >= page.y0 and box.y1 <= page.y1, f"{text} is cut off"
+        for other, there in boxes[:i]:
+            assert not box.overlaps(there), f"{text!r} is over {other!r}"
+
+
+def test_every_suite_is_a_line():
+    lines = runs()["suites"]
+    shown = dict(panels(lines))[ACCURACY]
+    assert len(shown) == 2 * len(SUITES) and shown["eval/openai/gsm8k/pass@16"] == "openai/gsm8k pass@16"
 
 
 def test_nothing_to_draw_and_a_half_written_line(tmp_path):

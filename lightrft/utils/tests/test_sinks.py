@@ -10,19 +10,24 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightrft.config.schema import Config
+from lightrft.config.tree import options
 from lightrft.utils.sinks import MetricSinks, alias_metrics
+from lightrft.utils.trackers import ACCELERATE
 
 
 def numbers(step):
     return {"reward/mean": step / 7, "policy/entropy": 1.0 / (step + 1), "time/rollout_s": 0.25, "time/step_s": 0.5}
 
 
-def run(folder, steps, resumed_at=None, **options):
+def run(folder, steps, resumed_at=None, samples=(), **options):
     sinks = MetricSinks(folder, **options)
     if resumed_at is not None:
         sinks.truncate_after(resumed_at)
     for step in steps:
         sinks.log(step, numbers(step))
+    if samples:
+        sinks.table(steps[-1], "samples/held-out", samples)
     sinks.close()
     return folder / "metrics.jsonl"
 
@@ -87,11 +92,26 @@ def test_a_missing_package_names_its_extra_before_the_run(tmp_path, monkeypatch,
         MetricSinks(tmp_path, **{package: {"project": "p"}})
 
 
+SAMPLES = [{"prompt": "1+1?", "response": "2 <b>", "reward": 1.0, "advantage": 0.5, "reference": ["2"], "uid": "0"},
+           {"prompt": "2+2?", "response": "5", "reward": None}]  # yapf: disable
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path):
+    sinks = MetricSinks(tmp_path, tensorboard=True)
+    sinks.table(3, "samples/training", SAMPLES)
+    sinks.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    event, = events.Tensors("samples/training/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3 and "prompt:   1+1?" in text and "response: 5" in text and "reward 1" in text
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     settings = {"project": "p", "name": "n", "group": None, "entity": None}
-    run(tmp_path, [1, 2], wandb=settings, run_config={"train": {"seed": 1}})
+    run(tmp_path, [1, 2], wandb=settings, run_config={"train": {"seed": 1}}, samples=SAMPLES)
     identity = (tmp_path / "wandb_run_id").read_text()
     run(tmp_path, [3], resumed_at=2, wandb=settings, run_config={})
     folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
@@ -99,7 +119,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
     MetricSinks(tmp_path).truncate_after(0)
     assert not (tmp_path / "wandb_run_id").exists(), "a new run would resume under the old id"
     records = b"".join(path.read_bytes() for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert b"reward/mean" in records, "no metrics in the run file"
+    assert b"reward/mean" in records and b"samples/held-out" in records, "no metrics or no table in the run file"
+    table, = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/*.table.json")
+    assert json.loads(table.read_text())["data"][1][:2] == ["2+2?", "5"], "another table"
 
 
 TRACKIO = """
@@ -109,6 +131,7 @@ for steps in ([1, 2], [3]):
     sinks = MetricSinks(sys.argv[1], trackio=dict(project="p", name="n"))
     for step in steps:
         sinks.log(step, {"reward/mean": step / 7})
+        sinks.table(step, "samples/training", [{"prompt": "1+1?", "response": f"{step}!", "reward": 1.0}])
     sinks.close()
 """
 
@@ -118,8 +141,39 @@ def test_trackio_local(tmp_path):
     subprocess.run([sys.executable, "-c", TRACKIO, tmp_path], check=True, timeout=100, capture_output=True,
                    env=environment)
     database = sqlite3.connect(tmp_path / "trackio" / "p.db")
-    rows = database.execute("select run_name, step from metrics").fetchall()
-    assert sorted(rows) == [("n", 1), ("n", 2), ("n", 3)], rows
+    rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+    assert sorted({row[:2] for row in rows}) == [("n", 1), ("n", 2), ("n", 3)], rows
+    assert any("samples/training" in str(row[2]) for row in rows), "no table"
+
+
+MLFLOW = """
+import sys
+from lightrft.utils.sinks import MetricSinks
+sinks = MetricSinks(sys.argv[1], trackers=["mlflow"], naming=("p", "n"), run_config={"train": {"seed": 7, "l2": [0.5]}})
+for step in (1, 2):
+    sinks.log(step, {"reward/mean": step / 7, "eval/all/pass@1": 0.5})
+sinks.close()
+from mlflow import MlflowClient
+client = MlflowClient()
+run, = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+print(run.info.run_name, run.info.status, run.data.params["seed"], run.data.metrics["eval/all/pass_at_1"],
+      [(point.step, round(point.value, 3)) for point in client.get_metric_history(run.info.run_id, "reward/mean")])
+"""
+
+
+def test_mlflow_through_accelerate(tmp_path):
+    environment = {
+        **os.environ, "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"
+    }
+    done = subprocess.run([sys.executable, "-c", MLFLOW, tmp_path], timeout=100, capture_output=True, text=True,
+                          env=environment)  # yapf: disable
+    assert done.stdout.strip() == "n FINISHED 7 0.5 [(1, 0.143), (2, 0.286)]", done.stderr[-2000:]
+
+
+def test_the_trackers_are_those_of_accelerate():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+    assert {*ACCELERATE, "tensorboard", "wandb", "trackio"} == {str(name) for name in LOGGER_TYPE_TO_CLASS}
+    assert options(Config)["trackers"].choices == ACCELERATE
 
 
 def test_unknown_aliases_are_refused(tmp_path):

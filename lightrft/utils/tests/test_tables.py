@@ -28,6 +28,8 @@ def test_every_line_fits_and_columns_are_aligned(width, metrics):
     table = StepTable(width)
     header, *rows = [line for step in (1, 20000) for line in table.lines(step, metrics)]
     assert len(rows) == 2 and {len(line) for line in (header, *rows)} == {len(header)} and len(header) <= width
+    titles = header.replace("step s", "").replace("|", "").split()[1:]
+    assert "…" not in header + rows[0] and {*titles} <= {one.title for one in (*tables._NUMBERS, *tables._PHASES)}
     ends = [{i for i, letter in enumerate(line) if letter == " " and line[i - 1:i].strip()} for line in rows]
     assert ends[0] == ends[1], "columns moved"
     assert ("KL" in header.split()) == ("policy/kl_ref" in metrics) if width >= 80 else True

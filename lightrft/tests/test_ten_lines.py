@@ -1,0 +1,89 @@
+"""The program of docs/python.md, as printed: it learns on one process, on two under torchrun, and in a notebook."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.tests.support.launch import ROOT
+
+PAGE, PREPARE = ROOT / "docs" / "python.md", ROOT / "examples" / "quickstart" / "prepare.py"
+ENVIRON = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+pytestmark = [
+    pytest.mark.dist, pytest.mark.slow,
+    pytest.mark.skipif(not PAGE.exists(), reason="installed without its repository")
+]
+
+
+def python(*words: object, cwd: Path) -> str:
+    """Run Python to its end; returns what it printed."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=ENVIRON, capture_output=True, text=True,
+                          timeout=500)  # yapf: disable
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def program() -> str:
+    """The last code block of the page."""
+    return re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[-1]
+
+
+def accuracies(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"held-out accuracy ([\d.]+) -> ([\d.]+)", printed)[0]]
+
+
+@pytest.fixture(name="home", scope="module")
+def fixture_home(tmp_path_factory):
+    """Data and the model after the warm-up, as the quickstart makes them, with fewer rows and steps."""
+    home = tmp_path_factory.mktemp("home")
+    out = home / "runs" / "quickstart"
+    python(PREPARE, "--out", out, "--train_rows", 2000, "--test_rows", 300, "--sft_rows", 12800, cwd=home)
+    python("-m", "lightrft.cli.train_sft", "--pretrain", out / "base", "--train_data", out / "data" / "sft.parquet",
+           "--save_path", out / "sft", "--train_batch_size", 32, "--learning_rate", 3e-3, "--max_len", 64,
+           "--disable_ckpt", cwd=home)  # yapf: disable
+    return home
+
+
+def numbers(home: Path) -> list[float]:
+    """What the run in the folder measured before its first update."""
+    lines = [json.loads(line) for line in (home / "runs" / "ten_lines" / "metrics.jsonl").read_text().splitlines()]
+    return [lines[0]["eval/all/pass@1"], lines[1]["reward/mean"], lines[1]["policy/grad_norm"]]
+
+
+@pytest.fixture(name="alone", scope="module")
+def fixture_alone(home):
+    """The program on one process: what it printed, and its first numbers."""
+    (home / "program.py").write_text(program(), encoding="utf-8")
+    return python("program.py", cwd=home), numbers(home)
+
+
+def test_one_process_reaches_the_accuracy_of_the_quickstart(alone):
+    before, after = accuracies(alone[0])
+    assert before < 0.6 and after > 0.9, (before, after)
+
+
+def test_so_do_two_under_torchrun(home, alone):
+    before, after = accuracies(python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py",
+                                      cwd=home))  # yapf: disable
+    assert before < 0.6 and after > 0.9, (before, after)
+    assert numbers(home) == pytest.approx(alone[1], rel=1e-4)
+
+
+def test_a_notebook_runs_the_program(home, alone, monkeypatch):
+    """Its lambda is defined in the notebook and travels to the reward workers. Two steps are enough to compare."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    first, second = re.split(r"\n(?=accuracy = )", program().replace("max_steps=40", "max_steps=2"))
+    cells = [nbformat.v4.new_code_cell(text) for text in (first, second, "run.model().config.vocab_size")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata":
+                                                                                     {"path": str(home)}}).execute()
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
+    assert accuracies(printed)[0] == accuracies(alone[0])[0] and numbers(home) == pytest.approx(alone[1], rel=1e-4)
+    assert len((home / "runs" / "ten_lines" / "metrics.jsonl").read_text().splitlines()) == 3, "other steps"
+    assert [one["data"]["text/plain"] for one in cells[2].outputs if "data" in one] == ["64"]
