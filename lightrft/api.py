@@ -63,7 +63,7 @@ class _Training(ABC):
         self.parsed: ParsedConfig = parse_keywords(given, self.tree, plugins, self.defaults)
 
     def plan(self) -> str:
-        """Return what ``--dry_run`` prints: every option and its source, batch sizes, estimates of memory and time."""
+        """Return the plan that ``--dry_run`` prints: each option and its source, batch sizes, memory and time."""
         from lightrft.preflight.report import report
         from lightrft.trainer.session import settled
         return report(self.parsed.config, self.parsed.provenance, settled(self.parsed))

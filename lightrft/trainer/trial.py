@@ -10,6 +10,7 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import Record, missing, to_records
+from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import good_answers, quoted
@@ -39,6 +40,8 @@ def _(config: Config) -> Iterator[str]:
     found: dict[str, Record] = {}
     for split in ("train", "eval"):
         yield from _read(config.data, split, found)
+    for entry in config.data.eval_suite:
+        yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     rewards = RewardManager(config.reward)
     try:
         for where, record in list(found.items())[:1]:
@@ -53,16 +56,24 @@ def _read(cfg: DataConfig, split: str, found: dict[str, Record]) -> Iterator[str
     here = [one for one in entries if one.startswith("memory:") or Path(one.rsplit("@", 1)[0]).expanduser().exists()]
     for entry in entries:
         if entry not in here:
-            yield f"data: {entry} is read from the hub when the run starts"
+            yield _later(entry)
     if not here:
         return
     parts, _ = load_specs(replace(cfg, prompt_data=here, prompt_data_probs=[], eval_data=here), split)
     for entry, rows in zip(here, parts):
-        yield f"data: {len(rows):,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
+        yield _counted(len(rows), entry, split)
         for i, record in enumerate(to_records(rows, cfg)):
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), record)
                 break
+
+
+def _later(entry: str) -> str:
+    return f"data: {entry} is read from the hub when the run starts"
+
+
+def _counted(rows: int, entry: str, split: str) -> str:
+    return f"data: {rows:,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
 
 
 def _scored(rewards: RewardManager, record: Record, where: str) -> str:

@@ -68,6 +68,17 @@ def test_a_dry_run_leaves_what_is_elsewhere_to_the_run(home, tmp_path, capsys, n
         assert error.value.code == 0 and told in capsys.readouterr().out
 
 
+def test_a_dry_run_reads_local_suites(home, tmp_path, capsys, no_strategy):
+    (tmp_path / "suite.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n')
+    for suites, code, told in ((f"math500={tmp_path}/suite.jsonl,aime24", 0,
+                                "suite.jsonl (evaluation)\ndata: aime24 is"), (f"gpqa={tmp_path}/suite.jsonl", 2,
+                                                                               "not a row of Idavidrein/gpqa")):
+        with pytest.raises(SystemExit) as error:
+            train.main([*words(home, tmp_path / "run", eval_suite=suites, reward="format"), "--dry_run"])
+        said = capsys.readouterr()
+        assert error.value.code == code and told in said.out + said.err, said
+
+
 def test_dry_run_of_supervised_fine_tuning(home, tmp_path, capsys, no_strategy):
     with pytest.raises(SystemExit) as error:
         train_sft.main(["--pretrain", str(home / "model"), "--train_data", str(home / "train.jsonl"), "--dry_run"])
