@@ -212,7 +212,8 @@ def test_rounding_to_bfloat16_stays_below_its_limit():
         return torch.cat([param.grad.float().flatten() for param in model.parameters()])
 
     one, other = gradient(exact), gradient(rounded)
-    assert 0.1 < (one - other).norm() / one.norm() < self_test.TOLERANCE[1]
+    # 0.07 to 0.2, depending on the vector instructions of the CPU
+    assert 0.03 < (one - other).norm() / one.norm() < self_test.TOLERANCE[1]
 
 
 def test_bfloat16_is_allowed_more(home, tmp_path, caplog):
