@@ -22,6 +22,7 @@ from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import check_class, modality_of
 from lightrft.models.attention import PACKED
+from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.lora import add_lora, hf_name
 from lightrft.models.packed_model import Critic, PackedModel
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
@@ -273,6 +274,7 @@ def _defer(model: Model, loaded: _Loaded) -> Model:
 def _finish(hf: PreTrainedModel, cfg: ModelConfig, train: bool, lora: bool) -> nn.Module:
     if cfg.use_liger:
         _apply_liger(hf)
+    use_onednn(hf)
     if not train:
         return hf.requires_grad_(False).eval()
     model: nn.Module = hf

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.models.cpu_linear import use_onednn
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
 from lightrft.rollout.hf.continuous_batching import Generation
@@ -210,4 +211,5 @@ def _empty_copy(source: PreTrainedModel, device: torch.device, dtype: torch.dtyp
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         config = copy.deepcopy(source.config)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)
+    use_onednn(model)
     return model.to(device).requires_grad_(False)
