@@ -1,4 +1,4 @@
-# make quickstart | test | browser | numeric | oracles | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
+# make quickstart | test | browser | numeric | oracles | peers | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -16,7 +16,7 @@ IMAGE ?= lightrft
 ENGINE ?= vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test browser numeric oracles gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart test browser numeric oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -42,6 +42,10 @@ numeric: $(DEV)
 
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)
+
+# Side by side with TRL's GRPO, on CPUs.
+peers: $(VENV)/oracles/.installed
+	$(BIN)/python -W ignore benchmarks/peers.py $(ARGS)
 
 # vLLM, DeepSpeed, Liger's kernels and TRL are installed in an environment of their own. With PYTHON, the Python at hand
 # measures and nothing is installed. OUT: folder of the results and the page.

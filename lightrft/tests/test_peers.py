@@ -1,0 +1,43 @@
+"""The comparison with TRL's trainer (``make peers``), where TRL is installed: a step of each."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightrft
+
+ROOT = Path(lightrft.__file__).parents[1]
+SCRIPT, PACKAGES = ROOT / "benchmarks" / "peers.py", Path(sys.prefix) / "oracles"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="installed without its repository")
+
+
+def run(script: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True, timeout=280)
+
+
+def test_it_says_so_where_trl_is_not_installed(tmp_path: Path) -> None:
+    done = run(SCRIPT, "--packages", tmp_path)
+    assert done.returncode == 1 and "run make peers" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PACKAGES / "trl").is_dir(), reason="TRL is missing: make oracles")
+def test_both_trainers_make_the_same_steps(tmp_path: Path) -> None:
+    made = run(ROOT / "examples" / "quickstart" / "prepare.py", "--out", tmp_path, "--train_rows", 20, "--sft_rows", 20)
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "base").rename(tmp_path / "sft" / "hf")  # untrained
+    done = run(SCRIPT, "--home", tmp_path, "--cases", "tiny", "--pairs", 1, "--threads", 1, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["trl"] == "1.16.0" and found["torch"] and found["cpu"]
+    sides = found["runs"]["tiny, threads 1"]
+    for side in ("trl", "lightrft", "lightrft, default"):
+        (result, ) = sides[side]
+        assert result["steps"] == 1 and result["samples"] == 16 and result["cpu_s"] > 0, (side, result)
+        assert 16 <= result["tokens"] <= 16 * 8 and f"| tiny | 1 | {side} |" in done.stdout, (side, result)
+    trained = {side: result["trained"] for side, (result, ) in sides.items()}
+    assert trained == {"trl": 16, "lightrft": 16, "lightrft, default": trained["lightrft, default"]}
+    assert trained["lightrft, default"] < 16  # an untrained model's answers are all wrong
