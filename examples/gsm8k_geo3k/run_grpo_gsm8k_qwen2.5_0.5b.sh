@@ -29,7 +29,7 @@ SEED=${SEED:-42}
 EVAL_STEPS=${EVAL_STEPS:-20}
 SAVE_STEPS=${SAVE_STEPS:-20}
 
-# where: the same command on every node, with its NODE_RANK and the address of node 0
+# where: one node on a free port; several: the same command on each, with its NODE_RANK and the address of node 0
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NPROC=${NPROC:-$GPUS_PER_NODE}
@@ -40,12 +40,15 @@ PYTHON=${PYTHON:-python3}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_NCCL_AVOID_RECORD_STREAMS=${TORCH_NCCL_AVOID_RECORD_STREAMS:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save in, once asked to stop
 export TOKENIZERS_PARALLELISM=false
+NODES=(--standalone)
+if [[ "$NNODES" != 1 ]]; then
+  NODES=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+fi
 
 # tee outlives SIGTERM and Ctrl-C, and torchrun takes the place of this shell, so that both reach it and the run can save
 mkdir -p "$SAVE"
 exec > >(trap "" INT TERM; exec tee -a "$SAVE/log_node$NODE_RANK.txt") 2>&1
-exec "$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "$NPROC" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$(dirname "$0")/train_colocate.py" \
+exec "$PYTHON" -m torch.distributed.run "${NODES[@]}" --nproc-per-node "$NPROC" "$(dirname "$0")/train_colocate.py" \
   --pretrain "$MODEL" --prompt_data "$DATA/train.parquet" --eval_data "$DATA/test.parquet" --save_path "$SAVE" \
   --train_batch_size "$TBS" --rollout_batch_size "$RBS" --n_samples_per_prompt "$N_SAMPLES" \
   --micro_train_batch_size "$MICRO_TRAIN" --micro_rollout_batch_size "$MICRO_ROLLOUT" \

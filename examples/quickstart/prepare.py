@@ -19,6 +19,7 @@ from transformers import AddedToken, logging as hf_logging, Qwen2Config, Qwen2Fo
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = ["<think>", "</think>", "\\boxed{"]
 CHARACTERS = "\n W" + string.digits + string.ascii_lowercase + "+-*/=,.?!:;(){}'\"%$"
+POSITIONS = 2048  # rotary, so they cost nothing; the problems of examples/gsm8k_geo3k fit too
 CHAT_TEMPLATE = ("{% for message in messages %}{% if message['role'] == 'assistant' %}"
                  "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
                  "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}")
@@ -34,7 +35,8 @@ def build_tokenizer() -> Qwen2Tokenizer:
     letters = CHARACTERS.replace("\n", "Ċ").replace(" ", "Ġ")
     vocab = {token: i for i, token in enumerate(SPECIAL + WORDS + list(letters))}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                               chat_template=CHAT_TEMPLATE, padding_side="left", model_max_length=256)  # yapf: disable
+                               padding_side="left", chat_template=CHAT_TEMPLATE,
+                               model_max_length=POSITIONS)  # yapf: disable
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in WORDS])
     return tokenizer
 
@@ -42,7 +44,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     """Build a Qwen2 of 136k parameters with random weights."""
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+                         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=POSITIONS,
                          tie_word_embeddings=True, initializer_range=0.1, bos_token_id=None,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # yapf: disable
     torch.manual_seed(seed)

@@ -51,7 +51,7 @@ def test_the_readme_lists_the_registered_algorithms():
 
 def test_the_layer_picture_is_the_enforced_one():
     picture = {}
-    for number, names in re.findall(r"^    (\d+) (.+?)  ", readme_part("layers"), re.MULTILINE):
+    for number, names in re.findall(r"^(\d+) (.+?)  ", readme_part("layers"), re.MULTILINE):
         picture.update({name.strip().removesuffix(".py"): int(number) for name in names.split("|")})
     assert picture == LAYERS
 

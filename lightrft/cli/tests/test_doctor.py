@@ -184,6 +184,7 @@ def test_an_engine_that_wants_other_packages(packages):
              "Requires-Dist: tokenizers==0.1; extra == 'x'")
     found = by_name(check_engine("hf"))["sglang"]
     assert found.verdict == "warn" and found.text.startswith("it wants torch==0.1, ") and found.text.count("wants") == 1
+    assert found.remedy == f"in an environment of its own: {INSTALL['sglang']}"
 
 
 def test_the_chosen_engine_is_imported_in_another_process(packages):
@@ -191,7 +192,7 @@ def test_the_chosen_engine_is_imported_in_another_process(packages):
     fits, broken = [found for found in check_engine("sglang") if found.name == "sglang"]
     assert fits.verdict == "ok" and broken.verdict == "fail" and "sglang" not in sys.modules
     assert broken.text == "cannot be imported: ImportError: libcudart.so.13: cannot open"
-    assert broken.remedy == "pip install --force-reinstall sglang"
+    assert broken.remedy == "pip install --force-reinstall --no-deps sglang==9.0"
 
 
 @pytest.mark.parametrize("code, verdict, words", [

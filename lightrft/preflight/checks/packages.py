@@ -112,7 +112,8 @@ def _import_remedy(name: str, trace: str) -> str:
     for other in ("torchvision", "torchaudio"):
         if other in trace:
             return f"{other} was built for another torch: pip uninstall {other}, or install the one that matches torch"
-    return f"pip install --force-reinstall {distribution(name)}"
+    pinned = f"=={found}" if (found := installed(name)) else ""
+    return f"pip install --force-reinstall --no-deps {distribution(name)}{pinned}"
 
 
 def check_engine(chosen: str) -> Iterator[Finding]:
@@ -123,8 +124,7 @@ def check_engine(chosen: str) -> Iterator[Finding]:
     """
     for name in filter(installed, INSTALL):
         if conflicts := list(_conflicts(name)):
-            yield Finding("warn", name, "; ".join(conflicts),
-                          f"pip install {distribution(name)} in an environment of its own")
+            yield Finding("warn", name, "; ".join(conflicts), f"in an environment of its own: {INSTALL[name]}")
         else:
             yield Finding("ok", name, "fits the packages beside it")
     if chosen in INSTALL and installed(chosen):

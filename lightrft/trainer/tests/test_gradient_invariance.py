@@ -122,7 +122,7 @@ def test_the_report_in_the_docs_is_a_real_one(parts):
     page = Path(self_test.__file__).parents[3] / "docs" / "safety.md"
     if not page.exists():
         pytest.skip("installed without its repository")
-    shown = page.read_text(encoding="utf-8").split("```")[1]
+    shown = page.read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
     text = message(parts, policy_loss="own_tokens", use_kl_loss=False)
     assert re.sub(r"[\d.]+", "#", shown).strip() == re.sub(r"[\d.]+", "#", text).strip()
 

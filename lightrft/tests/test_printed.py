@@ -1,0 +1,295 @@
+"""Every block of README, the docs and the examples is executed as it is printed, or is named with the test that does.
+
+Programs and commands for a CPU run in a folder that looks like a checkout, beside a tiny model. Training commands are
+planned: ``--dry_run`` is appended, and ``--plan_gpus`` where they are for GPUs. A block that no rule knows fails.
+"""
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrft.cli import doctor
+from lightrft.preflight import engine_rules
+from lightrft.tests.support import tiny, tiny_task
+from lightrft.tests.support.printed import Block, Program, ROOT, Workplace, blocks, commands, pages
+from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.tests.test_gpu_start import QWEN, SHAPES
+from lightrft.tests.test_packaging import lists_in_setup
+
+if not (ROOT / "docs").exists():
+    pytest.skip("installed without its repository", allow_module_level=True)
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+# blocks of other tests: page, language, beginning of the block -> the test that executes it or compares it
+ELSEWHERE = {
+    ("docs/contributing.md", "python", ""): "tests/test_contributing.py",
+    ("docs/contributing.md", "diff", ""): "tests/test_contributing.py",
+    ("docs/contributing.md", "bash", "python"): "tests/test_contributing.py",
+    ("docs/data.md", "json", ""): "tests/test_docs.py",
+    ("docs/sft.md", "json", ""): "tests/test_docs.py",
+    ("docs/rewards.md", "python", ""): "tests/test_docs.py",
+    ("README.md", "text", "11 api.py"): "tests/test_docs.py",
+    ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
+    ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",
+    ("docs/safety.md", "text", "self-test: "): "trainer/tests/test_gradient_invariance.py",
+    ("docs/safety.md", "text", "WARNING: "): "trainer/tests/test_resumed_options.py",
+    ("docs/weight_sync.md", "text", "weight sync 2: "): "rollout/tests/test_verify.py",
+}
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+def ran(command: str, place: Workplace) -> None:
+    """A script, as it is printed."""
+    place.shell(command)
+
+
+def exported(command: str, place: Workplace) -> None:
+    """The export, as it is printed, in this process."""
+    program = Program.of(shlex.split(command))
+    program.run(program.words)
+
+
+def planned(command: str, place: Workplace) -> None:
+    """A training command: its dry run; with a plug-in in another process, because the plug-in would stay in this."""
+    if "--plugin" in command:
+        place.shell(f"{command} --dry_run")
+    else:
+        Program.of(shlex.split(command)).plan()
+
+
+def examined(command: str, place: Workplace) -> None:
+    """The doctor, on one rank. Its imports in other processes have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "check_import", lambda name: ())
+        program = Program.of(shlex.split(command))
+        program.run(program.words, (0, 1))  # 1: something fails on this machine
+
+
+def started(command: str, place: Workplace) -> None:
+    """A script that launches ranks."""
+    place.script(command)
+
+
+def made(command: str, place: Workplace) -> None:
+    """A target of the Makefile, without its work; the options of ``ARGS`` are planned."""
+    words = shlex.split(command)
+    place.shell(f"make -n VENV={place.folder}/none {shlex.join(words[1:])}")
+    for word in words:
+        if word.startswith("ARGS="):
+            files = ["--pretrain", "MODEL", "--prompt_data", "DATA", "--eval_data", "DATA"]
+            options = shlex.split(word.removeprefix("ARGS="))
+            Program("examples/quickstart/train_colocate.py", [*files, *options], 2).plan()
+
+
+def installed(command: str, place: Workplace) -> None:
+    """pip: files, extras and checkout exist. What the sets resolve to is tested in test_installs.py."""
+    words, extras = shlex.split(command), lists_in_setup()[1]
+    for flag, name in zip(words, words[1:]):
+        assert flag not in ("-c", "-r") or (ROOT / name).is_file(), name
+        named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", name)
+        assert flag != "-e" or named and set((named[1] or "").split(",")) - {""} <= extras.keys(), name
+    assert "-e" in words or "-r" in words, "the index has another project called lightrft"
+
+
+def looked_at(command: str, place: Workplace) -> None:
+    """TensorBoard, which prints what it finds in place of serving."""
+    assert "reward/mean" in place.shell(command.replace("--logdir", "--inspect --logdir"))
+
+
+def in_the_image(command: str, place: Workplace) -> None:
+    """docker: the image is the one that ``make dbuild`` builds."""
+    assert f"--tag {shlex.split(command)[-1]} " in place.shell("make -n dbuild")
+
+
+def environment(command: str, place: Workplace) -> None:
+    """The environment is the Makefile's; it is not made here."""
+    assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+OWN = r"(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
+RULES: dict[str, Callable[[str, Workplace], None]] = {
+    OWN + r"(train|train_sft|sft) ": planned,
+    OWN + r"doctor\b": examined,
+    OWN + r"export ": exported,
+    r"python examples/\S+\.py ": ran,
+    r"(\w+=\S* )*bash examples/\S+\.sh": started,
+    r"make [a-z-]+": made,
+    r"pip install ": installed,
+    r"tensorboard --logdir ": looked_at,
+    r"docker run ": in_the_image,
+    r"(python3 -m venv|source|\.) \.venv": environment,
+}
+
+
+def rule_of(command: str) -> Callable[[str, Workplace], None]:
+    """The way to execute a command.
+
+    Raises:
+        AssertionError: no rule knows it.
+    """
+    found = next((rule for start, rule in RULES.items() if re.match(start, command)), None)
+    assert found, f"no rule executes the command {command!r}"
+    return found
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+def shell(block: Block, place: Workplace) -> None:
+    """Each command by its rule."""
+    for command in commands(block.text):
+        rule_of(command)(command, place)
+
+
+def program(block: Block, place: Workplace) -> None:
+    """A Python program, in this process."""
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+
+
+def output(block: Block, place: Workplace) -> None:
+    """What a command prints: every line, but for its numbers."""
+    printed = StringIO()
+    with redirect_stdout(printed):
+        rule_of(OUTPUTS[block.page])(OUTPUTS[block.page], place)
+    for line in block.text.splitlines():
+        assert alike(line) in alike(printed.getvalue()), line
+
+
+def alike(text: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", re.sub(r"[^\S\n]+", " ", text))
+
+
+def directive(block: Block, place: Workplace) -> None:
+    """Of Sphinx, which checks it in ``make docs``."""
+    assert re.match(r"\{(include|literalinclude|toctree)\}", block.language)
+
+
+OUTPUTS = {
+    "docs/recipes.md": "lightrft train --pretrain MODEL --prompt_data DATA --recipe dapo --eps_clip_high 0.3",
+    "docs/doctor.md": "lightrft doctor --pretrain Qwen/Qwen2.5-7B-Instruct --prompt_max_len 32768 --ranks 8",
+}
+KINDS: dict[str, Callable[[Block, Workplace], None]] = {"bash": shell, "python": program, "text": output}
+
+
+def kind_of(block: Block) -> Callable[[Block, Workplace], None]:
+    """The way to execute a block.
+
+    Raises:
+        AssertionError: there is none.
+    """
+    kind = directive if block.language.startswith("{") else KINDS.get(block.language)
+    assert kind and (kind is not output or block.page in OUTPUTS), f"{block}: no rule executes this block"
+    return kind
+
+
+def elsewhere(block: Block) -> str | None:
+    """The test that executes a block, if it is not this one."""
+    return next((test for (page, language, start), test in ELSEWHERE.items()
+                 if (page, language) == (block.page, block.language) and block.text.startswith(start)), None)
+
+
+def blocks_of(page: str) -> list[Block]:
+    return list(blocks(page, (ROOT / page).read_text(encoding="utf-8")))
+
+
+# -- the place --------------------------------------------------------------------------------------------------------
+def save_brief_model(folder: Path) -> None:
+    """A tiny model with room for long prompts, whose responses end after a few tokens."""
+    tiny.save_model(folder, max_position_embeddings=32768, initializer_range=0.1, tie_word_embeddings=False)
+    brief = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():  # one large feature in every state, which the end token alone reads
+        brief.model.embed_tokens.weight[:, 0] = 2.0
+        brief.lm_head.weight[:, 0] = 0.0
+        brief.lm_head.weight[brief.config.eos_token_id, 0] = 1.0
+    brief.save_pretrained(folder)
+
+
+def save_models(folder: Path) -> None:
+    """``MODEL``, and hub ids as folders: the smallest trains, the others have only the configuration."""
+    for name, shape in SHAPES.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(QWEN | shape), encoding="utf-8")
+    for name in ("MODEL", min(SHAPES)):
+        save_brief_model(folder / name)
+
+
+def save_data(folder: Path) -> None:
+    """Rows under the names in commands, and what the hub has as ``openai/gsm8k``."""
+    for name in ("DATA/train", "demos", "held_out", "train", "test"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        tiny_task.write_rows(folder / f"{name}.jsonl", tiny_task.rows(8))
+    hub = folder / "openai" / "gsm8k" / "main"
+    hub.mkdir(parents=True)
+    for split in ("train", "test"):
+        shutil.copy(ROOT / "examples" / "gsm8k_geo3k" / "data" / "raw_200.jsonl", hub / f"{split}.jsonl")
+    for name in ("my_algorithm.py", "my_loss.py"):
+        shutil.copy(ROOT / "docs" / name, folder)
+
+
+@pytest.fixture(name="place", scope="module")
+def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A checkout with the files that commands name, and the folder of a quickstart of twenty tiny steps."""
+    place = Workplace(tmp_path_factory.mktemp("place"))
+    save_models(place.folder)
+    save_data(place.folder)
+    few = "--train_rows 64 --test_rows 16 --sft_rows 8"
+    place.shell(f"python examples/quickstart/prepare.py --out runs/quickstart {few}")
+    words = ("--pretrain runs/quickstart/base --prompt_data runs/quickstart/data/train.parquet "
+             "--save_path runs/quickstart --strategy auto --no_self_test --no_eval_at_start --eval_steps 0 "
+             "--print_samples 0 --max_steps 20 --rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place.folder)
+        Program("examples/quickstart/train_colocate.py", []).run(words.split())
+    return place
+
+
+@pytest.fixture(autouse=True)
+def fixture_inside(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in the place; the engines of GPU machines need not be installed."""
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page)])
+def test_the_blocks_of_a_page(page: str, place: Workplace, no_picture: None) -> None:  # noqa: F811
+    for block in blocks_of(page):
+        if not elsewhere(block):
+            kind_of(block)(block, place)
+
+
+@pytest.mark.parametrize("key", ELSEWHERE, ids=lambda key: " ".join(key[:2]))
+def test_a_block_that_another_test_executes_is_there_and_that_test_reads_its_page(key: tuple[str, str, str]) -> None:
+    page, language, start = key
+    assert any(block.language == language and block.text.startswith(start) for block in blocks_of(page))
+    assert Path(page).name in (ROOT / "lightrft" / ELSEWHERE[key]).read_text(encoding="utf-8")
+
+
+BROKEN = {
+    "a command that no rule knows": "```bash\nfrobnicate --now\n```",
+    "a fence without a language": "```\nlightrft doctor\n```",
+    "lines that are indented": "text\n\n    lightrft doctor\n",
+    "a language that nothing executes": "```ruby\nputs 1\n```",
+    "an output that nothing prints": "```text\nstep 1\n```",
+    "an option that does not exist": "```bash\nlightrft train --pretrain MODEL --prompt_data DATA --no_such 1\n```",
+    "a plan that is refused": "```bash\ntorchrun --nproc-per-node 8 -m lightrft.cli.train --pretrain MODEL "
+                              "--prompt_data DATA --train_batch_size 7\n```",
+    "a file that is missing": "```bash\nlightrft export runs/none out\n```",
+    "another project's package": "```bash\npip install 'lightrft[vllm]'\n```",
+    "an extra that does not exist": "```bash\npip install -e '.[vlm]'\n```",
+    "a target that does not exist": "```bash\nmake quickstrat\n```",
+    "a program that raises": "```python\nfrom lightrft import GPRO\n```",
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_block_fails(text: str, place: Workplace) -> None:
+    (block, ) = blocks("docs/some.md", text)
+    with pytest.raises((AssertionError, ImportError)):
+        kind_of(block)(block, place)
