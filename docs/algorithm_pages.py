@@ -1,5 +1,9 @@
 """Generated parts of the pages of ``docs/algorithms`` and of their index: facts, options, commands and curves.
 
+    python docs/algorithm_pages.py
+
+writes the table of ``docs/algorithms.md`` again.
+
 The text and the formula of a page are written by hand. The page includes its generated part, which has one section for
 each advantage estimator, policy loss, correction and recipe with the name of the page.
 """
@@ -23,6 +27,7 @@ from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
 from lightrft.config.tree import options  # noqa: E402
 
+INDEX = HERE / "algorithms.md"
 FIELDS = ("equation", "paper", "degenerate", "deviation")
 
 
@@ -123,6 +128,11 @@ def index() -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_index(text: str) -> str:
+    """Return the text of ``algorithms.md`` with the table between its marks."""
+    return re.sub(r"(?<=<!-- algorithms -->\n).*(?=<!-- /algorithms -->)", lambda _: index(), text, flags=re.DOTALL)
+
+
 def draw(folder: Path) -> None:
     """Draw the curve of every measured run, unless there is one newer than the results."""
     from matrix_report import OUTPUTS
@@ -139,3 +149,7 @@ def _cell(text: str) -> str:
 
 def _linked(text: str) -> str:
     return re.sub(r"https?://[^\s,;)]+", r"<\g<0>>", _cell(text))
+
+
+if __name__ == "__main__":
+    INDEX.write_text(with_index(INDEX.read_text(encoding="utf-8")), encoding="utf-8")

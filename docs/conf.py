@@ -27,14 +27,13 @@ napoleon_use_rtype = False
 
 
 def _tables() -> dict[str, str]:
-    from algorithm_pages import index, pages
+    from algorithm_pages import pages
     from lightrft.preflight.report import option_table, recipe_table, semantics_table
     from lightrft.config.schema import Config
     from lightrft.config.sft_schema import SFTConfig
     return {
-        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "algorithms.md": index(),
-        "recipes.md": recipe_table(), "semantics.md": semantics_table(),
-        **{f"algorithms/{page}.md": text for page, text in pages().items()}
+        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig), "recipes.md": recipe_table(),
+        "semantics.md": semantics_table(), **{f"algorithms/{page}.md": text for page, text in pages().items()}
     }
 
 

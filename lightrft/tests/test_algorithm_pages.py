@@ -50,6 +50,12 @@ def test_every_algorithm_and_recipe_has_a_page():
         assert f"--recipe {recipe}" in page and all(f"`--{name} " in page for name in values)
 
 
+def test_the_table_of_the_docs_is_the_generated_one():
+    text = algorithm_pages.INDEX.read_text(encoding="utf-8")
+    assert text == algorithm_pages.with_index(text), "run: python docs/algorithm_pages.py"
+    assert text.count("\n| [`") == len(algorithm_pages.entries())
+
+
 @pytest.mark.parametrize("page", WRITTEN)
 def test_a_page_says_what_changes_against_ppo(page):
     assert page == "ppo" or re.search(r"\bPPO\b", WRITTEN[page])

@@ -2,8 +2,6 @@
 import json
 import pydoc
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,27 +29,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 
 
-def readme_part(name):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
-
-
-def built_in_table():
-    """In a process of its own: plug-ins of other tests do not count."""
-    code = "import sys\nfrom lightrft.algorithms import table\nsys.stdout.write(table())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100,
-                          cwd=ROOT).stdout
-
-
-def test_the_readme_lists_the_registered_algorithms():
-    expected = built_in_table()
-    remedy = "paste the output of: python -c 'from lightrft.algorithms import table; print(table())'"
-    assert readme_part("algorithms").strip() == expected.strip(), remedy
-
-
 def test_the_layer_picture_is_the_enforced_one():
     picture = {}
-    for number, names in re.findall(r"^(\d+) (.+?)  ", readme_part("layers"), re.MULTILINE):
+    for number, names in re.findall(r"^(\d+) (.+?)  ", doc("architecture.md"), re.MULTILINE):
         picture.update({name.strip().removesuffix(".py"): int(number) for name in names.split("|")})
     assert picture == LAYERS
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lightrft
 from lightrft.cli import doctor
 from lightrft.preflight import engine_rules
 from lightrft.tests.support import tiny, tiny_task
@@ -36,7 +37,7 @@ ELSEWHERE = {
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
-    ("README.md", "text", "11 api.py"): "tests/test_docs.py",
+    ("docs/architecture.md", "text", "11 api.py"): "tests/test_docs.py",
     ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
     ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",
     ("docs/safety.md", "text", "self-test: "): "trainer/tests/test_gradient_invariance.py",
@@ -110,7 +111,7 @@ def in_the_image(command: str, place: Workplace) -> None:
 
 
 def environment(command: str, place: Workplace) -> None:
-    """The environment is the Makefile's; it is not made here."""
+    """The checkout and its environment, which is the Makefile's; they are not made here."""
     assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -125,7 +126,7 @@ RULES: dict[str, Callable[[str, Workplace], None]] = {
     r"pip install ": installed,
     r"tensorboard --logdir ": looked_at,
     r"docker run ": in_the_image,
-    r"(python3 -m venv|source|\.) \.venv": environment,
+    r"((python3 -m venv|source|\.) \.venv|git clone REPOSITORY |cd lightrft$)": environment,
 }
 
 
@@ -165,6 +166,12 @@ def alike(text: str) -> str:
     return re.sub(r"\d[\d.,]*", "#", re.sub(r"[^\S\n]+", " ", text))
 
 
+def citation(block: Block, place: Workplace) -> None:
+    """BibTeX: braces match, and the version is this one."""
+    assert re.fullmatch(r"@software\{lightrft,\n(  \w+ = \{.+\},?\n)+\}\n", block.text)
+    assert block.text.count("{") == block.text.count("}") and f"version = {{{lightrft.__version__}}}" in block.text
+
+
 def directive(block: Block, place: Workplace) -> None:
     """Of Sphinx, which checks it in ``make docs``."""
     assert re.match(r"\{(include|literalinclude|toctree)\}", block.language)
@@ -174,7 +181,9 @@ OUTPUTS = {
     "docs/recipes.md": "lightrft train --pretrain MODEL --prompt_data DATA --recipe dapo --eps_clip_high 0.3",
     "docs/doctor.md": "lightrft doctor --pretrain Qwen/Qwen2.5-7B-Instruct --prompt_max_len 32768 --ranks 8",
 }
-KINDS: dict[str, Callable[[Block, Workplace], None]] = {"bash": shell, "python": program, "text": output}
+KINDS: dict[str, Callable[[Block, Workplace], None]] = {
+    "bash": shell, "python": program, "text": output, "bibtex": citation
+}  # yapf: disable
 
 
 def kind_of(block: Block) -> Callable[[Block, Workplace], None]:
