@@ -53,7 +53,7 @@ def ran(command: str, place: Workplace) -> None:
 
 
 def exported(command: str, place: Workplace) -> None:
-    """The export, as it is printed, in this process."""
+    """The export or the report, as it is printed, in this process."""
     program = Program.of(shlex.split(command))
     program.run(program.words)
 
@@ -63,7 +63,7 @@ def planned(command: str, place: Workplace) -> None:
     if "--plugin" in command:
         place.shell(f"{command} --dry_run")
     else:
-        Program.of(shlex.split(command)).plan()
+        Program.of([word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]).plan()
 
 
 def examined(command: str, place: Workplace) -> None:
@@ -115,11 +115,11 @@ def environment(command: str, place: Workplace) -> None:
     assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-OWN = r"(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
+OWN = r"(\w+=\S* )*(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
 RULES: dict[str, Callable[[str, Workplace], None]] = {
     OWN + r"(train|train_sft|sft) ": planned,
     OWN + r"doctor\b": examined,
-    OWN + r"export ": exported,
+    OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,
     r"(\w+=\S* )*bash examples/\S+\.sh": started,
     r"make [a-z-]+": made,
