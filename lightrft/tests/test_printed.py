@@ -37,6 +37,7 @@ ELSEWHERE = {
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
+    ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
     ("docs/architecture.md", "text", "11 api.py"): "tests/test_docs.py",
     ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
     ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",
