@@ -205,7 +205,8 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
-        run = launch(folder, options_of(home, folder, max_ckpt_num=1, async_save=str(bool(aside))), ranks)
+        run = launch(folder, options_of(home, folder, max_ckpt_num=1, async_save=str(bool(aside)), report="False"),
+                     ranks)
         codes = run.wait()
         assert "No space left on device" in run.output, run.output
         assert "could not save a checkpoint" in run.output or aside and codes[0], run.output

@@ -8,10 +8,12 @@ from typing import Any
 
 from lightrft import __version__
 from lightrft.utils.curve import panels, read_metrics
+from lightrft.utils.logging import get_logger
 from lightrft.utils.run_summary import duration, RunSummary
 from lightrft.utils.trajectory_saver import jsonable
 
 TEMPLATE = Path(__file__).with_name("report.html")
+PART = "report.html.part"
 PLACE = "/* the data of the run */"
 SAMPLE_BYTES = 14 << 20  # of the samples in a page
 POINTS = 800  # of a curve; longer runs show means
@@ -34,9 +36,13 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """Write the page, if the run has metrics."""
+        """Write the page, if the run has metrics; a page that cannot be written is a warning, and the run goes on."""
         start = time.monotonic()
-        write_report(self.folder)
+        try:
+            write_report(self.folder)
+        except OSError as error:
+            (self.folder / PART).unlink(missing_ok=True)
+            get_logger().warning(f"could not write {self.folder / 'report.html'}: {error.strerror}")
         took = time.monotonic() - start
         self._due = start + took + max(INTERVAL_S, SHARE * took)
 
@@ -52,7 +58,7 @@ def write_report(folder: Path) -> Path | None:
     if not rows:
         return None
     path = folder / "report.html"
-    part = path.with_suffix(".html.part")
+    part = folder / PART
     part.write_bytes(_page(folder, rows).encode("utf-8", "replace"))
     os.replace(part, path)
     return path

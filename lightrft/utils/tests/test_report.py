@@ -97,3 +97,15 @@ def test_the_command_writes_it_again(tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         command.main(["report", str(tmp_path)])
     assert done.value.code == 2 and "no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_the_page_and_not_the_run(tmp_path, monkeypatch, capsys):
+
+    def full(folder):
+        (folder / report.PART).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write_report", full)
+    Report(write_run(tmp_path / "run")).refresh()
+    assert "report.html: No space left on device" in capsys.readouterr().err
+    assert not (tmp_path / "run" / report.PART).exists(), "it leaves the room to others"
