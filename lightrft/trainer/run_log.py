@@ -16,6 +16,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.model_card import model_card, steps_of
 from lightrft.trainer.scores import ScoredSample
 from lightrft.utils.curve import plot_curve, read_metrics
+from lightrft.utils.errors import optional_output
 from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
 from lightrft.utils.logging import get_logger
 from lightrft.utils.report import first_prompt, Report
@@ -80,9 +81,13 @@ class RunLog:
         """Draw the curve of the run so far, in at most 2 % of the time."""
         start = time.monotonic()
         if start > self._draws_at:
-            plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
+            self._draw()
             now = time.monotonic()
             self._draws_at = now + max(DRAW_S, 50 * (now - start))
+
+    def _draw(self) -> None:
+        with optional_output("learning_curve.png"):
+            plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
 
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
@@ -114,7 +119,7 @@ class RunLog:
         """Close the sinks and draw the curve."""
         if self.sinks is not None:
             self.sinks.close()
-            plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
+            self._draw()
         if self.report is not None:
             self.report.write()
 

@@ -1,4 +1,5 @@
 """Records a few groups of samples token by token, for the report of a run: ``samples.jsonl``."""
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Experience, Sample
+from lightrft.utils.errors import optional_output
 from lightrft.utils.sinks import backup_path, cut_after
 from lightrft.utils.trajectory_saver import json_line, shorten
 
@@ -156,8 +158,18 @@ class SampleRecorder:
             first, rows = group[0].scored, [each.row(self.texts, limit) for each in group]
             groups.append({"uid": first.uid, "prompt": shorten(first.prompt or "", CHARACTERS),
                            "reference": first.reference, "samples": rows})  # yapf: disable
-        with open(self.path, "a", encoding="utf-8", errors="replace") as file:
-            file.write(json_line({"step": step, "kind": kind, "groups": groups}))
+        self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line or nothing: without room on the disk the run goes on, and its report lacks the record."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        with optional_output(f"a record of {self.path.name}"):
+            try:
+                with open(self.path, "ab") as file:
+                    file.write(line)
+            except OSError:
+                os.truncate(self.path, size)
+                raise
 
 
 def _lowest(ranked: Iterable[tuple[int, int, Group]]) -> list[tuple[int, int, Group]]:

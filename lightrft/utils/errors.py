@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from lightrft.utils.logging import get_logger
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,6 +45,15 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
             raise
         raise ExpectedError(f"cannot write to {folder}: {error}. Make room; --load_checkpoint resumes from the "
                             "newest checkpoint") from error
+
+
+@contextmanager
+def optional_output(what: str) -> Iterator[None]:
+    """Turn an ``OSError`` into a warning: a picture or a page is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        get_logger().warning(f"could not write {what}: {error}. The run goes on without it")
 
 
 class CaptureException:

@@ -8,12 +8,11 @@ from typing import Any
 
 from lightrft import __version__
 from lightrft.utils.curve import panels, read_metrics
-from lightrft.utils.logging import get_logger
+from lightrft.utils.errors import optional_output
 from lightrft.utils.run_summary import duration, RunSummary
 from lightrft.utils.trajectory_saver import jsonable
 
 TEMPLATE = Path(__file__).with_name("report.html")
-PART = "report.html.part"
 PLACE = "/* the data of the run */"
 SAMPLE_BYTES = 14 << 20  # of the samples in a page
 POINTS = 800  # of a curve; longer runs show means
@@ -25,7 +24,7 @@ _FACTS = ("pretrain", "prompt_data", "train_data", "eval_data", "reward", "advan
 
 class Report:
     """Report of a run that is under way. The page is written at most every ``INTERVAL_S`` seconds and takes at most
-    1 / ``SHARE`` of the time."""
+    1 / ``SHARE`` of the time. Without room on the disk the run goes on, and its next page may be written again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._due = folder, 0.0
@@ -38,11 +37,8 @@ class Report:
     def write(self) -> None:
         """Write the page, if the run has metrics; a page that cannot be written is a warning, and the run goes on."""
         start = time.monotonic()
-        try:
+        with optional_output("report.html"):
             write_report(self.folder)
-        except OSError as error:
-            (self.folder / PART).unlink(missing_ok=True)
-            get_logger().warning(f"could not write {self.folder / 'report.html'}: {error.strerror}")
         took = time.monotonic() - start
         self._due = start + took + max(INTERVAL_S, SHARE * took)
 
@@ -58,9 +54,12 @@ def write_report(folder: Path) -> Path | None:
     if not rows:
         return None
     path = folder / "report.html"
-    part = folder / PART
-    part.write_bytes(_page(folder, rows).encode("utf-8", "replace"))
-    os.replace(part, path)
+    part = path.with_suffix(".html.part")
+    try:
+        part.write_bytes(_page(folder, rows).encode("utf-8", "replace"))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     return path
 
 
