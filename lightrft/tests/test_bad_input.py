@@ -198,7 +198,7 @@ def test_no_room_for_a_checkpoint(home: Path, tmp_path: Path) -> None:
 def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Path, tmp_path: Path) -> None:
     """A file system that holds ``room`` checkpoints; the first stays loadable, whatever cannot be written after it.
     What is written ``aside`` may first be met as no room for a line of metrics, which ends the run."""
-    disk, folder = tmp_path / "disk", tmp_path / "disk" / "it"
+    disk, folder, rescued = tmp_path / "disk", tmp_path / "disk" / "it", tmp_path / "rescued"
     disk.mkdir()
     size = sum(path.stat().st_size for path in (trained / "run/checkpoints/step_000001").rglob("*") if path.is_file())
     mount = ["mount", "-t", "tmpfs", "-o", f"size={int(room * size) >> 10}k", "none", str(disk)]
@@ -215,7 +215,6 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
         assert codes[0] == 0 or f"cannot write to {folder}" in run.log(0), run.output
         kept = newest(folder / "run" / "checkpoints")
         assert kept is not None, run.output
-        rescued = tmp_path / "rescued"
         shutil.copytree(folder / "run", rescued / "run")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

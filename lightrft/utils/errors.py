@@ -53,7 +53,7 @@ def optional_output(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        get_logger().warning(f"could not write {what}: {error}. The run goes on without it")
+        get_logger().warning(f"could not write {what}: {error}. The run continues without it")
 
 
 class CaptureException:

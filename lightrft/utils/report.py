@@ -24,7 +24,7 @@ _FACTS = ("pretrain", "prompt_data", "train_data", "eval_data", "reward", "advan
 
 class Report:
     """Report of a run that is under way. The page is written at most every ``INTERVAL_S`` seconds and takes at most
-    1 / ``SHARE`` of the time. Without room on the disk the run goes on, and its next page may be written again."""
+    1 / ``SHARE`` of the time. Without room on the disk the run continues."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._due = folder, 0.0
@@ -35,7 +35,7 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """Write the page, if the run has metrics; a page that cannot be written is a warning, and the run goes on."""
+        """Write the page, if the run has metrics; a page that cannot be written is a warning, and the run continues."""
         start = time.monotonic()
         with optional_output("report.html"):
             write_report(self.folder)
