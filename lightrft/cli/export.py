@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = parser.parse_args(argv)
     with exit_on_config_error(PROG):
         export(words.checkpoint, words.out, words.pretrain)
+    print(f"model written: {words.out}")
 
 
 def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:

@@ -109,14 +109,14 @@ class PromptsDataset(MixedDataset[Prompt]):
         self.sizes.append(len(kept))
         self.dropped += len(rows) - len(kept)
         if records and missing(records[0].reference):
-            get_logger().info("%s", no_reference(rows, self._renderer.cfg))
+            get_logger().warning("%s", no_reference(rows, self._renderer.cfg))
 
     def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""
         bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
-            get_logger().info("the tokenizer has a chat template, but text prompts are used as they are; "
-                              "--apply_chat_template renders them")
+            get_logger().warning("the tokenizer has a chat template, but text prompts are used as they are; a model "
+                                 "that was trained to chat needs --apply_chat_template")
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -68,8 +68,6 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")
     if engine in INSTALL:
-        if find_spec(engine) is None:
-            yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
         yield from _native_engine(c, engine, cuda)
     if engine != "sglang" and not c.strategy.divides_weights(world_size):
         for name, value in changed(c, ["sync_bucket_mib"]):
@@ -80,6 +78,13 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
         yield from _offload(c, world_size, cuda)
+
+
+def missing_engine(c: Config) -> Iterator[str]:
+    """Yield the problem of an engine that is not installed here."""
+    engine = c.rollout.engine_type
+    if engine in INSTALL and find_spec(engine) is None:
+        yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
 
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.models.activations import ModelShape
 from lightrft.preflight.checks.run_plan import memory_verdict
 from lightrft.preflight.cost import batch_summary, known_model, time_line
+from lightrft.preflight.engine_rules import missing_engine
 from lightrft.preflight.hardware import Machine
 from lightrft.preflight.memory import memory_lines
 from lightrft.preflight.validate import warnings
@@ -58,24 +59,29 @@ def _(config: Config, machine: Machine) -> list[str]:
                                                machine.device.cuda), trains_critic(config), machine.ranks
     return [
         *summary(config, ranks), *memory_lines(config, ranks, size, machine.device, critic, shape),
-        *_tight(config, machine, size, shape),
+        *_verdict(config, machine, size, shape),
         time_line(config, ranks, size, machine.gpu, critic), *_unchecked(config)
     ]
 
 
-def _tight(config: Config, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
-    """Warn of a plan that leaves little of a GPU; one that does not fit is an error."""
+def _verdict(config: Config, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
+    """Say that a plan fits on a GPU, and warn if it leaves little; one that does not fit is an error."""
     if size is None or not machine.device.cuda:
         return []
     found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
-    return [f"warning: {found.text}; {found.remedy}"] if found.verdict == "warn" else []
+    said = {"ok": found.text, "warn": f"warning: {found.text}; {found.remedy}"}
+    return [said[found.verdict]] if found.verdict in said else []
 
 
 def _unchecked(config: Config) -> list[str]:
-    """List what only the start of the engine can check."""
+    """List what a plan for another machine leaves open, and what only the start of the engine can check."""
+    absent = [f"warning: {text}" for text in missing_engine(config)]
     if not config.rollout.engine_args:
-        return []
-    return [f"--engine_args: {ENGINES[config.rollout.engine_type]} checks names and values when it starts, not here"]
+        return absent
+    return [
+        *absent,
+        f"--engine_args: {ENGINES[config.rollout.engine_type]} checks names and values when it starts, not here"
+    ]
 
 
 def recipe_table() -> str:

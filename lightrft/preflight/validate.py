@@ -13,24 +13,27 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
-from lightrft.preflight.engine_rules import engine_problems, overlap_problems, oversample_problems, shared_engine
+from lightrft.preflight.engine_rules import (engine_problems, missing_engine, overlap_problems, oversample_problems,
+                                             shared_engine)
 from lightrft.preflight.reward_rules import reward_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
                                              shared_problems, sources, suites)
 
 
-def validate(config: Tree, world_size: int, cuda: bool | None = None) -> None:
+def validate(config: Tree, world_size: int, cuda: bool | None = None, planned: bool = False) -> None:
     """Check a whole tree for a run on ``world_size`` ranks.
 
     Args:
         cuda: the ranks have GPUs; None: if this machine has one.
+        planned: the run is planned for another machine, so this one need not have its packages.
 
     Raises:
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
     """
     import torch
     cuda = torch.cuda.is_available() if cuda is None else cuda
-    found = [*shared_problems(config, world_size, cuda), *problems(config, world_size, cuda)]
+    found = [*shared_problems(config, world_size, cuda), *problems(config, world_size, cuda),
+             *(() if planned else missing_packages(config))]  # yapf: disable
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
@@ -69,6 +72,15 @@ def warnings(config: Tree) -> Iterator[str]:
 
 
 warnings.register(Config, algorithm_warnings)
+
+
+@singledispatch
+def missing_packages(config: Tree) -> Iterator[str]:
+    """Yield packages that the run needs and this machine lacks; each tree registers its own."""
+    yield from ()
+
+
+missing_packages.register(Config, missing_engine)
 
 
 def nearest_multiples(value: int, step: int) -> str:

@@ -56,13 +56,15 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
 @pytest.mark.parametrize("command, gpus, said", COMMANDS, ids=[said[:20] for _, _, said in COMMANDS])
 def test_the_plan_is_what_the_page_says(command: str, gpus: str, said: str, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)  # vLLM need not be installed here
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: None)  # vLLM need not be installed here
     code, together, text = plan([*words_of(command, tmp_path), "--plan_gpus", gpus], capsys)
     verdict = "does not fit" if code else "fits by less than 10%" if "fits by less than 10%" in text else "fits"
     phase = max(together, key=lambda name: together[name])
     found = f"{verdict}, {together[phase]:.1f} of {gpus.rpartition('x')[2]} GiB in the phase {phase}"
     assert said == found
     assert ("--adam_offload brings it to" in text) is bool(code)
+    assert "warning: --engine_type vllm: the package vllm is not installed" in text
+    assert code or re.search(rf"fits.*: {together[phase]:.2f} of .* in the phase {phase}", text), "the verdict is said"
     checkpointing = next(line for line in text.splitlines() if line.startswith("  gradient_checkpointing "))
     assert ("true" in checkpointing) is ("7B" in command) and "parameters on CUDA]" in checkpointing
 

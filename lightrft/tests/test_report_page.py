@@ -121,9 +121,9 @@ def test_curves_are_read_with_the_keyboard_and_other_metrics_can_be_drawn(tab):
     assert texts(tab,
                  "figcaption")[0].startswith("reward") and "policy/kl_ref" not in tab.locator("#panels").inner_text()
     curve = figures.first.locator("svg")
-    assert curve.get_attribute("aria-label") == "reward: sampled reward from 0.1 to 0.3"
+    assert curve.get_attribute("aria-label") == "reward: sampled from 0.1 to 0.3"
     curve.press("ArrowLeft")
-    assert "sampled reward 0.2" in figures.first.inner_text() and "at step 2" in figures.first.inner_text()
+    assert "sampled 0.2" in figures.first.inner_text() and "at step 2" in figures.first.inner_text()
     before = figures.count()
     tab.locator("#metric").select_option("odd/one")
     assert figures.count() == before + 1

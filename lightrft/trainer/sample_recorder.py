@@ -161,7 +161,7 @@ class SampleRecorder:
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
 
     def _append(self, line: bytes) -> None:
-        """Append a whole line or nothing: without room on the disk the run continues, and its report lacks the record."""
+        """Append a whole line or nothing: without room on the disk the run continues without it."""
         size = self.path.stat().st_size if self.path.exists() else 0
         with optional_output(f"a record of {self.path.name}"):
             try:

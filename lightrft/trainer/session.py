@@ -123,7 +123,7 @@ def settled(parsed: ParsedConfig) -> Machine:
     settle(parsed.config, parsed.provenance, machine)
     refuse_emulated_bf16(parsed.config, machine)
     try:
-        validate(parsed.config, machine.ranks, machine.device.cuda)
+        validate(parsed.config, machine.ranks, machine.device.cuda, planned=bool(planned))
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
     return machine

@@ -76,7 +76,7 @@ def test_a_named_column_that_no_row_has(build, option, expected):
                                                  (PLAIN, {"input_template": "Q: {}"}, 0)])  # yapf: disable
 def test_an_unused_chat_template_is_reported_once(build, capsys, row, options, tells):
     build([row | {"extra_info": None}] * 3, **options)
-    assert capsys.readouterr().err.count("--apply_chat_template renders them") == tells
+    assert capsys.readouterr().err.count("needs --apply_chat_template") == tells
 
 
 @pytest.mark.parametrize("row", [PLAIN, VERL])

@@ -6,7 +6,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.preflight import engine_rules
-from lightrft.preflight.engine_rules import engine_problems, native_arguments
+from lightrft.preflight.engine_rules import engine_problems, missing_engine, native_arguments
 from lightrft.preflight.validate import validate
 
 BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
@@ -17,7 +17,7 @@ NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "e
 def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: installed or None)
     config = parse_config([], defaults=BASE | {"engine_type": engine} | values).config
-    return list(engine_problems(config, 1, cuda))
+    return [*engine_problems(config, 1, cuda), *missing_engine(config)]
 
 
 def test_every_option_of_an_engine_is_known_to_the_rules(monkeypatch):

@@ -12,7 +12,8 @@ def other_value(option: Option) -> Any:
     if option.name == "stages":
         return ["8:2", "7"]
     if option.choices:
-        return next((choice for choice in option.choices if choice != option.default), option.choices[0])
+        choice = next((choice for choice in option.choices if choice != option.default), option.choices[0])
+        return [choice] if option.many else choice
     value = not option.default if option.kind is bool else SAMPLES[option.kind]
     return [value, value] if option.many else value
 
