@@ -224,6 +224,15 @@ def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any
     assert all(f"--rollout_correction {values['rollout_correction']}" in text for text in found)
 
 
+def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "mine.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    for typed in ("mine.jsn", "./mine.jsn", str(tmp_path / "mine.json")):
+        found, = shared_rules.sources("prompt_data", [typed])
+        assert found == f"--prompt_data {typed}: no such file or folder (did you mean mine.jsonl?)"
+    assert not list(shared_rules.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))
+
+
 JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model": "m"}
 
 
