@@ -107,11 +107,11 @@ def trainer_run(model: str, data: str, steps: int, ranks: int) -> tuple[float, i
     return sum(line["time/step_s"] for line in lines), int(sum(line["rollout/tokens"] for line in lines))
 
 
-def warm_model(folder: Path) -> tuple[str, str]:
+def warm_model(folder: Path, digits: int = 3) -> tuple[str, str]:
     """Make the quickstart's model with its supervised warm-up; return its folder and its training prompts."""
     base, data, sft = str(folder / "base"), folder / "data", str(folder / "sft")
-    prepare = ["examples/quickstart/prepare.py", "--out", str(folder)]
-    flags = "--train_batch_size 32 --learning_rate 3e-3 --max_len 64 --disable_ckpt".split()
+    prepare = ["examples/quickstart/prepare.py", "--out", str(folder), "--digits", str(digits)]
+    flags = "--train_batch_size 32 --learning_rate 3e-3 --max_len 128 --disable_ckpt".split()
     warm_up = ["-m", "lightrft.cli.train_sft", "--pretrain", base, "--train_data", str(data / "sft.parquet"), *flags]
     for words in (prepare, [*warm_up, "--save_path", sft]):
         done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},

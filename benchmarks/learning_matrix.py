@@ -1,4 +1,5 @@
-"""Train every recipe on the quickstart task: the same warmed-up model, the same steps x prompts x samples, three seeds.
+"""Train every recipe on the quickstart task with numbers of five digits: the same warmed-up model, the same steps x
+prompts x samples, three seeds.
 
     python benchmarks/learning_matrix.py --out runs/matrix [--recipes grpo dapo] [--seeds 1 2 3] [--steps 60]
     python benchmarks/learning_matrix.py --out runs/matrix --all --docs
@@ -7,7 +8,7 @@ A run is one process with one thread; ``--jobs`` of them run at a time. A finish
 repeated, so an interrupted matrix resumes where it stopped. ``--all`` adds the algorithms that no recipe uses, each put
 into the defaults (grpo's advantage, ppo's loss, no KL) by its own flag. Writes ``results.json``, ``results.md`` and
 ``results.png``; ``--docs`` also puts them into the docs, where runs that are not repeated stay. Exits with 1 and their
-names if runs failed, or if recipes do not beat the warmed-up model by 0.25 with every seed.
+names if runs failed, or if recipes do not beat the warmed-up model by 0.1 with every seed.
 """
 import argparse
 import json
@@ -29,11 +30,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from bare_loop import warm_model  # noqa: E402
 from matrix_report import draw_all, publish, single_runs, table, write  # noqa: E402
 
-# two optimizer steps per rollout, so that ratios move; at 3e-4 all converge within ten steps and look alike
-COMMON = ("--rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64 --prompt_max_len 64 "
-          "--generate_max_len 48 --actor_learning_rate 1e-4 --lr_scheduler linear --lr_warmup_ratio 0 --reward exact "
-          "--eval_at_start --eval_steps 5 --max_eval_samples 500 --disable_ckpt").split()
-ONE_STEP = "--train_batch_size 128"  # without a ratio the gradient is exact in the first step on a rollout only
+DIGITS = 5  # with three digits and 128 samples a step all algorithms converge within ten steps and look alike
+# two optimizer steps per rollout, so that ratios move; held-out answers are sampled, because greedy ones are right as
+# soon as the right carry is the likelier one
+COMMON = ("--rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --prompt_max_len 64 "
+          "--generate_max_len 96 --actor_learning_rate 5e-5 --lr_scheduler linear --lr_warmup_ratio 0 --reward exact "
+          "--eval_at_start --eval_steps 10 --eval_temperature 1 --max_eval_samples 500 --disable_ckpt "
+          "--report false").split()
+ONE_STEP = "--train_batch_size 32"  # without a ratio the gradient is exact in the first step on a rollout only
 SEQUENCE_MEAN = "--loss_agg_mode seq-mean-token-mean"
 # what a run needs besides COMMON on this task
 SETTINGS: dict[str, str] = {
@@ -48,7 +52,7 @@ SETTINGS: dict[str, str] = {
     "policy_loss=gspo_token": f"--eps_clip 3e-4 --eps_clip_high 4e-4 {SEQUENCE_MEAN}",
     "policy_loss=sapo": SEQUENCE_MEAN,
 }
-REQUIRED_GAIN = 0.25
+REQUIRED_GAIN = 0.1
 
 
 class Run(NamedTuple):
@@ -125,7 +129,7 @@ def warm_up(out: Path, warm: Path | None) -> None:
     if not (folder / "sft" / "hf" / "config.json").exists():
         print("warming up the model", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        warm_model(folder)
+        warm_model(folder, DIGITS)
 
 
 def train_all(runs: list[Run], args: argparse.Namespace) -> list[str]:
@@ -174,7 +178,7 @@ def main() -> None:
                         help="recipes, or option=value such as policy_loss=sapo (default: every recipe)")
     parser.add_argument("--all", action="store_true", help="also every algorithm that no recipe uses")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of prompt order and sampling")
-    parser.add_argument("--steps", type=int, default=60, help="steps of 16 prompts x 8 samples")
+    parser.add_argument("--steps", type=int, default=60, help="steps of 8 prompts x 4 samples")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each one process with one thread")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that one run may take")
     parser.add_argument("--warm", type=Path, help="folder with a warmed-up model (sft/hf) and its prompts (data)")

@@ -9,7 +9,7 @@ from lightrft.config.presets import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRIES = {"advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS}
-HEADER = "| {} | reward area | held-out before | after (each seed) | gain, worst seed | tokens generated | CPU s |"
+HEADER = "| {} | seeds | reward area | held-out before | held-out after | gain, worst seed | tokens generated | CPU s |"
 START, END = "<!-- learning matrix -->", "<!-- /learning matrix -->"
 
 Results = list[dict[str, Any]]
@@ -95,18 +95,23 @@ def table(results: Results) -> str:
     for title, names in (("recipe", [name for name in found if "=" not in name]),
                          ("algorithm in the defaults", [name for name in found if "=" in name])):
         if names:
-            parts.append("\n".join([HEADER.format(title), "|---" * 7 + "|", *(row(found[name]) for name in names)]))
+            parts.append("\n".join([HEADER.format(title), "|---" * 8 + "|", *(row(found[name]) for name in names)]))
     return "\n\n".join(parts) + "\n"
 
 
 def row(seeds: Results) -> str:
     """Render one run of the table, over its seeds."""
-    ends = " ".join(f"{seed['end']:.3f}" for seed in seeds)
+    area, ends = (band([seed[key] for seed in seeds]) for key in ("area", "end"))
     gain = min(seed["end"] - seed["start"] for seed in seeds)
     name = seeds[0]["run"].replace("=", " ")
-    means = {key: mean(seed[key] for seed in seeds) for key in ("area", "start", "tokens", "cpu_seconds")}
-    return (f"| `{name}` | {means['area']:.3f} | {means['start']:.3f} | {ends} | {gain:+.3f} | "
+    means = {key: mean(seed[key] for seed in seeds) for key in ("start", "tokens", "cpu_seconds")}
+    return (f"| `{name}` | {len(seeds)} | {area} | {means['start']:.3f} | {ends} | {gain:+.3f} | "
             f"{means['tokens'] / 1e3:.0f}k | {means['cpu_seconds']:.0f} |")
+
+
+def band(values: list[float]) -> str:
+    """Render the mean over the seeds, and the lowest and the highest of them where there are several."""
+    return f"{mean(values):.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else "")
 
 
 def section(results: Results) -> str:
@@ -116,7 +121,7 @@ def section(results: Results) -> str:
 
 
 def draw_all(results: Results, png: Path) -> None:
-    """Draw a panel per run: held-out accuracy of each seed, and the mean of the first run in grey."""
+    """Draw a panel per run: held-out accuracy, mean and band of the seeds, and the mean of the first run in grey."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     found = by_run(results)
@@ -130,8 +135,11 @@ def draw_all(results: Results, png: Path) -> None:
     reference = next(iter(found.values()))
     for panel, (name, seeds) in zip(panels, found.items()):
         panel.plot(*average(reference, "held_out"), color="0.7", linewidth=3)
-        for seed in seeds:
-            panel.plot(*zip(*seed["held_out"]), color="#1f77b4", linewidth=1)
+        steps, values = average(seeds, "held_out")
+        points = [dict(map(tuple, seed["held_out"])) for seed in seeds]
+        edges = [[edge(point[step] for point in points) for step in steps] for edge in (min, max)]
+        panel.fill_between(steps, *edges, color="#1f77b4", alpha=0.25, linewidth=0)
+        panel.plot(steps, values, color="#1f77b4", linewidth=1.5)
         panel.set_title(name.split("=")[-1], fontsize=9)
         panel.set_ylim(0, 1.02)
         panel.grid(alpha=0.25)

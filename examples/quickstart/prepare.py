@@ -76,10 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder of the run")
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights and the problems")
+    parser.add_argument("--digits", type=int, default=task.WIDTH, help="digits of each number")
     parser.add_argument("--train_rows", type=int, default=10000, help="training prompts")
     parser.add_argument("--test_rows", type=int, default=1000, help="held-out prompts")
     parser.add_argument("--sft_rows", type=int, default=600 * 32, help="demonstrations")
     args = parser.parse_args()
+    task.WIDTH = args.digits
     hf_logging.disable_progress_bar()
     write_base(args.out / "base", args.seed)
     write_data(args.out / "data", args.seed, args.train_rows, args.test_rows, args.sft_rows)

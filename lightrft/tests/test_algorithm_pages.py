@@ -96,7 +96,7 @@ def test_a_measured_run_is_shown(monkeypatch, tmp_path):
 
 def test_the_table_of_the_matrix():
     rows = matrix_report.table([result("grpo", 1, 1.0), result("grpo", 2, 0.5), result("policy_loss=sapo", 1, 0.75)])
-    assert "| `grpo` | 0.500 | 0.250 | 1.000 0.500 | +0.250 | 4k | 30 |" in rows
+    assert "| `grpo` | 2 | 0.500 (0.500-0.500) | 0.250 | 0.750 (0.500-1.000) | +0.250 | 4k | 30 |" in rows
     assert rows.split("\n\n")[1].startswith("| algorithm in the defaults |") and "| `policy_loss sapo` |" in rows
 
 
@@ -143,7 +143,7 @@ def test_recipes_that_gain_too_little_are_named(tmp_path, capsys):
     runs = [learning_matrix.Run(name, seed) for name in ("grpo", "gspo", "policy_loss=sapo") for seed in (1, 2)]
     for run in runs:
         run.file(tmp_path).parent.mkdir(exist_ok=True)
-        found = result(run.name, run.seed, 1.0 if run.name == "grpo" or run.seed == 1 else 0.375)
+        found = result(run.name, run.seed, 1.0 if run.name == "grpo" or run.seed == 1 else 0.3125)
         run.file(tmp_path).write_text(json.dumps(found | {"flags": run.flags(2)}))
     args = argparse.Namespace(out=tmp_path, steps=2, docs=False)
     assert learning_matrix.report(runs, args) == ["gspo"] and "| `gspo` |" in capsys.readouterr().out

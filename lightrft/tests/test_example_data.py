@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +84,13 @@ def test_seed_decides_everything(prepared, tmp_path):
     for name in ("base/model.safetensors", "data/train.parquet", "data/test.parquet", "data/sft.parquet"):
         first = (prepared / name).read_bytes()
         assert (tmp_path / "42" / name).read_bytes() == first != (tmp_path / "7" / name).read_bytes()
+
+
+def test_numbers_may_have_more_digits(tmp_path):
+    run(QUICKSTART / "prepare.py", "--out", tmp_path, "--digits", 5, "--train_rows", 9, "--test_rows", 9, "--sft_rows",
+        9)
+    rows = pq.read_table(tmp_path / "data" / "train.parquet").to_pylist()
+    assert all(re.fullmatch(r"What is \d{5}\+\d{5}\?", row["prompt"][0]["content"]) for row in rows)
 
 
 def test_the_example_of_the_task(task):
