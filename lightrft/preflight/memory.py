@@ -9,8 +9,8 @@ from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight.cost import GIB, MIB
 from lightrft.preflight.hardware import Device
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
-from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, shares, STEP_BYTES,
-                                      whole_gradients)
+from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, secondary_share,
+                                      shares, STEP_BYTES, whole_gradients)
 
 BACKWARD = PHASES.index("backward")
 
@@ -43,6 +43,8 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device for share in shares(s, world_size))
     weights, moments = models * weights, models * moments  # gradients: policy and critic step one after the other
+    secondary = secondary_share(s, world_size) * size.total
+    weights += 4 * secondary * models
     frozen, copied_once = frozen_width(s, world_size, bool(m.bf16)), not sharded
     weights *= frozen / 4 if m.lora_rank and copied_once else 1
     adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
@@ -55,6 +57,7 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     whole = several * whole_gradients(s, world_size, size.total * trained, device.total)
     reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
     reference = frozen * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
+    reference += frozen * secondary
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {

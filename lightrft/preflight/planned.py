@@ -50,9 +50,10 @@ def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
             value: [rank for rank, values in enumerate(chosen) if values[name] is value] for value in (True, False)
         }
         if all(groups.values()):
+            runs_anywhere = "true" if name == "gradient_checkpointing" else "false"
             raise UserError(
                 f"--{name}: the machines differ, so the default is true on rank {groups[True][0]} and false "
-                f"on rank {groups[False][0]}; set it for all: --{name} false")
+                f"on rank {groups[False][0]}; set it for all: --{name} {runs_anywhere}")
 
 
 @singledispatch

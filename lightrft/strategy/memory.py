@@ -19,6 +19,13 @@ class ModelSize:
     outside: int  # embeddings, head, final norm
 
 
+def secondary_share(s: StrategyConfig, world_size: int) -> float:
+    """Return the share of every model's weights that a rank holds once more, divided within its group of ``--zpg``
+    ranks (the secondary partition of ZeRO-3)."""
+    divided = s.resolved(world_size) == "deepspeed" and s.zero_stage == 3 and s.zpg > 1
+    return 1 / s.zpg if divided else 0.0
+
+
 def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
     """Return the shares of the weights, the gradients and each moment of Adam that a rank holds on its device."""
     chosen = s.resolved(world_size)

@@ -43,10 +43,10 @@ def _gpu(index: int, device: Device, bf16: bool) -> Finding:
     native = major >= AMPERE  # older ones emulate it
     text = (f"{torch.cuda.get_device_name(index)}, {device.free / GIB:.1f} of {device.total / GIB:.1f} GiB free, "
             f"compute capability {major}.{minor}, bfloat16 {'yes' if native else 'emulated'}")
-    if device.free < BUSY * device.total:
-        return Finding("warn", device.name, text, "another process holds memory: nvidia-smi shows which")
     if bf16 and not native:
         return Finding("fail", device.name, text, "add --bf16 false: no run computes in emulated bfloat16")
+    if device.free < BUSY * device.total:
+        return Finding("warn", device.name, text, "another process holds memory: nvidia-smi shows which")
     return Finding("ok", device.name, text)
 
 

@@ -77,6 +77,15 @@ def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, 0, moments, 0))
 
 
+def test_zpg_divides_the_weights_once_more_within_its_group():
+    zero = {"strategy": "deepspeed", "zero_stage": 3, "init_kl_coef": 0.1}
+    once, twice = held(4, **zero), held(4, zpg=2, **zero)
+    for key in ("weights", "reference"):
+        assert (once[key], twice[key]) == ((1000, ) * 5, (1000 + 4000 / 2, ) * 5), key
+    assert held(4, critic=True, zpg=2, **zero)["weights"] == (2 * 3000, ) * 5
+    assert held(4, zpg=2, **zero | {"zero_stage": 2})["weights"] == (4000, ) * 5
+
+
 def test_zero_gathers_in_float32_and_casts():
     zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
     key, large = "weights gathered or cast for computing", ModelSize(10**10, 10**8, 10**9)

@@ -107,6 +107,9 @@ def test_ranks_on_unlike_machines_are_refused():
     refuse_unlike_ranks([alike, dict(alike)])
     with pytest.raises(UserError, match="--use_liger: .* true on rank 2 and false on rank 0; set it for all"):
         refuse_unlike_ranks([alike, alike, alike | {"use_liger": True}])
+    unlike = alike | {"gradient_checkpointing": not alike["gradient_checkpointing"]}
+    with pytest.raises(UserError, match="for all: --gradient_checkpointing true"):  # that runs everywhere
+        refuse_unlike_ranks([alike, unlike])
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
