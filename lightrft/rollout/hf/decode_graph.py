@@ -64,6 +64,8 @@ class StepGraph:
     def _capture(self, step: Callable[[], Tensor]) -> None:
         """Record the kernels of ``step``; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
+        if self.graph is None:  # during a capture torch gives back none of the memory that an update has left cached
+            torch.cuda.empty_cache()
         self.stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self.stream):
