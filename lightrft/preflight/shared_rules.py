@@ -83,9 +83,10 @@ def sources(name: str, entries: list[str]) -> Iterator[str]:
     if name != "eval_data" and not entries:
         yield f"--{name} is missing: give a file, folder or hub id of the training data"
     for entry in entries:
-        path = Path(entry.rsplit("@", 1)[0]).expanduser()
+        named = entry.rsplit("@", 1)[0]
+        path = Path(named).expanduser()
         named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
-        if not path.exists() and (_looks_local(entry) or named_like_a_file):
+        if not path.exists() and (_looks_local(named) or named_like_a_file):
             beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
             yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, beside)}"
 

@@ -231,6 +231,7 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
         found, = shared_rules.sources("prompt_data", [typed])
         assert found == f"--prompt_data {typed}: no such file or folder (did you mean mine.jsonl?)"
     assert not list(shared_rules.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))
+    assert not list(shared_rules.sources("prompt_data", ["org/data@sub/folder"])), "a folder of a data set on the hub"
 
 
 JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model": "m"}
