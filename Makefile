@@ -1,10 +1,12 @@
-# make quickstart | test | browser | numeric | oracles | peers | gpu | gpu-reduced | format | fcheck | docs | docs-live | dbuild | constraints
+# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | oracles | peers | gpu | gpu-reduced
+#      format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+VISION := $(VENV)/torchvision/.installed
 SGLANG := $(VENV)-sglang
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CHECKED := lightrft
@@ -16,13 +18,18 @@ IMAGE ?= lightrft
 ENGINE ?= vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test browser numeric oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
-	@head -2 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
+	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
 
 quickstart: $(CORE)
 	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart/run_quickstart.sh $(ARGS)
+
+quickstart-vl: $(VISION)
+quickstart-audio: $(CORE)
+quickstart-vl quickstart-audio: quickstart-%:
+	PYTHON="$(abspath $(BIN)/python)" bash examples/quickstart_$*/run_quickstart_$*.sh $(ARGS)
 
 # Bytecode is always cached. Otherwise each of the many processes would compile lightrft again.
 test: $(DEV) $(SGLANG)/.installed
@@ -75,7 +82,7 @@ dbuild:
 # already in a file keep their version as long as it fits. SGLang's wheels need glibc 2.34.
 RESOLVE = $(BIN)/uv pip compile setup.py --quiet --no-annotate --custom-compile-command "make constraints" \
   --python-platform x86_64-manylinux_2_34 \
-  --extra deepspeed --extra liger --extra vl --extra wandb --extra trackio
+  --extra deepspeed --extra liger --extra bitsandbytes --extra vl --extra audio --extra video --extra wandb --extra trackio
 constraints: $(DEV)
 	for python in 3.11 3.12; do \
 	  $(RESOLVE) --python-version $$python --output-file constraints/core.txt && \
@@ -95,10 +102,18 @@ $(CORE): requirements.txt setup.py | $(BIN)/python
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(DEV): requirements-dev.txt requirements-vllm.txt requirements-vision.txt $(CORE)
+$(DEV): requirements-dev.txt requirements-vllm.txt $(CORE) | $(VISION)
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
+	@touch $@
+
+# torchvision in a folder of its own, that every process of the environment finds: examples/torchvision_on_cpu.py
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VISION): requirements-vision.txt examples/torchvision_on_cpu.py $(CORE)
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision -r requirements-vision.txt
+	cp examples/torchvision_on_cpu.py $(VENV)/torchvision/
+	printf '%s\n' ../../../torchvision 'import torchvision_on_cpu' \
+	  > "$$($(BIN)/python -c '$(PURELIB)')/torchvision_on_cpu.pth"
 	@touch $@
 
 $(VENV)-gpu/.installed: constraints/vllm.txt requirements-oracles.txt setup.py | $(BIN)/python
@@ -111,7 +126,6 @@ $(VENV)/oracles/.installed: requirements-oracles.txt | $(DEV)
 	$(PIP) --no-deps --upgrade --target $(VENV)/oracles -r requirements-oracles.txt
 	@touch $@
 
-PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 $(SGLANG)/.installed: requirements-sglang.txt | $(DEV)
 	$(BIN)/python -m venv --clear --without-pip $(SGLANG)
 	$(BIN)/python -m pip --python $(SGLANG)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps \

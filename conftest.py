@@ -1,5 +1,7 @@
-"""The order of the tests: slow modules run first, so that no core ends with one of them."""
+"""The order of the tests (slow modules run first, so that no core ends with one of them), and what none may leave."""
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,3 +14,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks[item.path].update(mark.name for mark in item.iter_markers())
     items.sort(key=lambda item: [mark not in marks[item.path] for mark in LONG])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_is_left() -> Iterator[None]:
+    """A group, or the number that a failed one took, breaks later tests: torch caches meshes by the name of a group."""
+    yield
+    if groups := sys.modules.get("torch.distributed.distributed_c10d"):
+        assert not groups.is_initialized() and groups._world.group_count == 0, "this module left a process group"

@@ -22,13 +22,17 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "liger": ["liger-kernel>=0.8,<0.9"],
     "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it
-    "vl": ["pillow>=10", "torchvision", "qwen-vl-utils>=0.0.14,<0.1"],
+    "bitsandbytes": ["bitsandbytes>=0.50,<0.51"],
+    "vl": ["pillow>=12", "torchvision", "qwen-vl-utils>=0.0.14,<0.1"],
+    "audio": ["soxr>=1.0,<1.2", "soundfile>=0.13,<0.15"],
+    "video": ["av>=16,<19"],
     "wandb": ["wandb>=0.19,<1"],
     "trackio": ["trackio>=0.4,<1"],
     "docs": ["sphinx>=8.0", "furo>=2024.8", "myst-parser>=4.0", "sphinx-autobuild"],
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "wheel", "flake8", "yapf", "mypy",
-        "types-PyYAML", "types-requests", "types-tqdm", "uv", "playwright", "mlflow-skinny", "nbclient", "ipykernel"
+        "types-PyYAML", "types-requests", "types-tqdm", "uv", "playwright", "mlflow-skinny", "bitsandbytes", "nbclient",
+        "ipykernel"
     ],
 }
 

@@ -109,9 +109,14 @@ def trainer_run(model: str, data: str, steps: int, ranks: int) -> tuple[float, i
 
 def warm_model(folder: Path, digits: int = 3) -> tuple[str, str]:
     """Make the quickstart's model with its supervised warm-up; return its folder and its training prompts."""
+    return warm_example(folder, "quickstart", ["--digits", str(digits)])
+
+
+def warm_example(folder: Path, example: str, sizes: list[str], more: str = "") -> tuple[str, str]:
+    """Do the first two steps of ``example``, with ``more`` flags of the warm-up; return as :func:`warm_model`."""
     base, data, sft = str(folder / "base"), folder / "data", str(folder / "sft")
-    prepare = ["examples/quickstart/prepare.py", "--out", str(folder), "--digits", str(digits)]
-    flags = "--train_batch_size 32 --learning_rate 3e-3 --max_len 128 --disable_ckpt".split()
+    prepare = [f"examples/{example}/prepare.py", "--out", str(folder), *sizes]
+    flags = f"--train_batch_size 32 --learning_rate 3e-3 --max_len 128 --disable_ckpt {more}".split()
     warm_up = ["-m", "lightrft.cli.train_sft", "--pretrain", base, "--train_data", str(data / "sft.parquet"), *flags]
     for words in (prepare, [*warm_up, "--save_path", sft]):
         done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -302,9 +302,10 @@ def _one_turn(batch: Batch) -> Batch:
     return replace(batch, mask=batch.inside)
 
 
-def rows(peers: dict[str, Any], seeds: range) -> Iterator[tuple[Case, float]]:
+def rows(peers: dict[str, Any], seeds: range) -> Iterator[tuple[Any, float]]:
     """Yield every case and its largest difference."""
-    for case in (*trl_cases(), *verl_advantages(), *verl_losses()):
+    from oracle_preferences import preference_cases
+    for case in (*trl_cases(), *preference_cases(), *verl_advantages(), *verl_losses()):
         yield case, case.difference(peers[case.peer], seeds)
 
 
@@ -328,9 +329,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"verl and TRL are not installed in {args.packages}, nothing is compared: run make oracles")
         return 0
     from oracle_peers import Trl, Verl, installed
+    from oracle_preferences import TrlPreferences
     torch.set_default_dtype(torch.float64)
     with installed(args.packages):
-        peers = {"verl": Verl(), "trl": Trl()}
+        peers = {"verl": Verl(), "trl": Trl(), "preferences": TrlPreferences()}
         versions = {key: f"{peer.name} {peer.version}" for key, peer in peers.items()}
         found = list(rows(peers, range(args.batches)))
     print(table(found, versions))

@@ -14,6 +14,7 @@ in a pass and a static cache where responses differ in length, the whole batch i
 continuous batching was slower; it has no packed rows for GRPO. This trainer has passes of at most 8192 tokens.
 """
 import argparse
+import io
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any
 
 from bare_loop import warm_model
 
+Reward = Callable[..., list[float]]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 WARM_UP = 1  # steps that are not counted
@@ -38,21 +41,18 @@ SIDES = {"trl": True, "lightrft": True, "lightrft, default": False}  # -> every 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: its batch, its limit on responses, its optimizer and what TRL needs to be fast."""
+    """One comparison: its batch, its limit on responses, its optimizer and what TRL needs to be fast.
+
+    ``model``: its folder within that of the comparison; ``sees``: prompts have pictures.
+    """
     prompts: int
     new_tokens: int
     rate: float
     steps: int
-    reward: str
+    reward: Reward
     trl: dict[str, Any]
-
-
-CASES = {
-    "equal": Case(64, 48, 3e-4, 10, "exact", {"per_device_train_batch_size": 512}),
-    "ragged": Case(16, 256, 1e-6, 2, "digits", {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
-                                                "cache_implementation": "static"}),
-    "tiny": Case(2, 8, 1e-4, 1, "exact", {"per_device_train_batch_size": 16}),  # for the test
-}  # yapf: disable
+    model: str = "sft/hf"
+    sees: bool = False
 
 
 def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -68,6 +68,14 @@ def digits(prompts: list, completions: list, **columns: Any) -> list[float]:
 
 def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+CASES = {
+    "equal": Case(64, 48, 3e-4, 10, exact, {"per_device_train_batch_size": 512}),
+    "ragged": Case(16, 256, 1e-6, 2, digits, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
+                                              "cache_implementation": "static"}, "ragged"),
+    "tiny": Case(2, 8, 1e-4, 1, exact, {"per_device_train_batch_size": 16}),  # for the test
+}  # yapf: disable
 
 
 def make_ragged(folder: Path) -> str:
@@ -89,10 +97,21 @@ def make_ragged(folder: Path) -> str:
 
 
 def rows(data: str) -> list[dict[str, Any]]:
-    """Read the quickstart's prompts, with their answers in a column."""
+    """Read a quickstart's prompts, with their answers in a column; those with pictures are without placeholders, for
+    both trainers put the pictures first then."""
     import pyarrow.parquet as pq
-    return [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]}
-            for row in pq.read_table(data).to_pylist()]  # yapf: disable
+    found = [row | {"answer": row["reward_model"]["ground_truth"]} for row in pq.read_table(data).to_pylist()]
+    if "images" not in found[0]:
+        return [{name: row[name] for name in ("prompt", "answer")} for row in found]
+    return [{"prompt": [turn | {"content": turn["content"].removeprefix("<image>")} for turn in row["messages"]],
+             "images": row["images"], "answer": row["answer"]} for row in found]  # yapf: disable
+
+
+def opened(batch: dict[str, list]) -> dict[str, list]:
+    """Decode the pictures of some rows, as they are read."""
+    from PIL import Image
+    pictures = [[Image.open(io.BytesIO(one["bytes"])) for one in some] for some in batch["images"]]
+    return batch | {"images": pictures}
 
 
 class Meter:
@@ -131,25 +150,29 @@ TRL: dict[str, Any] = dict(
 
 def run_trl(case: Case, model: str, data: str, folder: str, every: bool) -> Meter:
     """Run TRL's trainer, which trains every sample."""
+    import transformers
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    meter, reward = Meter(), globals()[case.reward]
+    meter = Meter()
 
-    class Steps(TrainerCallback):
+    class Steps(transformers.TrainerCallback):
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             meter.step()
 
     def counted(completion_ids: list[list[int]], **inputs: Any) -> list[float]:
         meter.add(sum(map(len, completion_ids)), len(completion_ids), len(completion_ids))
-        return reward(**inputs)
+        return case.reward(**inputs)
 
     options = TRL | case.trl | {"output_dir": folder, "max_steps": case.steps + WARM_UP, "learning_rate": case.rate,
                                 "max_completion_length": case.new_tokens}  # yapf: disable
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype="float32", attn_implementation="sdpa")
-    GRPOTrainer(policy, counted, GRPOConfig(**options), Dataset.from_list(rows(data)),
-                processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Steps()]).train()
+    classes = ("AutoModelForImageTextToText", "AutoProcessor") if case.sees else ("AutoModelForCausalLM",
+                                                                                  "AutoTokenizer")
+    load, read = (getattr(transformers, name).from_pretrained for name in classes)
+    prompts = Dataset.from_list(rows(data))
+    GRPOTrainer(load(model, dtype="float32", attn_implementation="sdpa"), counted, GRPOConfig(**options),
+                prompts.with_transform(opened) if case.sees else prompts, processing_class=read(model),
+                callbacks=[Steps()]).train()  # yapf: disable
     return meter
 
 
@@ -176,26 +199,25 @@ def run_lightrft(case: Case, model: str, data: str, folder: str, every: bool) ->
                       "generate_max_len": case.new_tokens, "actor_learning_rate": case.rate,
                       "max_steps": case.steps + WARM_UP, "save_path": folder,
                       "drop_zero_advantage": not every}  # yapf: disable
-    GRPO(model, globals()[case.reward], rows(data), **options).train()
+    GRPO(model, case.reward, rows(data), **options).train()
     return meter
 
 
-def measure(side: str, name: str, model: str, data: str) -> None:
+def measure(side: str, case: Case, model: str, data: str) -> None:
     """Run one trainer in this process; print its result as the last line."""
     from transformers import set_seed
     set_seed(0)
     runner = run_trl if side == "trl" else run_lightrft
     with TemporaryDirectory() as folder:
-        print(json.dumps(runner(CASES[name], model, data, folder, SIDES[side]).result()))
+        print(json.dumps(runner(case, model, data, folder, SIDES[side]).result()))
 
 
-def start(side: str, name: str, threads: int, home: Path, packages: Path) -> dict[str, float]:
+def start(side: str, name: str, model: Path, threads: int, home: Path, packages: Path) -> dict[str, float]:
     """Run one trainer in a process of its own and return its result."""
     paths = [str(ROOT), *([str(packages)] if side == "trl" else [])]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false",
                             "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}  # yapf: disable
-    model = home / "ragged" if name == "ragged" else home / "sft" / "hf"
-    command = [sys.executable, "-W", "ignore", __file__, "--child", side, name, str(model),
+    command = [sys.executable, "-W", "ignore", sys.argv[0], "--child", side, name, str(model),
                str(home / "data" / "train.parquet")]  # yapf: disable
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode:
@@ -203,12 +225,13 @@ def start(side: str, name: str, threads: int, home: Path, packages: Path) -> dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(name: str, threads: int, pairs: int, home: Path, packages: Path) -> dict[str, list[dict[str, float]]]:
+def compare(name: str, model: Path, threads: int, pairs: int, home: Path,
+            packages: Path) -> dict[str, list[dict[str, float]]]:
     """Run the trainers in turn, ``pairs`` times; return the results of each."""
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for _ in range(pairs):
         for side, results in found.items():
-            results.append(start(side, name, threads, home, packages))
+            results.append(start(side, name, model, threads, home, packages))
     return found
 
 
@@ -242,25 +265,33 @@ COLUMNS = ("case", "threads", "trainer", "CPU s / step", "wall s / step", "token
 HEADER = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|"
 
 
-def main() -> None:
-    """Print the table; write all results as JSON with ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None, cases: dict[str, Case], prepare: Callable[[Path, list[str]], None],
+         chosen: list[str]) -> None:
+    """Print the table; write all results as JSON with ``--out``.
+
+    Args:
+        cases: by name.
+        prepare: makes the models and the prompts of some cases in a folder, if it has none yet.
+        chosen: the cases that run if the command line names none.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each trainer, in turn")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["equal", "ragged"])
+    parser.add_argument("--cases", nargs="+", choices=cases, default=chosen)
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--packages", type=Path, default=Path(sys.prefix) / "oracles", help="folder with TRL")
     parser.add_argument("--home", type=Path, help="folder of the model and the data (default: a temporary one)")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return measure(*args.child)
+        side, name, model, data = args.child
+        return measure(side, cases[name], model, data)
     if not (args.packages / "trl").is_dir():
         sys.exit(f"TRL is not in {args.packages}: run make peers")
     with TemporaryDirectory() as folder:
         home = args.home or Path(folder)
-        prepare_models(home, args.cases)
-        report(args, home)
+        prepare(home, args.cases)
+        report(args, cases, home)
 
 
 def prepare_models(home: Path, cases: list[str]) -> None:
@@ -271,18 +302,19 @@ def prepare_models(home: Path, cases: list[str]) -> None:
         make_ragged(home / "ragged")
 
 
-def report(args: argparse.Namespace, home: Path) -> None:
+def report(args: argparse.Namespace, cases: dict[str, Case], home: Path) -> None:
     """Measure all cases; print their rows and write their results as they come."""
     results = machine()
     print(", ".join(f"{key} {value}" for key, value in results.items()), HEADER, sep="\n\n", flush=True)
     runs: dict[str, Any] = {}
     for name in args.cases:
         for threads in args.threads:
-            runs[f"{name}, threads {threads}"] = found = compare(name, threads, args.pairs, home, args.packages)
+            found = compare(name, home / cases[name].model, threads, args.pairs, home, args.packages)
+            runs[f"{name}, threads {threads}"] = found
             print(table(name, threads, found), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(results | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, CASES, prepare_models, ["equal", "ragged"])

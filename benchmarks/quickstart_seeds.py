@@ -1,6 +1,7 @@
-"""Run the quickstart on several seeds: held-out accuracy before and after, and the time it takes after the install.
+"""Run a quickstart on several seeds: held-out accuracy before and after, and the time it takes after the install.
 
-    python benchmarks/quickstart_seeds.py [--seeds 42 1 2] [--keep FOLDER] [-- --advantage_estimator rloo ...]
+    python benchmarks/quickstart_seeds.py [--example quickstart_vl] [--seeds 42 1 2] [--keep FOLDER] \\
+        [-- --advantage_estimator rloo ...]
 """
 import argparse
 import json
@@ -14,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(seed: int, folder: Path, flags: list[str]) -> str:
+def run(example: str, seed: int, folder: Path, flags: list[str]) -> str:
     """Run one quickstart; return a row of the table."""
     start = time.perf_counter()
     env = os.environ | {"OUT": str(folder), "PYTHON": sys.executable}
-    done = subprocess.run(["bash", "examples/quickstart/run_quickstart.sh", "--seed",
+    done = subprocess.run(["bash", f"examples/{example}/run_{example}.sh", "--seed",
                            str(seed), *flags], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"seed {seed} failed:\n{done.stderr[-4000:]}")
@@ -33,6 +34,8 @@ def run(seed: int, folder: Path, flags: list[str]) -> str:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--example", default="quickstart", choices=["quickstart", "quickstart_vl", "quickstart_audio"],
+                        help="folder of the example")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2], help="seeds of data, model and sampling")
     parser.add_argument("--keep", type=Path, help="keep the runs here")
     args, flags = parser.parse_known_args()
@@ -41,7 +44,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
-            print(run(seed, (args.keep or Path(scratch)) / f"seed_{seed}", flags), flush=True)
+            print(run(args.example, seed, (args.keep or Path(scratch)) / f"seed_{seed}", flags), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from bare_loop import warm_model
 
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.models.loader import load_tokenizer
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import stop_ids
 from lightrft.rollout.vllm.generate import VLLMRun

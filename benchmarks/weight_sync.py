@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lightrft.config.schema import RolloutConfig, StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import HFEngine
@@ -84,7 +85,7 @@ def variants(prepared: Prepared, engine: RolloutEngine, strategy: StrategyBase,
              buckets: list[int]) -> tuple[dict[str, Variant], int]:
     """Make the timed functions, by name; also return the bytes of the engine's weights."""
     proof = get_weight_sync_verifier(RolloutConfig(sync_proof="fingerprint"), strategy, prepared, engine,
-                                     [Prompt("0", [1, 2, 3], "")], False, Timer())
+                                     [Prompt("0", [1, 2, 3], "")], Arithmetic(strategy.device.type, "float32"), Timer())
     targets = [parameter.detach() for parameter in engine.model.parameters()]
     sources = [target.clone() for target in targets]
 

@@ -4,23 +4,28 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightrft.config.cli import parse_keywords, ParsedConfig
+from lightrft.config.options import split_commas
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.rewards.base import REWARDS
 from lightrft.utils.env import World
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import end_in_one_line, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 Data = str | Path | Iterable[dict[str, Any]]  # a file, a folder or a hub id; a data set or a list of rows
-Reward = str | Callable[..., Any] | tuple[Callable[..., Any], float]
+Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float]
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,19 @@ class Run:
         return pd.read_json(self.folder / "metrics.jsonl", lines=True).groupby("step", as_index=False).last()
 
     def model(self) -> "PreTrainedModel":
-        """Load the trained model, with LoRA adapters merged."""
-        from transformers import AutoModelForCausalLM
-        return AutoModelForCausalLM.from_pretrained(self.folder / "hf")
+        """Load the trained model in its own class, with LoRA adapters merged."""
+        from lightrft.models.loader import load_exported
+        return load_exported(str(self.folder / "hf"))
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load its tokenizer."""
         from transformers import AutoTokenizer
         return AutoTokenizer.from_pretrained(self.folder / "hf")
+
+    def processor(self) -> "ProcessorMixin":
+        """Load the processor of a model that sees or hears."""
+        from transformers import AutoProcessor
+        return AutoProcessor.from_pretrained(self.folder / "hf")
 
 
 class _Training(ABC):
@@ -53,26 +63,28 @@ class _Training(ABC):
 
     def __init__(self, model: str | Path, train_dataset: Data | None, eval_dataset: Data | None, plugins: Sequence[str],
                  options: dict[str, Any]) -> None:
-        given = dict(options)
-        for name, option, value in (("model", "pretrain", model), ("train_dataset", self.data[0], train_dataset),
-                                    ("eval_dataset", self.data[1], eval_dataset)):
+        end_in_one_line()
+        given, keywords = dict(options), dict(zip(("pretrain", *self.data), ("model", "train_dataset", "eval_dataset")))
+        for (option, name), value in zip(keywords.items(), (model, train_dataset, eval_dataset)):
             if option in given:
                 raise UserError(f"{option} is given by the keyword {name} already; drop it")
             if value is not None:
-                given[option] = str(value) if option == "pretrain" else _specs(value, option)
-        self.parsed: ParsedConfig = parse_keywords(given, self.tree, plugins, self.defaults)
+                given[option] = str(value) if option == "pretrain" else _specs(value, name)
+        self.parsed: ParsedConfig = parse_keywords(given, self.tree, plugins, self.defaults,
+                                                   keywords | {"reward": "rewards"})
 
     def plan(self) -> str:
         """Return the plan that ``--dry_run`` prints: each option and its source, batch sizes, memory and time."""
         from lightrft.preflight.report import report
         from lightrft.trainer.session import settled
-        return report(self.parsed.config, self.parsed.provenance, settled(self.parsed))
+        with self.parsed.own_words():
+            return report(self.parsed.config, self.parsed.provenance, settled(self.parsed))
 
     def train(self) -> Run:
         """Train to the end, and return the run.
 
-        Under ``torchrun`` every rank calls it, and an expected error ends the process with one line, as on the command
-        line.
+        Under ``torchrun`` every rank calls it. An expected error that the program does not catch ends it with one line,
+        as on the command line.
 
         Raises:
             ExpectedError: options, data, rewards or the model cannot be used; the message names the remedy.
@@ -91,13 +103,13 @@ class RL(_Training):
 
     Args:
         model: folder or hub id of the policy.
-        rewards: names as for ``--reward`` ("math", "format=0.1", "my_file.py:score"), functions of a known signature
-            (:mod:`lightrft.rewards.workers.user_file`), or pairs of a function and its weight. None: the recipe of each
-            row.
+        rewards: one or several names as for ``--reward`` ("math", "format=0.1", "my_file.py:score"), functions of a
+            known signature (:mod:`lightrft.rewards.workers.user_file`), or pairs of one of them and its weight. None:
+            the recipe of each row.
         train_dataset: prompts: a Hugging Face ``Dataset``, a list of dicts, or what ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
         plugins: modules to import, as for ``--plugin``.
-        options: every option of ``python -m lightrft.cli.train --help all``, by name.
+        options: every option of ``lightrft train --help all``, by name.
 
     Raises:
         ConfigError: an unknown option (with the nearest known one) or an impossible value.
@@ -109,9 +121,7 @@ class RL(_Training):
                  train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Sequence[str] = (),
                  **options: Any) -> None:
         if rewards is not None:
-            several = isinstance(rewards, Sequence) and not isinstance(rewards, (str, tuple))
-            chosen: Any = rewards if several else [rewards]
-            options["reward"], self.functions = _selected(chosen)
+            options["reward"], self.functions = _selected(_listed(rewards))
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
     def _train(self, exits: bool) -> None:
@@ -124,25 +134,52 @@ class GRPO(RL):
     defaults = {"advantage_estimator": "group_norm"}
 
 
-class SFT(_Training):
-    """Supervised fine-tuning: ``SFT(model, train_dataset).train()``.
-
-    Args:
-        model: folder or hub id of the model.
-        train_dataset: conversations: a Hugging Face ``Dataset``, a list of dicts, or what ``--train_data`` takes.
-        eval_dataset: held-out conversations, likewise.
-        plugins: modules to import, as for ``--plugin``.
-        options: every option of ``python -m lightrft.cli.train_sft --help all``, by name.
-    """
-    tree, data = SFTConfig, ("train_data", "eval_data")
+class _Offline(_Training):
+    """Training on fixed data."""
+    data = ("train_data", "eval_data")
+    command: ClassVar[str]  # module whose ``train`` runs it
 
     def __init__(self, model: str | Path, train_dataset: Data, eval_dataset: Data | None = None, *,
                  plugins: Sequence[str] = (), **options: Any) -> None:
+        """Check the options.
+
+        Args:
+            model: folder or hub id of the model.
+            train_dataset: rows: a Hugging Face ``Dataset``, a list of dicts, or what ``--train_data`` takes.
+            eval_dataset: held-out rows, likewise.
+            plugins: modules to import, as for ``--plugin``.
+            options: every option that ``--help all`` of the command lists, by name.
+        """
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
     def _train(self, exits: bool) -> None:
-        from lightrft.cli.train_sft import train
-        train(self.parsed, exits)
+        import_module(self.command).train(self.parsed, exits)
+
+
+class SFT(_Offline):
+    """Supervised fine-tuning on conversations: ``SFT(model, train_dataset).train()``, the command ``lightrft sft``."""
+    tree, command = SFTConfig, "lightrft.cli.train_sft"
+
+
+class DPO(_Offline):
+    """Training on pairs of answers: ``DPO(model, train_dataset, loss="sigmoid").train()``, the command
+    ``lightrft dpo``."""
+    tree, command = DPOConfig, "lightrft.cli.train_dpo"
+
+
+class KTO(_Offline):
+    """Training on answers that are good or bad: ``KTO(model, train_dataset).train()``, the command ``lightrft kto``."""
+    tree, command = KTOConfig, "lightrft.cli.train_kto"
+
+
+class KD(_Offline):
+    """Distillation: ``KD(model, train_dataset, teacher_model=...).train()``, the command ``lightrft kd``."""
+    tree, command = KDConfig, "lightrft.cli.train_kd"
+
+
+class RM(_Offline):
+    """Training of a scalar reward model on pairs: ``RM(model, train_dataset).train()``, the command ``lightrft rm``."""
+    tree, command = RMConfig, "lightrft.cli.train_rm"
 
 
 def _specs(data: Data, option: str) -> list[str]:
@@ -155,22 +192,31 @@ def _specs(data: Data, option: str) -> list[str]:
     return [hold_rows(data)]
 
 
+def _listed(rewards: Reward | Sequence[Reward]) -> Iterable[Reward]:
+    """Return one or several rewards as a sequence; a text is split at commas, as ``--reward`` is."""
+    if isinstance(rewards, str):
+        return split_commas(rewards)
+    pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], (int, float))
+    several: Any = rewards
+    return several if isinstance(rewards, Sequence) and not pair else [several]
+
+
 def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
     """Return the entries of ``--reward``, and the functions among them by name; a repeated name gets a number."""
     entries: list[str] = []
     functions: dict[str, Callable[..., Any]] = {}
     for reward in rewards:
-        if isinstance(reward, str):
-            entries.append(reward)
+        scorer, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
+        if isinstance(scorer, str):
+            entries.append(scorer if weight is None else f"{scorer}={weight:g}")
             continue
-        function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
-        if not callable(function):
-            raise UserError(f"rewards: {reward!r} is no name, no function and no pair of a function and its weight")
-        title = function.__name__ if inspect.isfunction(function) else type(function).__name__
+        if not callable(scorer):
+            raise UserError(f"rewards: {reward!r} is no name, no function and no pair of one of them and its weight")
+        title = scorer.__name__ if inspect.isfunction(scorer) else type(scorer).__name__
         word = re.sub(r"\W+", "", title)
         taken = {*functions, *REWARDS, *(entry.partition("=")[0] for entry in entries)}
         names = chain([word], (f"{word}{number}" for number in count(2)))
         name = next(each for each in names if each not in taken)
-        functions[name] = function
-        entries.append(f"{name}={weight:g}")
+        functions[name] = scorer
+        entries.append(f"{name}={1.0 if weight is None else weight:g}")
     return entries, functions

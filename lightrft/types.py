@@ -1,8 +1,11 @@
-"""The three records that pass through the trainer: Prompt, Sample and Experience."""
+"""The records that pass through the trainer: Prompt, Sample and Experience, and what a medium of a prompt becomes."""
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from itertools import chain
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +17,10 @@ from lightrft.utils.transfer import upload
 class Prompt:
     """One row of a data set, rendered and tokenized; the same for every modality.
 
-    ``media`` are keys (a path or a content hash) of its pictures and sounds, in the order of their appearance. What
-    they name is decoded and processed where it is used, and never sent to other ranks.
+    ``media`` are keys (``image:`` and a hash, say) of its pictures, videos and sounds, in the order of their
+    appearance. What they name is decoded and processed where it is used, and never sent to other ranks. In
+    ``token_ids`` every medium has as many tokens as it has features; in ``text`` and ``unexpanded_ids``, for engines
+    that process media themselves, it has one placeholder.
     """
     uid: str
     token_ids: list[int]
@@ -26,6 +31,43 @@ class Prompt:
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     media: tuple[str, ...] = ()
+    unexpanded_ids: list[int] = field(default_factory=list)  # empty without media
+
+
+@dataclass(frozen=True)
+class MediaTensors:
+    """Tensors that a model's processor makes of one picture, video or sound.
+
+    ``tensors`` have the processor's names and are those of a batch of one; ``text`` replaces the placeholder in the
+    prompt.
+    """
+    kind: str  # "image" | "video" | "audio"
+    tensors: dict[str, Tensor]
+    text: str
+
+
+class MediaSource(Protocol):
+    """Source of media and of their tensors by key."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the media of the whole data, the same on every rank."""
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Most media of each kind in one row."""
+
+    def open(self, key: str) -> Any:
+        """Decode the medium ``key``: a Pillow picture, ``samples`` and ``rate`` of a sound, or ``frames``."""
+
+    def tensors(self, key: str) -> MediaTensors:
+        """Return what the processor makes of the medium ``key``, on the CPU."""
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Make the tensors of media in the background."""
+
+    def blank(self, kind: str) -> MediaTensors:
+        """Return a small medium of ``kind``, for a rank that has none."""
 
 
 @dataclass
@@ -54,6 +96,11 @@ class Sample:
         return len(self.token_ids) - len(self.prompt.token_ids)
 
 
+def flatten(rows: Iterable[list[Any]], dtype: type) -> Tensor:
+    """Join lists of numbers, one after another, in one vector."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
+
+
 def _per(axis: str) -> Any:
     return field(default=None, metadata={"axis": axis})
 
@@ -74,6 +121,10 @@ class Experience:
     scored: Tensor = _per("B")  # bool [B]
     reward_parts: Tensor = _per("B")  # float32 [B, K], every reward part before its weight; NaN where it does not judge
     part_weights: Tensor = _per("B")  # float32 [B, K], the weights of the parts in the sample's reward
+    margins: Tensor = _per("B")  # float32 [B], by which the reward of the chosen sequence of a pair is to be higher
+    labels: Tensor = _per("B")  # [B] or [B, K], probability that the sequence, or the chosen one of its pair, is good
+    ref_sums: Tensor = _per("B")  # float64 [B], log-probs of the reference, summed over the tokens in the loss
+    matched: Tensor = _per("B")  # float64 [B], margin of the reference that a pair meets (of aot); equal in a pair
     baseline_rewards: Tensor = _per("B")  # float32 [B], of the prompt's greedy response, shaped alike; NaN: unscored
     baseline_lengths: Tensor = _per("B")  # float32 [B], tokens of that response
     truncated: Tensor = _per("B")  # bool [B], the response hit the length limit
@@ -89,7 +140,24 @@ class Experience:
     selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
     media: list[tuple[str, ...]] | None = field(default=None, metadata={"axis": "list"})  # keys, B tuples
+    prompt_lens: list[int] | None = field(default=None, metadata={"axis": "list"})  # B; later media tokens are text
     spread: ClassVar[Spread] = HERE  # all sequences of the batch are here
+    before: ClassVar[list[int] | None] = None  # no sequence continues another
+
+    @classmethod
+    def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,
+             **values: Any) -> "Experience":
+        """Pack sequences on the CPU.
+
+        Args:
+            token_ids: B lists.
+            loss_mask: lists of the same lengths; None: no token is in the loss.
+            values: further fields.
+        """
+        rows = [*token_ids]
+        cu = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
+        mask = torch.zeros(int(cu[-1]), dtype=torch.bool) if loss_mask is None else flatten(loss_mask, np.bool_)
+        return cls(flatten(rows, np.int64), cu, mask, **values)
 
     @property
     def num_seqs(self) -> int:
@@ -120,11 +188,21 @@ class Experience:
         """Number of tokens of each sequence, on the host; without a sync after :meth:`to`."""
         return self.seq_lens.tolist()
 
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]: index of each token in its sequence."""
+        return position_ids(self.cu_seqlens, self.num_tokens)
+
     @cached_property
     def actions(self) -> Tensor:
         """int64 [N]: the positions in [T] of the tokens of ``drawn`` with a predecessor; without a sync after
         :meth:`to`."""
         return (self.drawn & (position_ids(self.cu_seqlens, self.num_tokens) > 0)).nonzero()[:, 0]
+
+    @property
+    def host(self) -> "Experience":
+        """This experience as it was before :meth:`to`, so that reading it waits for no device."""
+        return vars(self).get("_host", self)  # itself is not stored: the cycle would outlive the step
 
     def per_token(self, values: Tensor) -> Tensor:
         """Repeat values [B] of the samples over the tokens of this rank's sequences: [T]."""
@@ -139,7 +217,7 @@ class Experience:
     def to(self, device: torch.device | str) -> "Experience":
         """Copy the experience with its tensors on ``device`` (media stay keys), and what the host knows of it."""
         moved = self._map(lambda axis, value: value if axis == "list" else upload(value, device))
-        vars(moved).update(lens=self.lens, actions=upload(self.actions, device))
+        vars(moved).update(lens=self.lens, actions=upload(self.actions, device), _host=self.host)
         return moved
 
     def tokens_of(self, indices: list[int]) -> Tensor:

@@ -2,6 +2,8 @@
 from dataclasses import dataclass, field
 
 PIECE_S = 540  # longest piece; every measurement ends within one
+LARGE = ("7b", "3b-vl")  # they train adapters and recompute activations: one GPU does not hold what all weights take
+WITH_PICTURES = ("3b-vl", )
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ STEP, ENGINE = (FACTS, ANATOMY), (SLEEP, SYNC, ROLLOUT)
 
 
 def _steps(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
+    pictures = ("torchvision", ) if size in WITH_PICTURES else ()
     return Measurement(f"step-{engine}-{size}", "training:steps", STEP, seconds, _setting(size, engine),
-                       _package(engine), reduced=reduced)
+                       _package(engine) + pictures, reduced=reduced)
 
 
 def _engine(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
@@ -70,7 +73,7 @@ def _engine(size: str, engine: str, seconds: int, reduced: bool = True) -> Measu
 
 
 def _setting(size: str, engine: str = "hf", tp: int = 1) -> Setting:
-    return Setting(size, engine, tp, recompute=size == "7b")
+    return Setting(size, engine, tp, recompute=size in LARGE)
 
 
 def _package(engine: str) -> tuple[str, ...]:
@@ -91,12 +94,13 @@ MEASUREMENTS = (
     Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
+    _steps("3b-vl", "hf", 80),
     _steps("7b", "hf", 150, reduced=False),
     _steps("7b", "vllm", 200, reduced=False),
-    _steps("7b", "sglang", 220, reduced=False),
+    _steps("7b", "sglang", 200, reduced=False),
     _engine("7b", "hf", 100, reduced=False),
     _engine("7b", "vllm", 150, reduced=False),
-    _engine("7b", "sglang", 170, reduced=False),
+    _engine("7b", "sglang", 150, reduced=False),
     Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b")),
     Measurement("engine-hf-0.5b-fsdp2", "rollout:engine", ENGINE, 60, ranks=2, reduced=False),
     Measurement("update-0.5b-fsdp2", "training:update", (UPDATE, ), 80, ranks=2),

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.catalog import DOCTOR, QUICKSTART, Setting, TESTS
-from benchmarks.gpu.store import ROOT, Tables
+from benchmarks.gpu.store import ROOT, Row, Tables
 
 MARK = "pytest.mark.gpu"
 
@@ -58,12 +58,13 @@ def quickstart(setting: Setting) -> Tables:
     done = run("bash", "examples/quickstart/run_quickstart.sh", *flags, environment=environment)
     if done.returncode:
         raise SystemExit(f"the quickstart ended with {done.returncode}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {QUICKSTART: [curve(out) | {"all, s": time.perf_counter() - start}]}
+
+
+def curve(run: Path) -> Row:
+    """Return the held-out score before and after a run, and the time of its steps but the first."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     scores = [line["eval/all/pass@1"] for line in lines if "eval/all/pass@1" in line]
     steps = [line["time/step_s"] - line.get("time/eval_s", 0.0) for line in lines if "time/step_s" in line]
-    return {
-        QUICKSTART: [{
-            "pass@1 before": scores[0], "pass@1 after": scores[-1], "steps": len(steps), "step, ms":
-            1e3 * sum(steps[1:]) / max(len(steps) - 1, 1), "all, s": time.perf_counter() - start
-        }]
-    }
+    mean = sum(steps[1:]) / max(len(steps) - 1, 1)
+    return {"pass@1 before": scores[0], "pass@1 after": scores[-1], "steps": len(steps), "step, ms": 1e3 * mean}

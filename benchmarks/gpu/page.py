@@ -16,8 +16,9 @@ Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minut
 its error, and the others run. `make gpu-reduced` runs the same code on a CPU with tiny shapes, and so do the tests.
 The raw results are in `docs/data/gpu`, one file per measurement.
 
-The models have the shapes of Qwen2.5 0.5B and 7B, with random weights whose logits have a standard deviation of 4. The
-7B model trains LoRA adapters (rank 16) with gradient checkpointing, the 0.5B model every weight.
+The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
+deviation of 4. The 7B and the VL model train LoRA adapters (rank 16) with gradient checkpointing, the 0.5B model every
+weight. Each prompt of the VL model has one picture of 256 tokens.
 """
 INTROS = {
     catalog.DOCTOR: "Findings of `python -m lightrft.cli.doctor`.",

@@ -1,9 +1,9 @@
-"""RL on GSM8K: the trainer of :mod:`lightrft.cli.train` with the defaults of this task.
+"""RL on GSM8K and Geometry3K: the trainer of :mod:`lightrft.cli.train` with the defaults of this task.
 
     torchrun --nproc-per-node 8 examples/gsm8k_geo3k/train_colocate.py --pretrain MODEL --prompt_data TRAIN
 
-``run_grpo_gsm8k_qwen2.5_0.5b.sh`` calls this; every option of the trainer works here. A row's label chooses its reward
-(``gsm8k_rule``: 0.9 x right answer + 0.1 x format); ``--reward`` replaces it.
+The ``run_*.sh`` call this; every option of the trainer works here. A row's label chooses its reward (``gsm8k_rule`` and
+``geo3k_rule``: 0.9 x right answer + 0.1 x format); ``--reward`` replaces it.
 """
 from lightrft.cli.train import main
 

@@ -6,29 +6,16 @@
 """
 from pathlib import Path
 
+from defaults import DEFAULTS as SHARED
+
 from lightrft.cli.train import main
 
-DEFAULTS = {
+DEFAULTS = SHARED | {
     "reward": [str(Path(__file__).with_name("reward.py")) + ":accuracy"],
-    "rollout_batch_size": 64,
-    "n_samples_per_prompt": 8,
-    "train_batch_size": 512,
-    "prompt_max_len": 64,
     "generate_max_len": 48,
-    "advantage_estimator": "group_norm",
     "actor_learning_rate": 3e-4,
-    "lr_scheduler": "linear",
-    "lr_warmup_ratio": 0.0,
     "max_steps": 40,
-    "eval_at_start": True,
-    "eval_steps": 5,
     "max_eval_samples": 1000,
-    "print_samples": 5,
-    "save_steps": 20,
-    "save_trajectories": True,
-    "use_tensorboard": True,
-    "logging_steps": 5,
-    "strategy": "fsdp",
 }
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.tree import extend, extended
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.registry import Registry
 
 AdvantageFn = Callable[[Experience, AlgorithmConfig], Tensor]

@@ -1,6 +1,6 @@
 """Check the machine, the packages and a planned run, and report problems with their remedies.
 
-    python -m lightrft.cli.doctor [--pretrain MODEL ...]
+    lightrft doctor [--pretrain MODEL ...]
 """
 import argparse
 import json
@@ -12,18 +12,19 @@ from functools import partial
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import VERDICTS, Finding, examine, worst
 from lightrft.preflight.checks.machine import (check_devices, check_groups, check_save_path, check_shm, check_threads)
+from lightrft.preflight.checks.media import check_media
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
 from lightrft.preflight.cost import count_parameters, is_gated
 from lightrft.preflight.hardware import devices, Machine
 
-PROG = "python -m lightrft.cli.doctor"
+PROG = "lightrft doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 1 if anything fails, else 0."""
     own, flags = _parser().parse_known_args(argv)
-    config = _config(flags)
+    config = _config(flags, own.plan_gpus)
     findings = []
     for found in diagnose(config, own.ranks):
         findings.append(found)
@@ -45,11 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG, allow_abbrev=False, usage="%(prog)s [--json] [--ranks N] [--pretrain MODEL] [--option value ...]",
         description="Check packages, devices, process groups, engines, shared memory and disk: one verdict per line, "
         "exit code 1 if one of them is 'fail'.",
-        epilog="Every option of python -m lightrft.cli.train is understood. With --pretrain there is a memory plan for "
+        epilog="Every option of lightrft train is understood. With --pretrain there is a memory plan for "
         "that model and batch; --engine_type, --use_wandb and the like make their packages required.")
     parser.add_argument("--json", action="store_true", help="print JSON: the worst verdict and the list of findings")
     parser.add_argument("--ranks", type=_positive, metavar="N",
                         help="processes of the planned run (default: those of torchrun, or the GPUs here, or 1)")
+    parser.add_argument("--plan_gpus", default="", help=argparse.SUPPRESS)  # refused
     return parser
 
 
@@ -59,30 +61,34 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _config(flags: list[str]) -> Config:
-    """Parse the options of the planned run.
+def _config(flags: list[str], plan_gpus: str) -> Config:
+    """Parse the options of the planned run, which is one on this machine.
 
     Raises:
         SystemExit: 2, if they cannot be read.
     """
-    if not flags:
+    if not flags and not plan_gpus:
         return Config()  # works without PyYAML too
     from lightrft.config.cli import exit_on_config_error, parse_config
     from lightrft.config.options import ConfigError
     from lightrft.config.tree import check_ranges
     with exit_on_config_error(PROG):
+        if plan_gpus:
+            raise ConfigError(f"--plan_gpus {plan_gpus}: the doctor examines this machine; lightrft train "
+                              "--dry_run plans for another one")
         parsed = parse_config(flags, PROG)
         if problems := list(check_ranges(parsed.config)):
             raise ConfigError(problems)
         if parsed.dry_run:
-            raise ConfigError("--dry_run: belongs to python -m lightrft.cli.train, which then also checks that the "
+            raise ConfigError("--dry_run: belongs to lightrft train, which then also checks that the "
                               "options fit together; drop it")
     return parsed.config
 
 
 def asked_extras(config: Config) -> set[str]:
     """Collect the extras that these options need."""
-    flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": bool(config.model.use_liger)}
+    flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": bool(config.model.use_liger),
+             "bitsandbytes": config.train.eight_bit}  # yapf: disable
     return {extra for extra, asked in flags.items() if asked} | {config.rollout.engine_type, config.strategy.strategy}
 
 
@@ -96,13 +102,14 @@ def diagnose(config: Config, ranks: int | None = None) -> Iterator[Finding]:
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": partial(check_versions, asked_extras(config)),
-        "devices": partial(check_devices, bool(config.model.bf16)),
+        "devices": lambda: check_devices(bool(config.model.bf16), local_ranks(ranks)),
         "threads": lambda: check_threads(local_ranks(ranks)),
         "process group": check_groups,
         "transformers": partial(check_import, "transformers"),
         "engine": partial(check_engine, config.rollout.engine_type),
         "/dev/shm": check_shm,
         "--save_path": partial(check_save_path, config),
+        "media": partial(check_media, config),
         "model": partial(plan, config, ranks),
     }
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -131,10 +138,10 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     size, shape = count_parameters(shapes), model_shape(config.model.pretrain) if is_gated(shapes) else None
     here = devices(1)
     count = ranks or int(os.environ.get("WORLD_SIZE", "1" if here[0].name == "cpu" else len(here)))
-    settle(config, {}, Machine.here(count))
+    settle(config, {}, Machine.here(count, local_ranks=local_ranks(ranks)))
     yield from examine("model", partial(check_model, config, size))
     yield from check_disk(config, size, critic)
-    yield from check_memory(config, count, size, devices(count), critic, shape)
+    yield from check_memory(config, count, size, devices(count)[:local_ranks(ranks)], critic, shape)
 
 
 if __name__ == "__main__":

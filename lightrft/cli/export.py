@@ -1,16 +1,20 @@
-"""Turn a checkpoint into a Hugging Face model: ``python -m lightrft.cli.export CHECKPOINT OUT``."""
+"""Turn a checkpoint into a Hugging Face model: ``lightrft export CHECKPOINT OUT``."""
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightrft.config.cli import exit_on_config_error
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
 from lightrft.utils.errors import UserError
 
-PROG = "python -m lightrft.cli.export"
+PROG = "lightrft export"
+TREES = (Config, SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig)  # of the commands that write checkpoints
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
-    """Write the policy of a checkpoint to ``out``, with LoRA adapters merged, its tokenizer and a model card.
+    """Write the policy or reward model of a checkpoint to ``out``, with LoRA adapters merged, tokenizer, model card.
 
     Args:
         checkpoint: a step folder, a folder of them, or the folder of a run.
@@ -39,18 +43,19 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     Raises:
         UserError: there is no complete checkpoint, the model does not fit it, or ``out`` is not empty.
     """
-    from lightrft.models.loader import load_actor, load_tokenizer
+    from lightrft.models.loader import load_actor, load_reward_model
+    from lightrft.models.tokenizer import load_tokenizer
     from lightrft.strategy.checkpoint import CheckpointManager, marker, read_global
     from lightrft.strategy.strategy import get_strategy
     from lightrft.trainer.run_log import RolloutLog, RunLog
     path = _step_folder(checkpoint)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; name a new folder")
+    check_empty(out)
     config = _config(read_global(path)["options"], pretrain)
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
     with strategy.init_model_context():
-        actor = strategy.prepare(load_actor(config.model))
+        load = load_reward_model if isinstance(config, RMConfig) else load_actor
+        actor = strategy.prepare(load(config.model))
     manager = CheckpointManager(strategy, path.parent)
     manager.load(path, {"actor": actor})
     strategy.save_model(actor, out)
@@ -61,6 +66,12 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), info["step"],
                     info["metrics"])
     strategy.teardown()
+
+
+def check_empty(out: Path) -> None:
+    """Raise an error if a model cannot be written to ``out`` without touching what is there."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty; name a new folder")
 
 
 def _step_folder(checkpoint: Path) -> Path:
@@ -78,11 +89,11 @@ def _step_folder(checkpoint: Path) -> Path:
 
 
 def _config(saved: dict[str, Any], pretrain: str) -> Any:
-    """Build the tree of the run from the options in its checkpoint, of which this version may not know all.
+    """Build the tree of the run, the one most like the options in its checkpoint; this version may not know all.
 
     Liger's kernels are left out: the export computes nothing, and need not run on a GPU as the run did.
     """
-    tree = Config if "prompt_data" in saved else SFTConfig
+    tree = min(TREES, key=lambda tree: len(options(tree).keys() ^ saved.keys()))
     known = {name: value for name, value in saved.items() if name in options(tree)}
     return build(tree, known | {"use_liger": False} | ({"pretrain": pretrain} if pretrain else {}))
 

@@ -1,4 +1,4 @@
-"""The command ``lightrft``: ``lightrft train | sft | export | doctor ...``; ``--nproc 8`` starts a process per GPU."""
+"""The command ``lightrft``: ``lightrft train | sft | generate ...``; ``--nproc 8`` starts a process per GPU."""
 import logging
 import os
 import sys
@@ -8,12 +8,21 @@ from importlib import import_module
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
     "sft": ("lightrft.cli.train_sft", "supervised fine-tuning"),
+    "rm": ("lightrft.cli.train_rm", "training of reward models"),
+    "dpo": ("lightrft.cli.train_dpo", "training on pairs of answers: DPO, IPO, SimPO, ORPO ..."),
+    "kto": ("lightrft.cli.train_kto", "training on answers that are good or bad"),
+    "kd": ("lightrft.cli.train_kd", "distillation of a teacher into a student"),
+    "generate": ("lightrft.cli.generate", "batch inference: responses, scores and training rows"),
+    "evaluate": ("lightrft.cli.evaluate", "pass@k, avg@k and maj@k of models on the same prompts"),
+    "chat": ("lightrft.cli.chat", "talk to a model in the terminal"),
     "export": ("lightrft.cli.export", "turn a checkpoint into a Hugging Face model"),
+    "convert": ("lightrft.cli.convert", "turn a checkpoint of DeepSpeed, DCP or lightrft into a Hugging Face model"),
+    "merge_lora": ("lightrft.cli.merge_lora", "merge a LoRA adapter into its model"),
     "report": ("lightrft.cli.report", "write the report of a run again"),
     "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
 }
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(
-    f"  {name:<8} {text}\n" for name, (_, text) in COMMANDS.items()) + """
+    f"  {name:<10} {text}\n" for name, (_, text) in COMMANDS.items()) + """
   --nproc N   start N processes on this machine, one per GPU; several machines: torchrun -m lightrft.cli.train
 
 lightrft COMMAND --help shows the options that most people set; --help all, --help GROUP and --help OPTION show others.

@@ -1,4 +1,4 @@
-"""Write the report of a run again: ``python -m lightrft.cli.report RUN``."""
+"""Write the report of a run again: ``lightrft report RUN``."""
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from lightrft.config.cli import exit_on_config_error
 from lightrft.utils.errors import UserError
 from lightrft.utils.report import write_report
 
-PROG = "python -m lightrft.cli.report"
+PROG = "lightrft report"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from lightrft.config.cli import parse_config, ParsedConfig
 
 
 def main(argv: Sequence[str] | None = None, defaults: dict[str, Any] | None = None,
-         prog: str = "python -m lightrft.cli.train") -> None:
+         prog: str = "lightrft train") -> None:
     """Run the command line: every option of the tree, ``--config``, ``--plugin`` and ``--dry_run``.
 
     Args:
@@ -29,17 +29,25 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     """
     # imported after the command line is read: --help and mistakes do not wait for torch
     from lightrft.datasets.prompts_dataset import PromptsDataset
-    from lightrft.models.loader import load_tokenizer
+    from lightrft.models.tokenizer import load_tokenizer
     from lightrft.rewards.manager import RewardManager
+    from lightrft.rewards.neural import ScorerSetup
+    from lightrft.trainer.base_trainer import open_media
+    from lightrft.trainer.hub_files import fetch_once
     from lightrft.trainer.session import training_session
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
     config, data = parsed.config, parsed.config.data
     with training_session(parsed, exits) as session:
+        fetch_once(session.strategy, config, data)
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
-        prompts = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len)
-        held_out = PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, "eval") if data.held_out else []
-        models, rewards = build_models(config, session.strategy), RewardManager(config.reward, functions)
-        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards).fit()
+        path, limit = config.model.pretrain, config.rollout.prompt_max_len
+        media = open_media(path, tokenizer, data)
+        prompts = PromptsDataset(data, tokenizer, limit, media=media)
+        held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
+        models, place = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)
+        rewards = RewardManager(config.reward, functions, place)
+        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
+                       media=media).fit()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +15,11 @@ from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
-from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
-from lightrft.utils.errors import CaptureException, UserError, first_line
+from lightrft.utils.errors import CaptureException, ExpectedError, UserError, first_line, did_you_mean
 from lightrft.utils.launcher import leave_error
 
 Provenance = dict[str, str]
@@ -27,14 +28,25 @@ Provenance = dict[str, str]
 class ParsedConfig(NamedTuple):
     """Result of parsing the command line, or keywords of a program.
 
-    ``provenance[option]`` begins with default, script, ``recipe NAME``, stages, ``semantics NAME``, ``yaml:PATH``, flag
-    or keyword; the value that a preset would have given follows after a semicolon.
+    ``provenance[option]`` begins with default, script, ``recipe NAME``, stages, ``semantics NAME``, ``yaml:PATH``,
+    flag, keyword or "samples of a rollout"; the value that a preset would have given follows after a semicolon.
     """
     config: Any
     provenance: Provenance
     dry_run: bool
     plugins: list[str]
     plan_gpus: str = ""  # the machine that a dry run is for, if it is another one
+    prog: str | None = None  # name of the program in messages; None: that of the script
+    keywords: Mapping[str, str] | None = None  # option -> keyword, where they differ; None: it comes from flags
+
+    @contextmanager
+    def own_words(self) -> Iterator[None]:
+        """Let errors name the options as the user gave them: flags, or keywords."""
+        if self.keywords is None:
+            yield
+            return
+        with keyword_words(type(self.config), self.keywords):
+            yield
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,6 +91,12 @@ def _unknown_words(words: list[str], known: list[str]) -> list[str]:
         refusal(name, known) or f"unknown flag --{name}{did_you_mean(name.replace('-', '_'), known, '--')}"
         for name in names
     ]
+
+
+def _in_own_flags(argv: Sequence[str] | None, tree: type) -> list[str]:
+    """Replace the flags of the manuals that ``tree`` knows by those of its options."""
+    words, known = sys.argv[1:] if argv is None else argv, tree.SYNONYMS if issubclass(tree, Tree) else {}
+    return [re.sub(r"^--(\w+)", lambda flag: f"--{known.get(flag[1], flag[1])}", word) for word in words]
 
 
 def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, Any]:
@@ -139,10 +157,10 @@ def _plugin_problem(name: str, error: Exception) -> str:
         f"{frame.f_code.co_filename}:{line}: " for frame, line in walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] == name.partition(".")[0]
     ]
-    told = first_line(error)
+    reason = first_line(error)
     if isinstance(error, SyntaxError) and error.filename:
-        lines, told = [f"{error.filename}:{error.lineno}: "], error.msg
-    return f"{''.join(lines[-1:])}{type(error).__name__}: {told}; python -c 'import {name}' shows the traceback"
+        lines, reason = [f"{error.filename}:{error.lineno}: "], error.msg
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {reason}; python -c 'import {name}' shows the traceback"
 
 
 def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
@@ -177,6 +195,31 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
+@contextmanager
+def keyword_words(tree: type, keywords: Mapping[str, str]) -> Iterator[None]:
+    """Let expected errors name the options of ``tree`` by keyword: ``n_samples_per_prompt``, not
+    ``--n_samples_per_prompt``.
+
+    Args:
+        keywords: option -> keyword, where they differ.
+    """
+    known = options(tree)
+
+    def word(flag: re.Match[str]) -> str:
+        if flag[1] in known:
+            return keywords.get(flag[1], flag[1])
+        name = flag[1].removeprefix("no_")
+        return f"{name}=False" if name in known else flag[0]
+
+    try:
+        yield
+    except ExpectedError as error:
+        if isinstance(error, ConfigError):
+            error.problems = [re.sub(r"--(\w+)", word, problem) for problem in error.problems]
+        error.args = (re.sub(r"--(\w+)", word, str(error)), *error.args[1:])
+        raise
+
+
 def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
                  description: str = "", tree: type = Config) -> ParsedConfig:
     """Build the option tree from the command line, before any process group exists.
@@ -191,20 +234,26 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         SystemExit: 2 with every problem on stderr; 0 after ``--help``.
     """
     with exit_on_config_error(prog):
+        argv = _in_own_flags(argv, tree)
         plugins = _plugins(argv)
         _import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
-        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)
+        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)._replace(prog=prog)
 
 
 def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Sequence[str] = (),
-                   defaults: dict[str, Any] | None = None) -> ParsedConfig:
+                   defaults: dict[str, Any] | None = None, keywords: Mapping[str, str] | None = None) -> ParsedConfig:
     """Build the option tree from Python values by option name, as :func:`parse_config` does from flags.
 
+    Args:
+        keywords: option -> keyword, where they differ; errors have the keyword.
+
     Raises:
-        ConfigError: with every problem, in the words of the command line.
+        ConfigError: with every problem.
     """
-    _import_plugins(list(plugins), tree)
-    values, provenance = resolve(tree, _script_defaults(defaults, tree),
-                                 [Layer("keyword", convert_options(given, tree))])
-    return ParsedConfig(build(tree, values), provenance, False, list(plugins))
+    keywords = keywords or {}
+    with keyword_words(tree, keywords):
+        _import_plugins(list(plugins), tree)
+        values, provenance = resolve(tree, _script_defaults(defaults, tree),
+                                     [Layer("keyword", convert_options(given, tree))])
+        return ParsedConfig(build(tree, values), provenance, False, list(plugins), keywords=keywords)

@@ -15,7 +15,7 @@ _ALWAYS_PACKED = "batches are always packed, without padding; drop the flag"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed; drop the flag"
 _MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
-_MULTIMODAL = "only language models are trained in this release; drop the flag"
+_MULTIMODAL = "the model says whether it sees or hears, and rows with and without media may be mixed; drop the flag"
 _PRETRAIN_MIX = "mixing in a pretraining loss is not part of this release; drop the flag"
 _ADVANTAGE = "it never had an effect; choose --advantage_estimator, and --advantages_norm to whiten"
 _ANALYSIS = "use --save_trajectories and read SAVE_PATH/rollouts/step_N.jsonl"
@@ -26,6 +26,9 @@ REFUSED: dict[str, str] = {
     "rm_use_engine": _RM_ENGINE,
     "rm_engine_cudagraph": _RM_ENGINE,
     "max_len": "use --prompt_max_len and --generate_max_len",
+    "enable_prefix_caching": "vLLM and SGLang keep the prefixes that prompts share; drop the flag",
+    "micro_batch_size": "the engine decides how many sequences it runs at once; --engine_max_seqs bounds them",
+    "repetition_penalty": "responses are drawn from the model's own distribution; drop the flag",
     # attention, packing, log-probs
     "packing_samples": _ALWAYS_PACKED,
     "flash_attn": _FLASH,
@@ -56,14 +59,8 @@ REFUSED: dict[str, str] = {
     "pretrain_split": _PRETRAIN_MIX,
     "ptx_coef": _PRETRAIN_MIX,
     "aux_loss_coef": "the balance loss of mixture-of-experts models is not part of this release; drop the flag",
-    "images_key": _MULTIMODAL,
-    "limit_mm_image_per_prompt": _MULTIMODAL,
-    "limit_mm_video_per_prompt": _MULTIMODAL,
-    "fps": _MULTIMODAL,
-    "max_pixels": _MULTIMODAL,
     "system_prompt_path": "use --system_prompt \"$(cat FILE)\"",
     # reward and algorithm
-    "reward_pretrain": "reward models in the trainer are not part of this release; use --reward or --remote_rm_url",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
     "use_cpg_loss": "use --policy_loss cpgd, which has the drift term, or --recipe cpgd",
     "use_gspo": "it never had an effect; use --policy_loss gspo, or --recipe gspo",
@@ -111,6 +108,11 @@ ELSEWHERE: dict[str, str] = {
     "weight_decay": "--l2",
     "warmup_ratio": "--lr_warmup_ratio",
     "output_dir": "--save_path",
+    "save_strategy": "--save_steps",
+    "eval_strategy": "--eval_steps",
+    "logging_strategy": "--logging_steps",
+    "load_best_model_at_end": "--best_metric",
+    "metric_for_best_model": "--best_metric",
     "save_total_limit": "--max_ckpt_num",
     "resume_from_checkpoint": "--load_checkpoint",
     "mask_truncated_completions": "--mask_truncated",
@@ -128,7 +130,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset_path": "--prompt_data | --train_data",
     "report_to": "--use_tensorboard, --use_wandb or --use_trackio",
     "run_name": "--wandb_run_name",
-    "rlhf_type": "python -m lightrft.cli.train",
+    "rlhf_type": "lightrft train",
     "train_type": "--lora_rank for LoRA",
     "deepspeed": "--strategy deepspeed with --zero_stage",
     # verl, without actor_rollout_ref

@@ -5,8 +5,9 @@ from typing import Any
 import yaml
 
 from lightrft.config.compat import ALIASES, refusal
-from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.options import ConfigError
 from lightrft.config.tree import group_options, groups, options
+from lightrft.utils.errors import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):

@@ -56,9 +56,9 @@ class _RefusedAction(argparse.Action):
 
 
 def _help(option: Option, default: Any) -> str:
-    told = "default" in option.help and default == option.default
+    named = "default" in option.help and default == option.default
     off = f"; off: --no_{option.name}" if default is True else ""
-    return (option.help if told else f"{option.help} (default: {show(default)}{off})").replace("%", "%%")
+    return (option.help if named else f"{option.help} (default: {show(default)}{off})").replace("%", "%%")
 
 
 def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: bool) -> None:
@@ -97,7 +97,7 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         for name, option in own.items():
             _add(target, option, defaults.get(name, option.default), quiet)
     for alias, (name, value) in ALIASES.items():
-        if alias not in skip:
+        if alias not in skip and name in options(tree):
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
 

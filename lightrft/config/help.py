@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from lightrft.config.compat import refusal
 from lightrft.config.flags import add_tree
-from lightrft.config.options import Option, did_you_mean, in_words, show
+from lightrft.config.options import Option, in_words, show
 from lightrft.config.tree import RESERVED, groups, options
+from lightrft.utils.errors import did_you_mean
 
 HELP = "show the options that most people set; all, a GROUP or the name of an option as WHAT: show those"
 PACKAGE = __package__.partition(".")[0] + "."

@@ -67,7 +67,19 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
         values |= found
         provenance |= dict.fromkeys(found, source)
     _check_recipe(values, provenance)
+    if provenance.get("train_batch_size") == "default" and (batch := _small_rollout(tree, values)):
+        values["train_batch_size"], provenance["train_batch_size"] = batch, "samples of a rollout"
     return values, provenance | _outvoted(values, provenance, presets)
+
+
+def _small_rollout(tree: type, values: dict[str, Any]) -> int | None:
+    """Count the samples of a rollout that has fewer than the default ``--train_batch_size``; else None."""
+    known = options(tree)
+    if "n_samples_per_prompt" not in known:
+        return None
+    prompts, samples = (values.get(name, known[name].default)
+                        for name in ("rollout_batch_size", "n_samples_per_prompt"))
+    return prompts * samples if 0 < prompts * samples < known["train_batch_size"].default else None
 
 
 def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:

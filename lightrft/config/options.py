@@ -1,12 +1,11 @@
 """Declaration of one option, its form as read from a dataclass, and the conversion and checks of its values."""
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import inf, isfinite
 from typing import Any
 
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import did_you_mean, UserError
 
 TEXTS = ("help", "within", "why", "needs", "hint")  # fields of an option that are text
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -212,12 +211,6 @@ def show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-
-
-def did_you_mean(name: Any, known: Iterable[str], prefix: str = "") -> str:
-    """Return `` (did you mean x?)`` for the nearest known name, written with ``prefix``, or an empty string."""
-    near = get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
 def _bounds(interval: str) -> tuple[float, float]:

@@ -146,7 +146,7 @@ SEMANTICS: dict[str, Semantics] = {
 class Meaning(NamedTuple):
     """Effect of one option, and the choices with which a preset sets it."""
     text: str
-    beside: Options = {}
+    given: Options = {}
 
 
 def _for(estimator: str) -> Options:

@@ -1,17 +1,12 @@
-"""Options of the rewards of the RL trainer."""
+"""Options of the rewards of the RL trainer, and of the scoring of responses in other commands."""
 from dataclasses import dataclass
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
 
 
 @dataclass
-class RewardConfig:
-    """Rewards of the responses: sources, workers and shaping."""
-    reward: list[str] = option(
-        [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
-        "each row's label or data source", common=True)
-    remote_rm_url: list[str] = option(
-        [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
+class ScoringConfig:
+    """Judge, workers and time limits of whatever scores responses."""
     judge_url: list[str] = option(
         [], "base URL of an OpenAI-compatible server whose model judges responses as --reward judge, e.g. "
         "http://host:8000/v1; requests are balanced over several")
@@ -36,6 +31,28 @@ class RewardConfig:
     reward_timeout_s: float = option(
         10.0, "seconds one response (or one batch of a file or server) may take before it is left unscored",
         within=POSITIVE, free=True)
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    """Rewards of the responses: sources, workers and shaping."""
+    reward: list[str] = option(
+        [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
+        "each row's label or data source", common=True)
+    remote_rm_url: list[str] = option(
+        [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
+    reward_pretrain: list[str] = option(
+        [],
+        "reward models, PATH or NAME=PATH: of lightrft rm, or sequence classifiers with one score; each is a part NAME "
+        "(rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
+    reward_recipe: list[str] = option(
+        [],
+        "SOURCE:part=weight+part=weight: the parts that score the rows of a label or data source, in place of others")
+    normalize_reward: bool = option(
+        False, "subtract mean and divide by std of the rewards that a reward model had in its last evaluation",
+        needs="reward_pretrain PATH")
+    reward_offload: bool = option(False, "keep reward models in host memory except while they score",
+                                  needs="reward_pretrain PATH", free=True)
     reward_probe: bool = option(
         True, "score one known-good and one known-bad answer before training and stop if they do not differ", free=True)
     max_unscored_steps: int = option(

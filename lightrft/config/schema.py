@@ -5,10 +5,12 @@ the docs are generated from these lines, so an option that is in no tree does no
 only its own group. The groups that other trainers have too are in :mod:`lightrft.config.shared_schema`.
 """
 from dataclasses import dataclass
+from math import ceil
 
-from lightrft.config.engines import ENGINES
+from lightrft.config.engine_schema import EngineConfig
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
+from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
 from lightrft.config.reward_schema import RewardConfig
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
@@ -33,9 +35,8 @@ class ModelConfig(PolicyModelConfig):
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(EngineConfig):
     """Generation of responses: batches, sampling and engine."""
-    engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES), common=True)
     rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT, common=True)
     n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT, common=True)
     dynamic_sampling: bool = option(
@@ -52,8 +53,6 @@ class RolloutConfig:
         1, "--oversample: most versions that the weights may be ahead of those that drew a token when it is trained; "
         "groups that would become older are waited for", within=COUNT,
         why="a response that continues in the next step is one version behind there")
-    prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT, common=True)
-    generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT, common=True)
     stages: list[str] = option(
         [], "LENGTH:STEPS of one stage after another, e.g. 8k:200,16k:200,32k: longest response (k: 1024 tokens) and "
         "rollout steps; the last may leave out its steps. Evaluation always allows the longest", preset=True)
@@ -64,37 +63,11 @@ class RolloutConfig:
         False, "FIRE sampling: draw the first token of a response at --first_token_temperature (best with --top_k)")
     first_token_temperature: float = option(10.0, "temperature of the first token under --use_fire", within=POSITIVE,
                                             needs="use_fire")
-    top_p: float = option(1.0, "nucleus sampling: keep the smallest set of tokens with this probability; 1 is off",
-                          within=PROBABILITY)
-    top_k: int = option(0, "keep the k most likely tokens; 0 is off", within=NON_NEGATIVE)
-    min_p: float = option(0.0, "keep tokens at least this likely relative to the most likely one; 0 is off",
-                          within="[0, 1)")
-    stop: list[str] = option([], "strings that end a response (kept in it); each must be one token of the tokenizer")
-    engine_kv_mib: int = option(
-        0,
-        "MiB of key-value cache of the engine; 0: hf a quarter of the memory of the device, others --engine_mem_util",
-        within=NON_NEGATIVE, free=True)
-    engine_mem_util: float = option(
-        0.5,
-        "vllm, sglang: share of the device's memory for weights and key-value cache; on a CPU, of the host's for the "
-        "caches of its ranks, at most 4 GiB each", within=PROBABILITY, read_by=("vllm", "sglang"), free=True)
-    engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)",
-                                 within=COUNT, read_by=("vllm", "sglang"), free=True)
-    engine_max_seqs: int = option(
-        0,
-        "most sequences that an engine runs at once; 0: hf what the cache holds, others the samples of a rollout per "
-        "engine, at least 256 and at most 1024 (256 on a device with less than 70 GiB)", within=NON_NEGATIVE, free=True)
     engine_sleep: bool = option(True,
                                 "vllm, sglang: free the engine's weights and cache on the device while models train",
                                 read_by=("vllm", "sglang"), free=True)
     offload_during_rollout: bool = option(
         False, "keep models, gradients and optimizer states in host memory while the engine generates (CUDA)")
-    engine_quantization: str = option(
-        "none",
-        "vllm, sglang: hold the engine's weights in 8 bits (CUDA); --rollout_correction takes care of the mismatch",
-        ("none", "fp8"), read_by=("vllm", "sglang"))
-    engine_args: list[str] = option([], "arguments of vLLM's or SGLang's own, name=value, e.g. enforce_eager=true",
-                                    read_by=("vllm", "sglang"))
     micro_rollout_batch_size: int = option(
         0, "most samples in one no-grad forward pass; 0: the micro-batches of the update", within=NON_NEGATIVE,
         free=True)
@@ -116,48 +89,15 @@ class RolloutConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(PromptDataConfig, HeldOutConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
-    prompt_data: list[str] = option([], "training prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
-                                    common=True)
-    prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
-                                            within=PROBABILITY, needs="prompt_data A,B")
-    prompt_split: str = option("train", "split of --prompt_data to use")
-    eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True)
-    eval_split: str = option("test", "split of --eval_data to use", free=True)
-    eval_suite: list[str] = option(
-        [], "public evaluation sets, whole: math500, aime24, aime25, gpqa, gsm8k, each from the hub, or name=path from "
-        "a file or folder", free=True)
-    max_samples: int = option(0, "use at most this many training prompts; 0: all", within=NON_NEGATIVE)
-    max_eval_samples: int = option(500, "use at most this many prompts of --eval_data; 0: all", within=NON_NEGATIVE,
-                                   free=True)
-    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
-    label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
-    reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
     difficulty_key: str | None = option(
         None, "column, or key of extra_info, with a number for the filter below, e.g. the pass rate of the base model")
     difficulty_min: float | None = option(None, "train only on rows whose difficulty is at least this", within=ANY,
                                           needs="difficulty_key pass_rate")
     difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this", within=ANY,
                                           needs="difficulty_key pass_rate")
-    apply_chat_template: bool = option(
-        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
-        common=True)
-    chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
-    system_prompt: str | None = option(None, "system message put before every prompt")
-    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
-    overlong_prompt: str = option("filter",
-                                  "a prompt longer than --prompt_max_len is dropped and counted, or stops the run",
-                                  ("filter", "error"), free=True)
     shuffle: bool = option(True, "draw prompts in a new seeded order each episode")
-    data_workers: int = option(0, "processes that tokenize the data set; 0: in this process", within=NON_NEGATIVE,
-                               free=True)
-
-    @property
-    def held_out(self) -> list[str]:
-        """Entries of ``eval_data`` and ``eval_suite``; empty: nothing is held out."""
-        return [*self.eval_data, *self.eval_suite]
 
 
 @dataclass
@@ -294,6 +234,10 @@ class TrainConfig(OptimConfig):
         True,
         "leave samples out of the policy's update that would add exactly 0 to its gradient (no KL or entropy in the "
         "loss); the loss still counts them", free=True)
+    share_prompts: bool = option(
+        True,
+        "compute a prompt once for all its samples in a forward pass (not with --lora_dropout, whose masks differ by "
+        "sample); off: once per sample, which gives the same up to rounding", free=True)
     freezing_actor_steps: int = option(0, "rollout steps at the start in which only the critic learns",
                                        within=NON_NEGATIVE, read_by=("critic", ))
     self_test: bool = option(
@@ -346,11 +290,25 @@ class Config(Tree):
 
     BATCH = "rollout_batch_size"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
+    LENGTHS = ("prompt_max_len", "generate_max_len")
 
     @property
     def bypasses(self) -> bool:
         """Return True if the engine's log-probs replace those of the old policy."""
         return self.algorithm.rollout_correction == "bypass"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Return True if a forward pass computes a prompt once for all its samples."""
+        return self.train.share_prompts and not self.model.lora_dropout
+
+    def pass_tokens(self, samples: int) -> int:
+        """Override :meth:`Tree.pass_tokens`: a prompt counts once for all its samples, where a mini-batch has them all.
+        """
+        r = self.rollout
+        size = r.n_samples_per_prompt
+        together = self.shares_prompts and self.train.train_batch_size >= r.rollout_batch_size * size
+        return (ceil(samples / size) if together else samples) * r.prompt_max_len + samples * r.generate_max_len
 
     def forward_passes(self, num_samples: int, critic: bool) -> list[str]:
         """List the no-grad passes over a rollout of ``num_samples`` samples before its update, in order.

@@ -1,9 +1,10 @@
 """Option groups that every trainer has, and the base of the option trees."""
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
-from lightrft.config.tree import group_from_args
+from lightrft.config.tree import flatten, group_from_args
 
 
 @dataclass
@@ -11,17 +12,20 @@ class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True)
     bf16: bool | None = option(
-        None, "compute in bfloat16; master weights, log-probs and optimizer state stay float32 (default: on CUDA, "
+        None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32 (default: on CUDA, "
         "from Ampere on)")
     gradient_checkpointing: bool | None = option(
-        None, "recompute activations of every decoder layer in the backward pass (default: on CUDA, above 1e9 "
+        None, "recompute activations of every layer, of towers too, in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
     lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True)
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT)
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
-    target_modules: list[str] = option(["all-linear"], "modules that receive LoRA adapters")
-    freeze_prefix: list[str] = option([], "parameters whose name starts with one of these are not trained",
-                                      hint="name the prefixes of the parameters to freeze, e.g. model.embed_tokens")
+    target_modules: list[str] = option(
+        ["all-linear"], "what receives LoRA adapters: the linear layers of parts of the model (all-linear or language: "
+        "the decoder; visual, audio, projector), or modules by the end of their names, such as q_proj")
+    freeze_prefix: list[str] = option(
+        [], "what is not trained: parts of the model (visual, audio, projector, language), or words of parameter names",
+        hint="name the parts to freeze, e.g. visual or embed_tokens")
     use_liger: bool | None = option(
         None, "replace RMSNorm, rotary and MLP kernels by Liger's (needs CUDA and the liger extra; default: where both "
         "are there)", free=True)
@@ -35,7 +39,14 @@ class PolicyModelConfig:
 
 
 @dataclass
-class StrategyConfig:
+class LaunchConfig:
+    """The ranks of a run."""
+    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
+                                 within=COUNT)
+
+
+@dataclass
+class StrategyConfig(LaunchConfig):
     """Distribution of the models over the ranks."""
     strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
                            ("auto", "single", "fsdp", "deepspeed"))
@@ -61,8 +72,6 @@ class StrategyConfig:
     adam_offload: bool = option(
         False, "keep the optimizer state in host memory; a step brings it to the device in parts (deepspeed: updates "
         "run on the host)")
-    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
-                                 within=COUNT)
 
     def resolved(self, world_size: int) -> str:
         """Return ``strategy`` for a run of ``world_size`` ranks, with "auto" resolved."""
@@ -95,12 +104,22 @@ class OptimConfig:
                                ("constant", "linear", "cosine_with_min_lr"))
     lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up", within=SHARE)
     lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak", within=SHARE)
+    optim: str = option(
+        "adamw",
+        "adamw_8bit: Adam's moments rest in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes "
+        "extra); rows of no multiple of 64 and vectors stay float32", ("adamw", "adamw_8bit"),
+        read_by=("fsdp", "single"))
     adam_betas: list[float] = option([0.9, 0.95], "Adam's betas", within="[0, 1)")
     l2: float = option(0.0, "weight decay (norms and biases are excluded)", within=NON_NEGATIVE)
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off", within=NON_NEGATIVE)
     max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient",
                                 within=COUNT, free=True)
     seed: int = option(42, "seed of everything random", within="[0, 4294967295]")
+
+    @property
+    def eight_bit(self) -> bool:
+        """True if Adam's moments rest in 8 bits."""
+        return self.optim == "adamw_8bit"
 
 
 @dataclass
@@ -116,7 +135,7 @@ class CheckpointConfig:
     best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
     async_save: bool = option(True, "write checkpoints in the background")
     load_checkpoint: bool = option(False, "resume from the newest complete checkpoint in --ckpt_path", common=True)
-    save_hf_ckpt: bool = option(False, "also write an HF copy of the policy beside every checkpoint")
+    save_hf_ckpt: bool = option(False, "also write an HF copy of the policy with every checkpoint")
     disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
 
 
@@ -148,3 +167,37 @@ class Tree:
     log: SinkConfig
     BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
     METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has
+    LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
+    SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
+    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of OpenRLHF's manuals -> OPTION, or OPTION=VALUE
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the run; None: it writes nothing."""
+        return Path(self.checkpoint.save_path)
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+        return self.train.seed
+
+    @property
+    def placement(self) -> StrategyConfig:
+        """Distribution of the models over the ranks."""
+        return self.strategy
+
+    @property
+    def sequence_len(self) -> int:
+        """Most tokens of a sequence in training."""
+        values = flatten(self)
+        return sum(values[name] for name in self.LENGTHS)
+
+    @property
+    def held_out(self) -> list[str]:
+        """Entries of ``eval_data`` and, where the tree has it, ``eval_suite``; empty: nothing is held out."""
+        values = flatten(self)
+        return [*values["eval_data"], *values.get("eval_suite", ())]
+
+    def pass_tokens(self, samples: int) -> int:
+        """Return the most tokens that a forward pass over ``samples`` computes."""
+        return samples * self.sequence_len * self.SEQUENCES

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightrft.config import options as declaration
 from lightrft.config.compat import ALIASES
-from lightrft.config.options import PARSERS, ConfigError, Option, did_you_mean, show
+from lightrft.config.options import PARSERS, ConfigError, Option, show
+from lightrft.utils.errors import did_you_mean
 
 G = TypeVar("G")
 RESERVED = ("config", "plugin", "dry_run", "plan_gpus", "help")  # flags that are no options

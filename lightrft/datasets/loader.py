@@ -161,6 +161,10 @@ class PromptLoader(Generic[Item]):
     def __next__(self) -> list[Item]:
         return [row for _, row in self.draw(self.batch_size)]
 
+    def ahead(self) -> list[Item]:
+        """Return the rows of the next batch, which are not consumed."""
+        return [self.dataset[self._row(number)] for number in range(self.position, self.position + self.batch_size)]
+
     def draw(self, count: int) -> list[tuple[int, Item]]:
         """Return the next ``count`` rows, each with its number in the endless stream."""
         start, self.position = self.position, self.position + count

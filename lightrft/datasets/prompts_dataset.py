@@ -1,12 +1,13 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
 
-import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
+from lightrft.datasets.media_prompts import EncodedPrompt, expand_media, with_media
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, load_rows
@@ -70,6 +71,8 @@ class PromptsDataset(MixedDataset[Prompt]):
         tokenizer: tokenizer of the policy.
         prompt_max_len: longest prompt, in tokens; ``cfg.overlong_prompt`` decides about longer ones.
         split: "train" or "eval"; it selects the options that apply.
+        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
+        suffix: text at the end of every prompt.
 
     Attributes:
         dropped: prompts left out because they are too long.
@@ -78,14 +81,13 @@ class PromptsDataset(MixedDataset[Prompt]):
         DataError: data, rows or templates cannot be used, or all prompts are too long.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int,
-                 split: str = "train") -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int, split: str = "train",
+                 media: MediaStore | None = None, suffix: str = "") -> None:
         parts, self.probs = load_specs(cfg, split)
-        self._renderer = Renderer(cfg, tokenizer)
+        self._renderer, self._media = Renderer(cfg, tokenizer, suffix), media
         self._records: list[Record] = []
         self._uids: list[str] = []
-        self._texts: list[str] = []
-        self._ids: list[np.ndarray] = []
+        self._prompts: list[EncodedPrompt] = []
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
             self._add(str(entry), rows, to_records(rows, cfg), cfg.overlong_prompt, prompt_max_len)
@@ -94,20 +96,23 @@ class PromptsDataset(MixedDataset[Prompt]):
             self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
         if split == "train":
             self._report_bare_text(cfg)
-        if not self._ids:
+        if not self._prompts:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
     def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
-        """Tokenize the records of one entry and keep those that fit."""
+        """Tokenize the records of one entry and keep those that fit and whose media can be used."""
+        before = len(rows)
+        if self._media is not None:
+            rows, records = with_media(rows, records, self._renderer.cfg, self._media)
         workers = self._renderer.cfg.data_workers
-        encoded = encode_all(self._renderer, [record.prompt for record in records], workers)
-        kept = fitting(rows, [len(ids) for _, ids in encoded], max_len, overlong, "--prompt_max_len")
+        plain = encode_all(self._renderer, [record.prompt for record in records], workers)
+        prompts = expand_media(records, plain, self._media)
+        kept = fitting(rows, [len(prompt.ids) for prompt in prompts], max_len, overlong, "--prompt_max_len")
         self._records += [records[i] for i in kept]
         self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
-        self._texts += [encoded[i][0] for i in kept]
-        self._ids += [np.asarray(encoded[i][1], dtype=np.int32) for i in kept]
+        self._prompts += [prompts[i] for i in kept]
         self.sizes.append(len(kept))
-        self.dropped += len(rows) - len(kept)
+        self.dropped += before - len(kept)
         if records and missing(records[0].reference):
             get_logger().warning("%s", no_reference(rows, self._renderer.cfg))
 
@@ -119,14 +124,15 @@ class PromptsDataset(MixedDataset[Prompt]):
                                  "that was trained to chat needs --apply_chat_template")
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._prompts)
 
     def item(self, index: int) -> Prompt:
         """The prompt at ``index``."""
-        record = self._records[index]
-        return Prompt(uid=self._uids[index], token_ids=self._ids[index].tolist(), text=self._texts[index],
+        record, prompt = self._records[index], self._prompts[index]
+        return Prompt(uid=self._uids[index], token_ids=prompt.ids.tolist(), text=prompt.text,
                       messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,
-                      label=record.label, reference=record.reference, columns=record.columns)  # yapf: disable
+                      label=record.label, reference=record.reference, columns=record.columns, media=record.media,
+                      unexpanded_ids=prompt.unexpanded)  # yapf: disable
 
 
 def difficulty(row: Row, key: str, where: str) -> float:

@@ -19,13 +19,23 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 @dataclass
 class Record:
-    """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards."""
+    """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards;
+    ``media`` are keys of the media in the messages, in order."""
     prompt: str | list[Message]
     reference: Any
     label: str
     data_source: str
     row_id: str | None
     columns: dict[str, Any]
+    media: tuple[str, ...] = ()
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts; other parts stand as ``<image>`` etc."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
+    return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
 
 
 def missing(value: Any) -> bool:

@@ -10,6 +10,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
 
+_ASK: Message = {"role": "user", "content": "?"}
 CHUNK = 2048  # rows a worker process tokenizes at a time
 
 
@@ -19,14 +20,18 @@ class Renderer:
     Message lists always go through the template; text does so with ``--apply_chat_template``, else it stays unchanged.
     The tokenizer is called with ``verbose=False``, because the data sets report overlong rows.
 
+    Args:
+        suffix: text at the end of every prompt, after the start of the answer that a chat template writes.
+
     Raises:
         DataError: an ``--input_template`` without exactly one ``{}``.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, suffix: str = "") -> None:
         if cfg.input_template is not None and cfg.input_template.count("{}") != 1:
             raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
-        self.cfg, self.tokenizer = cfg, tokenizer
+        self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
+        self._dropped: dict[str, bool] = {}
 
     def messages(self, prompt: str | list[Message]) -> list[Message] | None:
         """Return the chat to render, or None for a text that stays unchanged."""
@@ -40,9 +45,19 @@ class Renderer:
 
     def _wrap_last_user(self, chat: list[Message]) -> list[Message]:
         last = max((i for i, turn in enumerate(chat) if turn["role"] == "user"), default=-1)
-        if last < 0 or not isinstance(chat[last]["content"], str):
+        if last < 0 or not self.cfg.input_template:
             return chat
-        return [*chat[:last], {**chat[last], "content": self._wrap(chat[last]["content"])}, *chat[last + 1:]]
+        return [*chat[:last], {**chat[last], "content": self._wrap_content(chat[last]["content"])}, *chat[last + 1:]]
+
+    def _wrap_content(self, content: Any) -> Any:
+        """Wrap a text, or the last text of a content list: pictures stay where they are."""
+        if isinstance(content, str):
+            return self._wrap(content)
+        texts = [i for i, part in enumerate(content or []) if part.get("type") == "text"]
+        if not texts:
+            return content
+        at = texts[-1]
+        return [*content[:at], {**content[at], "text": self._wrap(content[at]["text"])}, *content[at + 1:]]
 
     def _with_system(self, chat: list[Message]) -> list[Message]:
         """Put ``--system_prompt`` first; it replaces a system message of the row."""
@@ -54,7 +69,7 @@ class Renderer:
     def text(self, prompt: str) -> str:
         """Wrap a text prompt without a chat template, after the system prompt and an empty line."""
         system = f"{self.cfg.system_prompt}\n\n" if self.cfg.system_prompt is not None else ""
-        return system + self._wrap(prompt)
+        return system + self._wrap(prompt) + self.suffix
 
     def chat_text(self, chats: list[list[Message]], generation_prompt: bool) -> list[str]:
         """Render chats. Raises :class:`DataError` if there is no template or it refuses the messages."""
@@ -69,10 +84,31 @@ class Renderer:
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, and the data holds "
                 "chat messages. Give one with --chat_template (a Jinja file or a built-in name, e.g. chatml)")
         try:
-            return self.tokenizer.apply_chat_template(chats, **options)
+            return self.tokenizer.apply_chat_template([self._in_parts(chat) for chat in chats], **options)
         except (TemplateError, TypeError) as error:
             raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} cannot render the messages: "
                             f"{error}. Change the rows, or give another template with --chat_template") from error
+
+    def _in_parts(self, chat: list[Message]) -> list[Message]:
+        """Write texts as lists of parts for those roles whose texts the template would drop."""
+        return [{**turn, "content": [{"type": "text", "text": turn["content"]}]}
+                if isinstance(turn.get("content"), str) and self._drops(turn["role"]) else turn
+                for turn in chat]  # yapf: disable
+
+    def _drops(self, role: str) -> bool:
+        """True if the template reads parts alone of this role's messages, and leaves out a text (LLaVA's).
+
+        One that refuses the probe, perhaps for the order of its roles, gets texts.
+        """
+        if role not in self._dropped:
+            probe = {"role": role, "content": "lightrft"}
+            before, after = {"system": ([], [_ASK]), "user": ([], [])}.get(role, ([_ASK], []))
+            try:
+                found = self.tokenizer.apply_chat_template([*before, probe, *after], tokenize=False)
+            except (TemplateError, TypeError):
+                found = probe["content"]
+            self._dropped[role] = probe["content"] not in found
+        return self._dropped[role]
 
     def encode_text(self, texts: list[str]) -> list[list[int]]:
         """Tokenize plain prompts: the tokenizer's first token (bos) is added once, its last (eos) never."""
@@ -87,7 +123,7 @@ class Renderer:
 
     def encode_chats(self, chats: list[list[Message]]) -> tuple[list[str], list[list[int]]]:
         """Return text and tokens of chats up to the start of the answer; the template writes all special tokens."""
-        texts = self.chat_text(chats, generation_prompt=True)
+        texts = [text + self.suffix for text in self.chat_text(chats, generation_prompt=True)]
         if not texts:
             return [], []
         out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

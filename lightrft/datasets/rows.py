@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import prefer_cache_without_network
 
 Row = dict[str, Any]
 
@@ -254,12 +255,17 @@ def _pick_split(splits: Any, name: str, split: str) -> Any:
 
 def _read_named(name: str, data_dir: str, split: str) -> Rows:
     """Read an entry that is no local file or folder: a hub id, or a mistyped path."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in _READERS:
-        raise DataError(f"{name}: no such file or folder. Check the path (relative ones start at {Path.cwd()})")
+    _check_hub_id(name)
     try:
         return read_hub(name, split, data_dir=data_dir)
     except DataError as error:
         raise DataError(f"{name}: no such file or folder, and {str(error).removeprefix(f'{name}: ')}") from error
+
+
+def _check_hub_id(name: str) -> None:
+    """Refuse a path that is mistyped, which no hub has."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in _READERS:
+        raise DataError(f"{name}: no such file or folder. Check the path (relative ones start at {Path.cwd()})")
 
 
 def read_hub(name: str, split: str, config: str = "", data_dir: str = "") -> Rows:
@@ -268,13 +274,33 @@ def read_hub(name: str, split: str, config: str = "", data_dir: str = "") -> Row
     Raises:
         DataError: it cannot be had from there, or has no such split.
     """
+    rows = _pick_split(fetch_hub(name, config, data_dir), name, split).to_list()
+    return Rows(rows, [(name, len(rows))])
+
+
+def fetch_hub(name: str, config: str = "", data_dir: str = "") -> Any:
+    """Download a data set of the Hugging Face hub into its cache, and open its splits; no row is read.
+
+    Raises:
+        DataError: it cannot be had from there.
+    """
     import datasets
+    prefer_cache_without_network()
     try:
-        splits = datasets.load_dataset(name, config or None, data_dir=data_dir or None)
+        return datasets.load_dataset(name, config or None, data_dir=data_dir or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{name}: it cannot be had from the hub ({error})") from error
-    rows = _pick_split(splits, name, split).to_list()
-    return Rows(rows, [(name, len(rows))])
+
+
+def fetch_entry(spec: str) -> None:
+    """Download the data set of a ``--prompt_data`` entry, a hub id, into the hub's cache.
+
+    Raises:
+        DataError: it cannot be had from there, or is a mistyped path.
+    """
+    name, data_dir = _split_spec(spec)
+    _check_hub_id(name)
+    fetch_hub(name, data_dir=data_dir)
 
 
 _KINDS = {bool: "bool", str: "text", dict: "object", list: "list", int: "number", float: "number"}

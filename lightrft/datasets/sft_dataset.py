@@ -1,11 +1,13 @@
 """Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.media_prompts import pair_media
+from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import as_chat, Message, missing, prompt_column, to_messages
 from lightrft.datasets.rendering import CHUNK, Renderer
@@ -18,18 +20,21 @@ Encoded = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class SFTExample:
-    """One demonstration; ``loss_mask[t]`` is True if token t is in the loss."""
+    """One demonstration; ``loss_mask[t]`` is True if token t is in the loss; ``media`` are keys as in a prompt."""
     uid: str
     token_ids: list[int]
     loss_mask: list[bool]
+    media: tuple[str, ...] = ()
 
 
 @dataclass
 class Conversation:
-    """Messages and the index of the first turn that may be in the loss; ``pair`` is prompt and answer without chat."""
+    """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
+    answer without chat."""
     messages: list[Message] | None
     first: int = 0
     pair: tuple[str, str] = ("", "")
+    media: tuple[str, ...] = ()
 
 
 def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
@@ -52,7 +57,15 @@ def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
             raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
                             f"{', '.join(ANSWER_COLUMNS)}). Complete or remove it")
         return Conversation(renderer.messages(messages))
-    prompt = value if isinstance(value, str) else to_messages(value, where)
+    return answered(value if isinstance(value, str) else to_messages(value, where), answer, renderer, where)
+
+
+def answered(prompt: str | list[Message], answer: str | list[Message], renderer: Renderer, where: str) -> Conversation:
+    """Join a prompt with its answer, which alone may be in the loss.
+
+    Raises:
+        DataError: a text prompt that is not rendered as a chat has a chat answer.
+    """
     chat = renderer.messages(prompt)
     if chat is None and isinstance(answer, str):
         return Conversation(None, pair=(renderer.text(str(prompt)), answer))
@@ -67,11 +80,11 @@ class ChatMasker:
 
     Templates with a ``{% generation %}`` block mark them. For others, a turn is the text that it adds to the rendered
     chat before it (with the generation prompt). Whitespace that the template writes after the end-of-turn token is not
-    in the loss.
+    in the loss. Nor is what stands for media, which also makes a chat be read the second way.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer, self.tokenizer = renderer, renderer.tokenizer
+    def __init__(self, renderer: Renderer, store: MediaStore | None = None) -> None:
+        self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
         template = str(self.tokenizer.chat_template)
         self.marked = "{% generation" in template or "{%- generation" in template
         if not self.tokenizer.is_fast:
@@ -82,12 +95,16 @@ class ChatMasker:
         """Return token ids and loss mask of each chat."""
         if not chats:
             return []
-        if self.marked and not any(chat.first for chat in chats):
+        if self.marked and not any(chat.first or chat.media for chat in chats):
             out = self.renderer.apply([chat.messages or [] for chat in chats], tokenize=True, return_dict=True,
                                       return_assistant_tokens_mask=True)
             return [(ids, [bool(keep) for keep in mask]) for ids, mask in zip(out["input_ids"], out["assistant_masks"])]
         texts = self.renderer.chat_text([chat.messages or [] for chat in chats], generation_prompt=False)
         spans = [self.spans(chat, text) for chat, text in zip(chats, texts)]
+        for i, chat in enumerate(chats):
+            if self.store is not None and chat.media:
+                texts[i], replaced = self.store.expand(texts[i], chat.media)
+                spans[i] = [_moved(span, replaced) for span in spans[i]]
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [(ids, [any(a <= start < b for a, b in where) for start, _ in offsets])
                 for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]
@@ -113,6 +130,12 @@ class ChatMasker:
         return trimmed if trimmed.endswith(tuple(self.tokenizer.all_special_tokens)) else said
 
 
+def _moved(span: Span, replaced: list[Replaced]) -> Span:
+    """Return the range of characters ``span`` in a text in which ranges before it were replaced."""
+    shift = sum(len(range(*after)) - len(range(*before)) for before, after in replaced if before[1] <= span[0])
+    return span[0] + shift, span[1] + shift
+
+
 def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:
     """Tokenize plain prompts and answers separately, as generation does; the answer ends with eos."""
     if not pairs:
@@ -124,11 +147,28 @@ def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encod
             for head, tail in zip(heads, tails)]
 
 
-def encode_chats(chats: list[Conversation], renderer: Renderer) -> list[Encoded]:
+def encode_chats(chats: list[Conversation], renderer: Renderer, store: MediaStore | None = None) -> list[Encoded]:
     """Encode chats with :class:`ChatMasker`, a chunk at a time."""
-    masker = ChatMasker(renderer) if chats else None
+    masker = ChatMasker(renderer, store) if chats else None
     chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
     return [item for chunk in chunks if masker for item in masker.encode(chunk)]
+
+
+def encode_all(chats: list[Conversation], renderer: Renderer, store: MediaStore | None) -> list[Encoded]:
+    """Encode conversations of any kind, in order."""
+    pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], renderer))
+    turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], renderer, store))
+    return [next(pairs) if chat.messages is None else next(turns) for chat in chats]
+
+
+def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
+               store: MediaStore | None) -> dict[int, Conversation]:
+    """Return by index of the row the conversations with their media; see :func:`pair_media` on those left out."""
+    if store is None:
+        return dict(enumerate(chats))
+    found = pair_media(rows, [chat.messages or [] for chat in chats], cfg, store)
+    return {i: replace(chats[i], messages=chats[i].messages and messages, media=keys)
+            for i, (messages, keys) in found.items()}  # yapf: disable
 
 
 class SFTDataset(MixedDataset[SFTExample]):
@@ -143,6 +183,7 @@ class SFTDataset(MixedDataset[SFTExample]):
         tokenizer: tokenizer of the policy.
         max_len: longest demonstration in tokens; longer ones follow ``cfg.overlong_prompt``.
         split: "train" or "eval".
+        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
 
     Attributes:
         dropped: demonstrations left out because they are too long.
@@ -151,10 +192,12 @@ class SFTDataset(MixedDataset[SFTExample]):
         DataError: data, rows or templates cannot be used.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train") -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
+                 media: MediaStore | None = None) -> None:
         parts, self.probs = load_specs(cfg, split)
-        self._renderer = Renderer(cfg, tokenizer)
+        self._renderer, self._media = Renderer(cfg, tokenizer), media
         self._uids: list[str] = []
+        self._keys: list[tuple[str, ...]] = []
         self._encoded: list[tuple[np.ndarray, np.ndarray]] = []
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
@@ -163,22 +206,19 @@ class SFTDataset(MixedDataset[SFTExample]):
             raise DataError(f"all {self.dropped} demonstrations are longer than {max_len} tokens. Raise the limit")
 
     def _add(self, entry: int, rows: Rows, max_len: int) -> None:
-        encoded = self._encode(rows)
-        policy = self._renderer.cfg.overlong_prompt
-        kept = fitting(rows, [len(ids) for ids, _ in encoded], max_len, policy, "the limit of")
+        before, cfg = len(rows), self._renderer.cfg
+        chats = [to_conversation(row, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+        found = with_media(rows, chats, cfg, self._media)
+        rows, chats = rows.pick(found), [*found.values()]
+        encoded = encode_all(chats, self._renderer, self._media)
+        check_learnable(rows, encoded)
+        kept = fitting(rows, [len(ids) for ids, _ in encoded], max_len, cfg.overlong_prompt, "the limit of")
         self._encoded += [(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
                           for ids, mask in (encoded[i] for i in kept)]
-        self._uids += [f"{entry}:{i}" for i in kept]
+        self._keys += [chats[i].media for i in kept]
+        self._uids += [f"{entry}:{rows.number(i)}" for i in kept]
         self.sizes.append(len(kept))
-        self.dropped += len(rows) - len(kept)
-
-    def _encode(self, rows: Rows) -> list[Encoded]:
-        chats = [to_conversation(row, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
-        pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], self._renderer))
-        turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], self._renderer))
-        encoded = [next(pairs) if chat.messages is None else next(turns) for chat in chats]
-        _check_learnable(rows, encoded)
-        return encoded
+        self.dropped += before - len(kept)
 
     def __len__(self) -> int:
         return len(self._encoded)
@@ -186,10 +226,11 @@ class SFTDataset(MixedDataset[SFTExample]):
     def item(self, index: int) -> SFTExample:
         """The demonstration at ``index``."""
         ids, mask = self._encoded[index]
-        return SFTExample(self._uids[index], ids.tolist(), mask.tolist())
+        return SFTExample(self._uids[index], ids.tolist(), mask.tolist(), self._keys[index])
 
 
-def _check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
+def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
+    """Raise a :class:`DataError` for a conversation without a token in the loss."""
     for i, (_, mask) in enumerate(encoded):
         if not any(mask):
             raise DataError(f"{rows.where(i)}: no token of the demonstration is the assistant's. Complete or remove "

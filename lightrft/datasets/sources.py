@@ -45,6 +45,13 @@ def convert(source: str, spec: str, folder: Path, splits: tuple[str, ...] = ("tr
     return {split: len(rows) for split, rows in tables.items()}
 
 
+def _check_columns(row: Row, names: tuple[str, ...], split: str, index: int) -> None:
+    missing = [name for name in names if not row.get(name)]
+    if missing:
+        raise DataError(f"row {index + 1} of split {split!r} has no {' and no '.join(missing)} (it has "
+                        f"{', '.join(row)}). Name the raw data of the source, or remove the row")
+
+
 # -- GSM8K ------------------------------------------------------------------------------------------------------------
 INSTRUCTION = ("Reason step by step inside <think> and </think> tags, then give the final answer inside \\boxed{}, "
                "for example <think>6 * 7 = 42.</think>\\boxed{42}")
@@ -69,8 +76,7 @@ def gsm8k(row: Row, split: str, index: int) -> Row:
 
     System instruction and question become the prompt, the final number the reference.
     """
-    if not row.get("question") or not row.get("answer"):
-        raise DataError(f"row {index + 1} of split {split!r} has no question or no answer (it has {', '.join(row)})")
+    _check_columns(row, ("question", "answer"), split, index)
     solution = final_answer(row["answer"])
     return {
         "data_source": "openai/gsm8k",
@@ -80,5 +86,26 @@ def gsm8k(row: Row, split: str, index: int) -> Row:
         "extra_info": {
             "split": split, "index": index, "label": "gsm8k_rule", "reference": solution, "answer": solution,
             "question": row["question"], "full_solution": row["answer"]
+        }
+    }  # yapf: disable
+
+
+# -- Geometry3K -------------------------------------------------------------------------------------------------------
+@SOURCES.register("geo3k", "hiyouga/geometry3k")
+def geo3k(row: Row, split: str, index: int) -> Row:
+    """Convert one problem (Lu et al. 2021, arXiv:2105.04165) with its figures.
+
+    ``problem`` has an ``<image>`` for each of ``images``; ``answer`` is a number or an expression.
+    """
+    _check_columns(row, ("problem", "answer", "images"), split, index)
+    return {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["problem"]}],
+        "images": row["images"],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(row["answer"])},
+        "extra_info": {
+            "split": split, "index": index, "label": "geo3k_rule", "reference": str(row["answer"]),
+            "answer": str(row["answer"]), "question": row["problem"]
         }
     }  # yapf: disable

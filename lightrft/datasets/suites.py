@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.config.options import ConfigError, did_you_mean
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import SUITE_LABEL
 from lightrft.datasets.records import Message, missing, Record
 from lightrft.datasets.rows import DataError, load_rows, read_hub, Row, Rows
 from lightrft.datasets.sources import final_answer
+from lightrft.utils.errors import did_you_mean
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 CHOICE = "Please reason step by step, and put the letter of the right choice within \\boxed{}."

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.lora import adapter_disabled
 from lightrft.models.packed_model import PackedModel
-from lightrft.ops.logprobs import chunked_logprobs
+from lightrft.ops.logprobs import chunked_logprobs, Read, read_logprobs
 from lightrft.types import Experience
 
 
@@ -25,18 +25,25 @@ class ActorLanguage(PackedModel):
         super().__init__(model, modality)
         self.chunk_mib = chunk_mib
 
-    def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False, read: Read | None = None,
+                vocab: int | None = None) -> tuple[Tensor | None, ...]:
         """Return ``(logprobs [T], entropy [T] or None)`` in nats and float32, at ``temperature``.
 
         ``logprobs[t] = log p(token_t | tokens before)`` where ``exp.drawn`` keeps t and t is not the first token
         of its sequence, else 0. Both are differentiable; a mask that keeps nothing gives zeros, and zero gradients.
+
+        With ``read`` the result is what that makes of the log-probs of the first ``vocab`` tokens, at the same
+        positions (:func:`lightrft.ops.logprobs.read_logprobs`).
         """
         index, hidden = self.action_hidden_states(exp)
         head = self.modality.head(self.hf_model)
         weight = head.weight.to(hidden.dtype)  # ZeRO-3 gathers float32
-        logprobs, entropies = chunked_logprobs(hidden * head.scale if head.scale != 1.0 else hidden, weight,
-                                               exp.token_ids[index], temperature=temperature, bias=head.bias,
-                                               chunk_mib=self.chunk_mib, entropy=entropy, soft_cap=head.soft_cap)
+        hidden = hidden * head.scale if head.scale != 1.0 else hidden
+        if read is not None:
+            return read_logprobs(hidden, weight, read, vocab, head.bias, self.chunk_mib, head.soft_cap)
+        logprobs, entropies = chunked_logprobs(hidden, weight, exp.token_ids[index], temperature=temperature,
+                                               bias=head.bias, chunk_mib=self.chunk_mib, entropy=entropy,
+                                               soft_cap=head.soft_cap)
         return _scatter(logprobs, index, exp), None if entropies is None else _scatter(entropies, index, exp)
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:

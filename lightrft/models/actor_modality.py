@@ -1,21 +1,34 @@
-"""Differences between model families and modalities: the class that loads them, the positions of tokens, the body and
-the head. Everything else in ``models`` is the same for all."""
-from dataclasses import dataclass
+"""Differences between model families and modalities: the class that loads them, the features of media, the positions of
+tokens, the body and the head. Everything else in ``models`` is the same for all.
+
+All families that see or hear take one path: features of the unique media of a micro-batch, put among the embeddings of
+the tokens by place, then the text decoder alone. Hugging Face's own ``forward`` puts them by token id, and fails once a
+policy draws a media token.
+"""
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PretrainedConfig,
+                          PreTrainedModel)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from lightrft.models.attention import PackedLayout
-from lightrft.ops.segment import position_ids
-from lightrft.types import Experience
+from lightrft.models.attention import PACKED, PackedLayout
+from lightrft.models.feature_cache import FeatureCache
+from lightrft.models.towers import (config_value, Features, of_frames, of_grids, of_omni_sounds, of_qwen2_audio,
+                                    of_several, of_levels, of_windows, per_layer_inputs, rope_of_grids, rope_of_omni,
+                                    Tower, video_of_frames)
+from lightrft.ops.logprobs import full_logits
+from lightrft.ops.segment import expand, position_ids
+from lightrft.types import Experience, MediaSource, MediaTensors
 from lightrft.utils.errors import UserError
+from lightrft.utils.transfer import upload
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-TOWERS = ("vision_config", "audio_config", "speech_config", "dit_config")
-SINKS = {"gpt_oss"}
-SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
+POSITIONS_KEPT = 4096  # prompts whose positions are kept
 
 
 @dataclass(frozen=True)
@@ -28,20 +41,53 @@ class Head:
 
 
 class ActorModality:
-    """Text modality, and the base class of all others."""
-    name = "text"
-    auto_class: Any = AutoModelForCausalLM
+    """Text modality, and the base class of :class:`MediaModality`.
 
-    def inputs(self, exp: Experience) -> dict[str, Any]:
-        """Keyword arguments of one packed forward of the decoder body."""
+    The trainer sets ``media``, the ``cache`` of the features of frozen towers, and ``passes``, the number of passes of
+    a tower on all ranks from that on one, where the tower is divided between ranks. ``tokens``: id of the token that
+    stands for a feature, by kind of media.
+    """
+    tokens: Mapping[str, int] = {}
+    auto_class: Any = AutoModelForCausalLM
+    media: MediaSource | None = None
+    cache: FeatureCache | None = None
+    passes: Callable[[int], int] = staticmethod(int)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of media that the data hold and the model takes."""
+        return []
+
+    @property
+    def both_ways(self) -> bool:
+        """True if the tokens of a picture see each other in both directions."""
+        return False
+
+    def of_a_copy(self) -> "ActorModality":
+        """Return the modality for a whole copy of the model, whose passes need not meet those of other ranks."""
+        found = copy(self)
+        found.passes = int
+        return found
+
+    def inputs(self, exp: Experience, hf: PreTrainedModel) -> dict[str, Any]:
+        """Keyword arguments of one packed forward of the decoder body of ``hf``."""
         if exp.media and any(exp.media):
             raise UserError("these samples carry images, video or audio, and the model takes text only")
-        layout = PackedLayout.build(exp.cu_seqlens, exp.lens)
-        positions = position_ids(exp.cu_seqlens, exp.num_tokens)
+        return self._packed(exp)
+
+    def _packed(self, exp: Experience) -> dict[str, Any]:
+        layout = PackedLayout.build(exp.cu_seqlens, exp.lens, exp.before)
         return {
-            "input_ids": exp.token_ids[None], "position_ids": positions[None], "attention_mask": None, "use_cache":
+            "input_ids": exp.token_ids[None], "position_ids": exp.positions[None], "attention_mask": None, "use_cache":
             False, "packing": layout
         }
+
+    def attention(self, config: PretrainedConfig) -> str | dict[str, str]:
+        """``attn_implementation`` of the model of ``config``."""
+        return PACKED
+
+    def adapt(self, hf: PreTrainedModel) -> None:
+        """Change what cannot be asked for while ``hf`` is loaded; for a text model nothing."""
 
     def body(self, hf: PreTrainedModel) -> nn.Module:
         """The decoder without its head: its output has ``last_hidden_state`` [1, T, H]."""
@@ -49,55 +95,302 @@ class ActorModality:
 
     def head(self, hf: PreTrainedModel) -> Head:
         """The head, read again on every forward because sharding swaps parameters."""
-        layer, config = hf.get_output_embeddings(), hf.config
-        scale = float(_value(config, "logit_scale", 1.0)) / float(_value(config, "logits_scaling",
-                                                                         1.0))  # Cohere; Granite
+        layer, config = hf.get_output_embeddings(), hf.config.get_text_config()
+        scale = float(config_value(config, "logit_scale", 1.0)) / float(config_value(config, "logits_scaling",
+                                                                                     1.0))  # Cohere; Granite
         return Head(layer.weight, getattr(layer, "bias", None), scale,
-                    float(_value(config, "final_logit_softcapping", 0.0)))
+                    float(config_value(config, "final_logit_softcapping", 0.0)))
+
+    def parts(self, hf: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
+        """Sort the ``names`` of parameters of ``hf`` by the part of the model that users call "language"."""
+        own = [
+            f"{name}." for name, module in hf.named_modules() if module in (self.body(hf), hf.get_output_embeddings())
+        ]
+        return {"language": [name for name in names if name.startswith(tuple(own))]}
+
+    def prompt_positions(self, hf: PreTrainedModel, ids: list[int], keys: tuple[str, ...]) -> Tensor | None:
+        """Positions [3, L] in time, height and width of the tokens of a prompt with media; None: their index."""
+        return None
+
+    def prompt_places(self, ids: list[int], kind: str) -> list[int]:
+        """Indices of the tokens of a prompt that stand for media of ``kind``."""
+        return []
+
+    def tower_inputs(self, medium: MediaTensors) -> dict[str, Tensor]:
+        """Tensors of a medium that its tower reads, the pixels or the spectrum first."""
+        return {}
+
+    def feature_names(self, hf: PreTrainedModel, names: Iterable[str]) -> list[str]:
+        """Return those of the ``names`` of parameters of ``hf`` from which the features of the data's media come."""
+        return []
+
+    def logits(self, hf: PreTrainedModel, keep: Tensor | int, **inputs: Any) -> Tensor:
+        """Logits [k, V] of the tokens ``keep`` (0: all) of one forward, for an engine; no gradient."""
+        return hf(**inputs, logits_to_keep=keep).logits[0]
 
 
-def _value(source: PretrainedConfig, key: str, default: Any) -> Any:
-    """Entry ``key`` of a Hugging Face config, or ``default``; families omit, or set to None, what they do not have."""
-    value = getattr(source, key, None)
-    return default if value is None else value
+@dataclass(frozen=True)
+class Family:
+    """Particulars of a family.
 
-
-def modality_of(config: PretrainedConfig, path: str) -> ActorModality:
-    """The modality of a checkpoint.
-
-    Raises:
-        ValueError: the config is not a causal language model that packed attention can run (with the remedy).
+    Attributes:
+        towers: by kind of media.
+        rope: computes the positions [3, L] of a prompt, from its token ids [L], their kinds [L] (0 text, 1 image,
+            2 video) and the tensors of its media; None: a token's index is its position.
+        blocks: the layers in which the tokens of a picture see each other in both directions: "all", "sliding" (those
+            with a window, where the config says ``use_bidirectional_attention: vision``) or "" (none).
+        layers: computes what every layer of the decoder reads of the tokens, from their ids [T] and the places of
+            media; None: nothing.
     """
-    reason = _refusal(config)
-    if reason:
-        raise UserError(f"model path {path!r} is of a wrong architecture: model type {config.model_type!r} {reason}")
-    return ActorModality()
+    towers: dict[str, Tower]
+    rope: Callable[[Any, Tensor, Tensor, list[MediaTensors]], Tensor] | None = None
+    blocks: str = ""
+    layers: Callable[[Any, Tensor, Tensor], dict[str, Any]] | None = None
 
 
-def _refusal(config: PretrainedConfig) -> str:
-    remedy = "; give a decoder-only causal language model (Qwen2, Qwen3, Llama, Mistral, Gemma, ...)"
-    layers = set(_value(config, "layer_types", [])) - ATTENTION_LAYERS
-    if config.is_encoder_decoder:
-        return "is an encoder-decoder" + remedy
-    if any(_value(config, tower, None) for tower in TOWERS):
-        return "has a vision or audio tower, and only text models are supported" + remedy
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _value(config, "use_bidirectional_attention",
-                                                                            False):
-        return "is not a causal language model" + remedy
-    if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
-        return f"was saved as {config.architectures[0]}, an encoder" + remedy
-    if config.model_type in SINKS:
-        return "uses attention sinks, which packed attention does not have" + remedy
-    if layers:
-        return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + remedy
-    if any(_value(config, key, 1.0) != 1.0 for key in SCALED_HEADS):
-        return "scales its logits in a way that the fused log-probs do not know" + remedy
-    return ""
+class MediaModality(ActorModality):
+    """Modality of models that also see or hear; which family it is decides the rest.
+
+    ``causal_pictures``: tokens see only what is before them, also in a picture of a family with ``blocks``; set where
+    the engine computes that, because the trainer must compute the same.
+    """
+    causal_pictures = False
+
+    def __init__(self, family: Family, config: PretrainedConfig) -> None:
+        self.family = family
+        seen = config_value(config.get_text_config(), "use_bidirectional_attention", "")
+        self.blocks = family.blocks if family.blocks != "sliding" or seen == "vision" else ""
+        self.tokens = {kind: int(config_value(config, tower.token, -1)) for kind, tower in family.towers.items()}
+        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        self.auto_class = AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
+        self.between = {
+            kind: tuple(int(config_value(config, name, -1)) for name in tower.between)
+            for kind, tower in family.towers.items() if tower.between
+        }
+        self._rope = lru_cache(POSITIONS_KEPT)(self._prompt_rope)
+
+    def attention(self, config: PretrainedConfig) -> dict[str, str]:
+        """Only the decoder is packed; a tower sees one medium at a time."""
+        return {name: PACKED if name == "text_config" else "sdpa" for name in config.sub_configs}
+
+    def adapt(self, hf: PreTrainedModel) -> None:
+        """Override :meth:`ActorModality.adapt`: towers that attend in segments do so in one call per layer."""
+        for tower in self.family.towers.values():
+            tower.adapt(hf)
+
+    def prompt_positions(self, hf: PreTrainedModel, ids: list[int], keys: tuple[str, ...]) -> Tensor | None:
+        """Override :meth:`ActorModality.prompt_positions`."""
+        return None if self.family.rope is None else self._rope(hf, tuple(ids), keys)[0]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of media that the data hold; every pass goes through their towers, or sharded ranks would not meet."""
+        return [kind for kind in self.tokens if self.media is not None and kind in self.media.kinds]
+
+    @property
+    def both_ways(self) -> bool:
+        """Override :attr:`ActorModality.both_ways`."""
+        return bool(self.blocks) and not self.causal_pictures
+
+    def inputs(self, exp: Experience, hf: PreTrainedModel) -> dict[str, Any]:
+        """Override :meth:`ActorModality.inputs`: embeddings in place of tokens, and the family's positions."""
+        known = {kind: self._keys(exp, kind) for kind in self.kinds}
+        keys = [key for sequence in exp.media or () for key in sequence]
+        if sum(len(some) for found in known.values() for some in found) < len(keys):
+            raise UserError(f"these samples carry media ({keys[0]}, ...) that {type(hf).__name__} does not take, or no "
+                            "source of media was given")
+        plain = self._packed(exp)
+        if not known:
+            return plain
+        ids = plain.pop("input_ids")[0]
+        embeddings, extra = self._with_media(hf.get_input_embeddings()(ids), exp, hf, known)
+        if self.family.rope is not None and keys:
+            plain["position_ids"] = upload(self._positions(exp, hf), exp.token_ids.device)
+        if keys and self.both_ways:
+            plain["packing"].blocks = self._blocks(exp)
+            plain["packing"].blocks_in_windows = self.blocks == "sliding"
+        if self.family.layers is not None:
+            extra |= self.family.layers(hf, ids, torch.cat([self._places(exp, kind) for kind in known]))
+        return plain | {"inputs_embeds": embeddings[None]} | extra
+
+    def _keys(self, exp: Experience, kind: str) -> list[list[str]]:
+        """Keys of the media of ``kind`` of each sequence, in the order of their features."""
+        return [[key for key in sequence if key.startswith(f"{kind}:")] for sequence in exp.media or ()]
+
+    def _with_media(self, embeddings: Tensor, exp: Experience, hf: PreTrainedModel,
+                    known: dict[str, list[list[str]]]) -> tuple[Tensor, dict[str, Any]]:
+        """Put the features of every medium in the places of its tokens.
+
+        Features of a blank medium, where there is no other, are multiplied by 0.
+        """
+        where: list[Tensor] = []
+        levels: list[list[Tensor]] = []
+        for kind, of_sequence in known.items():
+            keys = [key for some in of_sequence for key in some]
+            unique = list(dict.fromkeys(keys))
+            found = self._features(hf, kind, unique)
+            if not keys:
+                embeddings = embeddings + 0 * sum(each.sum() for part in (found.each, *found.levels) for each in part)
+                continue
+            owner = [unique.index(key) for key in keys]
+            self._check_counts(exp, kind, of_sequence, dict(zip(unique, map(len, found.each))))
+            joined = [torch.cat([part[i] for i in owner]) for part in (found.each, *found.levels)]
+            places, rows, *deeper = (upload(one, embeddings.device) for one in (self._places(exp, kind), *joined))
+            embeddings = embeddings.index_put((places, ), rows.to(embeddings.dtype))
+            where.append(places)
+            levels.append(deeper)
+        return embeddings, of_levels(len(embeddings), where, levels)
+
+    def _features(self, hf: PreTrainedModel, kind: str, keys: list[str]) -> Features:
+        """Features of the media ``keys``, in one pass of the tower, or from the cache; without keys of a blank one,
+        which the cache does not need."""
+        tower, source = self.family.towers[kind], self.source
+        if self.cache is None:
+            return tower.of(hf, kind, [source.tensors(key) for key in keys] or [source.blank(kind)])
+        return self.cache.features(
+            keys, lambda key: tower.of(hf, kind, [source.blank(kind)
+                                                  if key is None else source.tensors(key)]), self.passes)
+
+    def _check_counts(self, exp: Experience, kind: str, keys: list[list[str]], features: Mapping[str, int]) -> None:
+        """Compare, sequence by sequence, the tokens that stand for media with their ``features``, a number by key."""
+        ends = exp.host.cu_seqlens[1:].long()
+        tokens = torch.bucketize(self._places(exp, kind), ends, right=True).bincount(minlength=len(ends)).tolist()
+        for number, (found, some) in enumerate(zip(tokens, keys)):
+            if found != (wanted := sum(features[key] for key in some)):
+                raise UserError(
+                    f"the prompt of sequence {number} of a micro-batch has {found} {kind} tokens for {wanted} "
+                    f"features of {len(some)} media {', '.join(some)}: the processor is not the model's")
+
+    def parts(self, hf: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
+        """Extend :meth:`ActorModality.parts`: towers ("visual", "audio"), and what leads from them to the decoder
+        ("projector"), which some families hold inside of the tower."""
+        names = list(names)
+        found = super().parts(hf, names)
+        for kind, tower in self.family.towers.items():
+            found["audio" if kind == "audio" else "visual"] = [name for name in names if name.startswith(tower.path)]
+        sorted_in = {name for part in found.values() for name in part}
+        found["projector"] = [name for name in names if name not in sorted_in or "merger" in name]
+        return found
+
+    def feature_names(self, hf: PreTrainedModel, names: Iterable[str]) -> list[str]:
+        """Override :meth:`ActorModality.feature_names`."""
+        parts = self.parts(hf, names)
+        read = {"audio" if kind == "audio" else "visual" for kind in self.kinds}
+        return [name for part in sorted(read) for name in parts[part]] + (parts["projector"] if read else [])
+
+    @property
+    def source(self) -> MediaSource:
+        """The source of media; set wherever there are any."""
+        if self.media is None:
+            raise ValueError("the modality has no source of media")
+        return self.media
+
+    def _places(self, exp: Experience, kind: str) -> Tensor:
+        """Positions in [T] of the tokens of prompts that stand for media of ``kind``, on the CPU."""
+        host = exp.host
+        index = position_ids(host.cu_seqlens, host.num_tokens)
+        inside = index < expand(torch.tensor(host.prompt_lens), host.cu_seqlens)
+        return (inside & self._of_kind(host.token_ids, kind, host.cu_seqlens)).nonzero()[:, 0]
+
+    def prompt_places(self, ids: list[int], kind: str) -> list[int]:
+        """Override :meth:`ActorModality.prompt_places`."""
+        return self._of_kind(torch.tensor(ids), kind, torch.tensor([0, len(ids)])).nonzero()[:, 0].tolist()
+
+    def tower_inputs(self, medium: MediaTensors) -> dict[str, Tensor]:
+        """Override :meth:`ActorModality.tower_inputs`."""
+        return self.family.towers[medium.kind].inputs(medium)
+
+    def _of_kind(self, ids: Tensor, kind: str, cu_seqlens: Tensor) -> Tensor:
+        """Bool [T]: which tokens stand for media of ``kind``, by id and, of kinds with one token, by what is around."""
+        found = ids == self.tokens[kind]
+        for other, (first, last) in self.between.items():
+            if self.tokens[other] == self.tokens[kind]:
+                change = (ids == first).int() - (ids == last).int()
+                depth = change.cumsum(0)
+                before = (depth - change)[cu_seqlens[:-1].long()]
+                opened = depth > expand(before, cu_seqlens)
+                found = found & (opened if other == kind else ~opened)
+        return found
+
+    def _blocks(self, exp: Experience) -> Tensor:
+        """Number of the picture of each token [T], on the CPU; -1: text."""
+        inside = torch.zeros(exp.num_tokens, dtype=torch.bool).index_fill(0, self._places(exp, "image"), True)
+        starts = inside & ~nn.functional.pad(inside, (1, -1))
+        return torch.where(inside, starts.cumsum(0), -1)
+
+    def _positions(self, exp: Experience, hf: PreTrainedModel) -> Tensor:
+        """Positions [4, 1, T] of M-RoPE: the index in the sequence, and time, height and width.
+
+        What follows a prompt continues on all axes after the largest position of the prompt.
+        """
+        host = exp.host
+        tokens, prompts, media = host.token_ids.tolist(), host.prompt_lens or (), host.media or ()
+        ropes = [self._rope(hf, tuple(tokens[start:start + prompt]), keys) if keys else None
+                 for start, prompt, keys in zip(host.cu_seqlens.tolist(), prompts, media)]  # yapf: disable
+        known = torch.tensor([prompt if rope else 0 for rope, prompt in zip(ropes, prompts)])
+        shift = torch.tensor([rope[1] if rope else 0 for rope in ropes])
+        if host.before is not None:
+            before = torch.tensor(host.before)
+            shift = torch.where(before < 0, shift, shift[before])
+        positions = host.positions.expand(4, -1).clone()
+        positions[1:] += expand(shift, host.cu_seqlens)
+        positions[1:, host.positions < expand(known, host.cu_seqlens)] = torch.cat([rope[0] for rope in ropes if rope],
+                                                                                   1)
+        return positions[:, None]
+
+    def _prompt_rope(self, hf: PreTrainedModel, ids: tuple[int, ...], keys: tuple[str, ...]) -> tuple[Tensor, int]:
+        """Positions [3, L] of a prompt, and what follows it adds to its index on all axes."""
+        tokens = torch.tensor(ids)
+        one = torch.tensor([0, len(ids)])
+        kinds = sum((i * self._of_kind(tokens, kind, one) for i, kind in enumerate(("image", "video"), 1)
+                     if kind in self.tokens), torch.zeros_like(tokens))  # yapf: disable
+        rope: Any = self.family.rope
+        found = rope(hf, tokens, kinds, [self.source.tensors(key) for key in keys])
+        return found, int(found.max()) + 1 - len(ids)
+
+    def logits(self, hf: PreTrainedModel, keep: Tensor | int, **inputs: Any) -> Tensor:
+        """Override :meth:`ActorModality.logits`: the head on the decoder, past Hugging Face's merging of media."""
+        hidden, head = self.body(hf)(**inputs).last_hidden_state[0], self.head(hf)
+        hidden = hidden[keep] if isinstance(keep, Tensor) else hidden
+        raw = full_logits(hidden * head.scale if head.scale != 1.0 else hidden, head.weight, head.bias)
+        return head.soft_cap * torch.tanh(raw / head.soft_cap) if head.soft_cap else raw
 
 
-def check_class(hf: PreTrainedModel, path: str) -> None:
-    """Refuse a loaded model whose attention does not go through ``AttentionInterface`` or which is recurrent."""
-    if not hf._can_set_attn_implementation() or hf._is_stateful:
-        raise UserError(
-            f"model path {path!r} is of a wrong architecture: the attention of {type(hf).__name__} cannot be replaced "
-            "by packed attention (it does not use Hugging Face's AttentionInterface)")
+_GRID_IMAGE = Tower("image_token_id", ("pixel_values", "image_grid_thw"), "model.visual.", features=of_grids)
+_GRID_VIDEO = replace(_GRID_IMAGE, token="video_token_id", reads=("pixel_values_videos", "video_grid_thw"))
+_QWEN_VL = Family({"image": _GRID_IMAGE, "video": _GRID_VIDEO}, rope_of_grids)
+_SIZED = Tower("image_token_id", ("pixel_values", "image_sizes"))
+_TILES = Tower("image_token_id", ("pixel_values", ), merge=torch.cat)
+_TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "model.vision_model.", 1, merge=torch.cat)
+_SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.")
+_OMNI_SOUND = replace(_SOUND, path="audio_tower.", features=of_omni_sounds)
+_OMNI = Family({"image": replace(_GRID_IMAGE, path="visual."), "video": replace(_GRID_VIDEO, path="visual."),
+                "audio": _OMNI_SOUND}, rope_of_omni)  # yapf: disable
+_GLM_VIDEO = replace(_GRID_VIDEO, token="image_token_id", between=("video_start_token_id", "video_end_token_id"))
+_GLM = Family({"image": _GRID_IMAGE, "video": _GLM_VIDEO}, rope_of_grids)
+_PLACED = Tower("image_token_id", ("pixel_values", "image_position_ids"))
+_BY_NUMBER = replace(_SIZED, reads=("pixel_values", "image_sizes", "batch_num_images"), features=of_several)
+_FRAMES = Tower("video_token_id", ("pixel_values_videos", ), dim=1, merge=video_of_frames, features=of_frames)
+_WINDOWS = Tower("audio_token_id", ("input_features", ), "model.audio_tower.", merge=torch.cat, token_frames=8,
+                 features=of_windows)
+
+FAMILIES = {
+    "gemma3": Family({"image": Tower("image_token_id", ("pixel_values", ))}, blocks="all"),
+    "gemma4": Family({"image": _PLACED}, blocks="sliding", layers=per_layer_inputs),
+    "glm4v": _GLM,
+    "glm46v": _GLM,
+    "idefics3": Family({"image": _TILE_ROW}),
+    "internvl": Family({"image": _TILES}),
+    "llava": Family({"image": _SIZED}),
+    "llava_next": Family({"image": _SIZED}),
+    "llava_onevision": Family({"image": _BY_NUMBER, "video": _FRAMES}),
+    "mistral3": Family({"image": _SIZED}),
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen2_audio": Family({"audio": replace(_SOUND, features=of_qwen2_audio)}),
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
+    "smolvlm": Family({"image": _TILE_ROW}),
+    "voxtral": Family({"audio": _WINDOWS}),
+}

@@ -4,7 +4,10 @@ PyTorch computes them with the BLAS library of its build. MKL takes its AVX-512 
 oneDNN, which every x86 build of PyTorch holds too, run on all CPUs (on an AMD EPYC of 2024 in half the time). The
 products are the same sums in another order.
 """
+import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,6 +16,10 @@ from torch.autograd.function import once_differentiable
 
 _LEAST = 1 << 21  # multiplications; a call of oneDNN costs more than one of MKL before it starts
 _ROWS = 1024  # rows of a sum over tokens that are computed at once: they stay in the cache
+_CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of PyTorch's cache before it
+_KERNELS = "128"  # that each keeps; a kernel is for one number of rows, takes 0.8 MiB, and 1,024 would be kept
+_DECODED = 64  # rows of a product for which weights are packed
+_PACKED_MOST = 1 << 30  # bytes of weights; larger models are not packed, because that takes their memory again
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,6 +53,7 @@ def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
 
 class CPULinear(nn.Linear):
     """A linear layer whose products in float32 on a CPU are oneDNN's; with other inputs it is ``nn.Linear``."""
+    packed: Tensor | None = None  # the weight in oneDNN's own layout, within :func:`packed_weights`
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``."""
@@ -53,16 +61,45 @@ class CPULinear(nn.Linear):
             return super().forward(input)
         if torch.is_grad_enabled():
             return cast(Tensor, _Linear.apply(input, self.weight, self.bias))
-        return _product(input, self.weight, self.bias)
+        return _product(input, self.weight if self.packed is None else self.packed, self.bias)
 
     def _takes(self, x: Tensor) -> bool:
         return x.is_cpu and x.dtype == self.weight.dtype == torch.float32 and x.numel() * self.out_features >= _LEAST
+
+    @property
+    def _packs(self) -> bool:
+        return self.weight.is_cpu and self.weight.dtype == torch.float32
+
+
+def _keep_few_kernels() -> None:
+    """Limit the kernels that are kept, unless the environment does; it is read at the first product."""
+    own = {name: _KERNELS for name in _CAPACITIES if name not in os.environ}
+    os.environ.update(own)
+    _product(torch.ones(1, 1), torch.ones(1, 1))
+    for name in own:
+        del os.environ[name]
 
 
 def use_onednn(model: nn.Module) -> None:
     """Make the linear layers of ``model`` :class:`CPULinear`, on x86 machines without a GPU."""
     if torch.cuda.is_available() or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():
         return
+    _keep_few_kernels()
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = CPULinear
+
+
+@contextmanager
+def packed_weights(model: nn.Module) -> Iterator[None]:
+    """Context without gradients in which weights do not change: oneDNN, which else brings a weight into its own layout
+    in every product, does so once. The numbers are the same."""
+    layers = [module for module in model.modules() if type(module) is CPULinear and module._packs]
+    small = sum(layer.weight.nbytes for layer in layers) <= _PACKED_MOST
+    try:
+        for layer in layers if small else []:
+            layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _DECODED)
+        yield
+    finally:
+        for layer in layers:
+            layer.packed = None

@@ -1,79 +1,40 @@
-"""Loading of tokenizers, actors and critics from a Hugging Face folder or hub id; every refusal says what to do.
-
-Chat templates that a user can name are here too; ``generation`` marks the tokens that the assistant wrote.
-"""
+"""Loading of actors, critics and reward models from a Hugging Face folder or hub id; every refusal says what to do."""
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, logging as hf_logging,
-                          PretrainedConfig, PreTrainedModel)
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers import (AutoConfig, AutoModelForSequenceClassification, logging as hf_logging, PretrainedConfig,
+                          PreTrainedModel)
 
-from lightrft.config.schema import ModelConfig
+from lightrft.config.rm_schema import RewardModelConfig
+from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.models.actor_modality import check_class, modality_of
-from lightrft.models.attention import PACKED
+from lightrft.models.actor_modality import ActorModality, MediaModality
+from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
-from lightrft.models.lora import add_lora, hf_name
-from lightrft.models.packed_model import Critic, PackedModel
+from lightrft.models.cpu_norm import use_cpu_norms
+from lightrft.models.lora import add_lora, base_model, hf_name
+from lightrft.models.packed_model import Critic, critic_class, PackedModel
+from lightrft.models.reward_model import cut_layers, reward_class, RewardHead, RewardModel
+from lightrft.models.towers import Tower
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.env import total_memory
+from lightrft.utils.hub import model_folder
 from lightrft.utils.logging import get_logger
 from lightrft.utils.module_tensors import to_meta
 
 Model = TypeVar("Model", bound=PackedModel)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``path``; a missing pad token becomes eos (packed batches never pad, only exports name it).
-
-    Args:
-        path: HF folder or hub id.
-        chat_template: a Jinja file or a built-in name that replaces the tokenizer's own template.
-
-    Raises:
-        ValueError: no such folder, no tokenizer in it, no eos token, or an unknown or broken template.
-    """
-    folder = _folder(path)
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise UserError(
-            f"{path!r} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder or path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer of {path!r} has no eos token, so responses could never end: set \"eos_token\" in its "
-            "tokenizer_config.json")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        get_logger().info(f"the tokenizer of {path} has no pad token: eos {tokenizer.eos_token!r} is used")
-    if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
-        _try_template(tokenizer, chat_template)
-    return tokenizer
-
-
-def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
-
-
-def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,
+def load_actor(cfg: PolicyModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,
                deferred: bool = False) -> ActorLanguage:
     """Load the policy at ``path`` (default ``cfg.pretrain``), with LoRA, frozen parts and checkpointing of ``cfg``.
 
@@ -91,8 +52,9 @@ def load_actor(cfg: ModelConfig, path: str | None = None, train: bool = True, dt
     path = _chosen(path or cfg.pretrain, "--pretrain")
     config = _config(path)
     modality = modality_of(config, path)
-    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred)
-    model = _finish(loaded.hf, cfg, train, lora=True)
+    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred,
+                      attn_implementation=modality.attention(config))
+    model = _finish(loaded.hf, cfg, train, modality)
     gpu = torch.device("cuda") if torch.cuda.is_available() else None
     return _defer(ActorLanguage(model, cfg.chunk_mib(total_memory(gpu) if gpu else 0), modality), loaded)
 
@@ -108,13 +70,51 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
     config = _config(path)
     modality = modality_of(config, path)
     config.num_labels = 1
-    loaded = _weights(AutoModelForSequenceClassification, path, config, dtype, ("score.weight", ), deferred,
+    loaded = _weights(critic_class(modality, config), path, config, dtype, ("score.weight", ), deferred,
+                      attn_implementation=modality.attention(config),
                       key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
     hf: Any = loaded.hf  # its head is ``score``
     if loaded.missing:
         nn.init.zeros_(hf.score.weight)
-    hf.generation_config = None  # exports ask every model for it; this class has none
-    return _defer(Critic(_finish(hf, cfg, train, lora=False), cfg.value_head_prefix, modality), loaded)
+    hf.generation_config = None  # exports ask every model for it; a critic generates nothing
+    return _defer(Critic(_finish(hf, cfg, train), cfg.value_head_prefix, modality), loaded)
+
+
+def load_reward_model(cfg: RewardModelConfig, deferred: bool = False) -> RewardModel:
+    """Load the model at ``cfg.pretrain`` to train as a reward model, with LoRA and frozen parts of ``cfg``.
+
+    A model without a head gets one of zeros; all rewards start at 0.
+    """
+    path = _chosen(cfg.pretrain, "--pretrain")
+    config = _config(path)
+    cut_layers(config, cfg.probing_layer)
+    head = RewardHead(cfg.heads_types, cfg.pooling_method, cfg.value_head_prefix)
+    loaded, modality = _reward_weights(path, config, head, torch.float32, head.new, deferred)
+    hf: Any = loaded.hf
+    for name in loaded.missing:
+        nn.init.zeros_(hf.get_parameter(name))
+    return _defer(RewardModel(_finish(hf, cfg, True, modality), head, modality, cfg.scale_for_train), loaded)
+
+
+def load_scorer(path: str, dtype: torch.dtype = torch.float32, deferred: bool = False) -> RewardModel:
+    """Load a trained reward model, or a sequence classifier of Hugging Face with one score, frozen.
+
+    Raises:
+        UserError: it has no head.
+    """
+    config = _config(path)
+    head = RewardHead.of(config, path)
+    loaded, modality = _reward_weights(path, config, head, dtype, (), deferred)
+    return _defer(RewardModel(_finish(loaded.hf, RewardModelConfig(), False), head, modality), loaded)
+
+
+def load_exported(path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """Load the model at ``path`` as Hugging Face does, for other uses than training; ``auto``: in the dtype of its
+    files."""
+    config = _config(path)
+    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+    return modality_of(config, path).auto_class.from_pretrained(path, dtype=dtype)
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -127,6 +127,26 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         hf = modality_of(config, path).auto_class.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+
+
+def takes_media(path: str) -> bool:
+    """Return True if the model at ``path`` sees or hears, from its config.json alone."""
+    return bool(media_kinds(path))
+
+
+def media_kinds(path: str) -> tuple[str, ...]:
+    """Kinds of media that the model at ``path`` takes, from its config.json alone."""
+    return tuple(_towers(path))
+
+
+def token_frames(path: str) -> int:
+    """Return :attr:`Tower.token_frames <lightrft.models.towers.Tower.token_frames>` of the model at ``path``."""
+    return max((tower.token_frames for tower in _towers(path).values()), default=0)
+
+
+def _towers(path: str) -> dict[str, Tower]:
+    modality = modality_of(_config(path), path)
+    return modality.family.towers if isinstance(modality, MediaModality) else {}
 
 
 def model_shape(path: str) -> ModelShape | None:
@@ -152,6 +172,11 @@ def check_context(path: str | None, **lens: int) -> None:
                         f"{' or '.join(f'--{name}' for name in lens)}, or use a model with a longer context")
 
 
+def context_of(path: str) -> int:
+    """Tokens that the model at ``path`` has positions for; 0: its config does not say."""
+    return _context(_config(path))
+
+
 def _context(config: PretrainedConfig) -> int:
     """Tokens that the model has positions for, extended by RoPE scaling; 0: its config does not say."""
     values = config.get_text_config().to_dict()
@@ -173,21 +198,8 @@ def _chosen(path: str | None, flag: str) -> str:
     return path
 
 
-def _folder(path: str) -> Path | None:
-    """The local folder ``path``; None for a hub id."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UserError(f"model path {path!r} is a file; give the folder that holds config.json")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(
-            f"model path {path!r} does not exist; give a Hugging Face folder or a hub id such as Qwen/Qwen2.5-0.5B")
-    return None
-
-
 def _config(path: str) -> PretrainedConfig:
-    folder = _folder(path)
+    folder = model_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder")
     try:
@@ -195,9 +207,10 @@ def _config(path: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder else " (no such folder here, so taken as a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float) and value:
-            setattr(config, key, 0.0)
+    for part in (config, *(vars(config).get(name) for name in config.sub_configs)):
+        for key, value in vars(part).items() if part is not None else ():
+            if "drop" in key and isinstance(value, float) and value:
+                setattr(part, key, 0.0)
     return config
 
 
@@ -250,8 +263,7 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
     try:
         with _quiet():
             hf, info = auto_class.from_pretrained(
-                _folder(path) or path, config=config, dtype=dtype, attn_implementation=PACKED, output_loading_info=True,
-                **kwargs)
+                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True, **kwargs)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot load the weights of {path!r}: {first_line(error)}") from error
     missing = sorted(set(info["missing_keys"]) - set(new))
@@ -260,6 +272,21 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
     return _Loaded(hf, set(info["missing_keys"]))
+
+
+def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype: torch.dtype, new: tuple[str, ...],
+                    deferred: bool) -> tuple[_Loaded, ActorModality]:
+    """Load the decoder with its head, and describe the head in its config."""
+    modality = modality_of(config, path)
+    config.id2label = dict(enumerate(head.names))
+    config.label2id = {name: i for i, name in enumerate(head.names)}
+    head.write(config)
+    loaded = _weights(reward_class(modality, config, head.pooling), path, config, dtype, new, deferred,
+                      attn_implementation=modality.attention(config),
+                      key_mapping={f"^{re.escape(head.prefix)}\\.": "score."})
+    hf: Any = loaded.hf
+    hf.generation_config = None  # as of critics
+    return loaded, modality
 
 
 def _defer(model: Model, loaded: _Loaded) -> Model:
@@ -271,38 +298,48 @@ def _defer(model: Model, loaded: _Loaded) -> Model:
 
 
 # -- how it is held ---------------------------------------------------------------------------------------------------
-def _finish(hf: PreTrainedModel, cfg: ModelConfig, train: bool, lora: bool) -> nn.Module:
+def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
+            modality: ActorModality | None = None) -> nn.Module:
+    """Apply the options of ``cfg`` to a model; LoRA and frozen parts to a policy, whose ``modality`` is given."""
     if cfg.use_liger:
         _apply_liger(hf)
     use_onednn(hf)
+    use_cpu_norms(hf)
     if not train:
         return hf.requires_grad_(False).eval()
     model: nn.Module = hf
-    if lora and cfg.lora_rank > 0:
-        model = add_lora(hf, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.target_modules)
-    if lora:
-        freeze(model, cfg.freeze_prefix)
+    if modality and cfg.lora_rank > 0:
+        model = add_lora(hf, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.target_modules, modality)
+    if modality:
+        freeze(model, cfg.freeze_prefix, modality)
     if cfg.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def freeze(model: nn.Module, prefixes: list[str]) -> None:
-    """Stop training every parameter whose Hugging Face name starts with one of ``prefixes``.
+def freeze(model: nn.Module, words: list[str], modality: ActorModality) -> None:
+    """Stop training the parameters that ``words`` name: a part of the model (:meth:`ActorModality.parts`), or whole
+    words of Hugging Face names ("embed_tokens", "model.layers.0"). Their number is logged.
 
     Raises:
-        ValueError: a prefix matches nothing, or nothing is left to train.
+        ValueError: a word matches nothing, or nothing is left to train.
     """
     named = {hf_name(name): parameter for name, parameter in model.named_parameters()}
-    for prefix in prefixes:
-        matched = [parameter for name, parameter in named.items() if name.startswith(prefix)]
+    parts = modality.parts(base_model(model), named)
+    for word in words:
+        matched = parts.get(word) or [name for name in named if f".{word.strip('.')}." in f".{name}."]
         if not matched:
             tops = sorted({".".join(name.split(".")[:2]) for name in named})
-            raise UserError(f"--freeze_prefix {prefix!r} matches no parameter; names start with {', '.join(tops)}")
-        for parameter in matched:
-            parameter.requires_grad_(False)
+            raise UserError(f"--freeze_prefix {word!r} matches no parameter; parts of this model are "
+                            f"{', '.join(parts)}; names start with {', '.join(tops)}")
+        for name in matched:
+            named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise UserError(f"--freeze_prefix {' '.join(prefixes)} leaves nothing to train")
+        raise UserError(f"--freeze_prefix {' '.join(words)} leaves nothing to train")
+    if words:
+        frozen = sum(parameter.numel() for parameter in named.values() if not parameter.requires_grad)
+        total = sum(parameter.numel() for parameter in named.values())
+        get_logger().info(f"--freeze_prefix {' '.join(words)}: {frozen:,} of {total:,} parameters are frozen")
 
 
 def _apply_liger(hf: PreTrainedModel) -> None:
@@ -311,41 +348,11 @@ def _apply_liger(hf: PreTrainedModel) -> None:
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
-    except ImportError as error:
+    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:  # of a broken wheel
         raise UserError(
-            f"--use_liger needs the liger extra: {install_command('liger')}, or --use_liger false") from error
-    family = hf.config.model_type
-    if family not in families:
+            f"--use_liger: Liger's kernels cannot be imported ({type(error).__name__}: {first_line(error)});"
+            f" reinstall them with {install_command('liger')}, or --use_liger false") from error
+    if (family := hf.config.model_type) not in families:
         get_logger().warning(f"Liger has no kernels for {family}: the model computes with its own")
         return
     _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
-
-
-_CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-           "{% generation %}{{ m['content'] + END }}{% endgeneration %}{{ '\n' }}{% else %}"
-           "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-_PLAIN = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'Assistant: ' }}"
-          "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{{ '\n' }}{% elif m['role'] == 'user' %}"
-          "{{ 'User: ' + m['content'] + '\n' }}{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
-          "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}")
-_RAW = ("{% for m in messages %}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}"
-        "{% endif %}{% endfor %}")
-
-CHAT_TEMPLATES = {
-    "chatml": _CHATML.replace("END", "'<|im_end|>'"),
-    "plain": _PLAIN,  # User: ... / Assistant: ...
-    "raw": _RAW,  # the texts alone, one after another; answers end with eos
-}
-
-
-def read_chat_template(name: str) -> str:
-    """Return the Jinja text of a file, or of a built-in name; otherwise raise a ``ValueError`` that lists the names."""
-    if name in CHAT_TEMPLATES:
-        return CHAT_TEMPLATES[name]
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"unknown chat template {name!r}: not a file, and not one of {', '.join(sorted(CHAT_TEMPLATES))}")
-    return path.read_text(encoding="utf-8")

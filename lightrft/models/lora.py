@@ -1,55 +1,94 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adapters on, off, and merged into the weights of the base model."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adapters on, off, and merged into the weights of the base model.
+
+peft is imported where adapters are made: its import takes more than a second where it finds bitsandbytes.
+"""
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from lightrft.models.actor_modality import ActorModality
 from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ADAPTER = "default"
 _WRAPPER = "base_model.model."
 
 
+def has_adapters(model: nn.Module) -> "TypeGuard[PeftModel]":
+    """Return True for a PEFT model; without an import of peft there is none."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a PEFT model; any other model is returned as it is."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if has_adapters(model) else model
     return base
 
 
-def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str]) -> PeftModel:
-    """Freeze ``hf`` and put adapters on ``target_modules`` ("all-linear": every linear layer but the head).
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers of ``model`` that have adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def target_names(hf: PreTrainedModel, words: list[str], modality: ActorModality) -> list[str]:
+    """Return the names of the modules of ``hf`` that ``words`` mean: the linear layers of a part of the model
+    (:meth:`ActorModality.parts`; "all-linear": of the decoder), or the modules whose names end with a word.
+
+    Raises:
+        UserError: a word matches nothing.
+    """
+    head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
+    linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
+    parts = modality.parts(hf, [name for name in linear if hf.get_submodule(name) is not head])
+    found: list[str] = []
+    for word in words:
+        named = parts.get("language" if word == "all-linear" else word) or [
+            name for name in names if f".{name}".endswith(f".{word}")]  # yapf: disable
+        if not named:
+            raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
+                            f"{', '.join(parts)}; or the end of module names, e.g. {linear[-1].rpartition('.')[2]}")
+        found += named
+    return found
+
+
+def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str],
+             modality: ActorModality | None = None) -> "PeftModel":
+    """Freeze ``hf`` and put adapters on the modules that ``target_modules`` mean (:func:`target_names`).
 
     Raises:
         ValueError: the targets match nothing, or include the embedding or the head (read past the adapters).
     """
-    targets: Any = "all-linear" if target_modules == ["all-linear"] else list(target_modules)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    from peft import LoraConfig, get_peft_model
+    targets = target_names(hf, target_modules, modality or ActorModality())
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets,
+                        task_type="CAUSAL_LM" if hf.can_generate() else None)
     with torch.random.fork_rng(devices=[]):  # the same adapters on every rank, whatever its generator has drawn before
         torch.manual_seed(0)
         peft = get_peft_model(hf, config)
-    for module in peft.get_base_model().modules():
-        if isinstance(module, LoraLayer):  # inputs have the type that the layer computes in; its parameters may not
-            module.cast_input_dtype_enabled = False
+    layers = _layers(peft.get_base_model())
+    for module in layers.values():  # inputs have the type that the layer computes in; its parameters may not
+        module.cast_input_dtype_enabled = False
     ends = {id(hf.get_input_embeddings()), id(hf.get_output_embeddings())}
-    wrong = [
-        name for name, module in peft.get_base_model().named_modules()
-        if isinstance(module, LoraLayer) and id(module) in ends
-    ]
+    wrong = [name for name, module in layers.items() if id(module) in ends]
     if wrong:
         raise UserError(
-            f"--target_modules {' '.join(target_modules)} puts LoRA on {wrong[0]}; only linear layers of the decoder "
-            "body can have adapters")
+            f"--target_modules {' '.join(target_modules)} puts LoRA on {wrong[0]}; only linear layers before the "
+            "head can have adapters")
     return peft
 
 
 def adapter_disabled(model: nn.Module) -> AbstractContextManager[Any]:
     """Context in which ``model`` computes what its frozen base model computes."""
-    if not isinstance(model, PeftModel):
+    if not has_adapters(model):
         raise UserError("only a model with LoRA adapters can switch them off; load a reference model instead")
     return model.disable_adapter()
 
@@ -67,10 +106,10 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
     Raises:
         ValueError: the stream ended before all parts of a layer had come.
     """
-    if not isinstance(model, PeftModel):
+    if not has_adapters(model):
         yield from stream
         return
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = _layers(model)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stream:
         layer, _, part = _split(name)
@@ -88,10 +127,20 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
             f"LoRA cannot be merged: the stream holds only {sorted(next(iter(parts.values())))} of {next(iter(parts))}")
 
 
+def trained_names(model: nn.Module, merge: bool) -> set[str]:
+    """Return the names of the parameters of ``model`` from which the weights that training changes are made: those that
+    are trained; with ``merge`` also the weights that a trained adapter is added to, without their biases."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    layers = {_split(name)[0] for name in trained} - {""} if merge else set()
+    return trained | {
+        name for name, _ in model.named_parameters() if _split(name)[0] in layers and not name.endswith(".bias")
+    }
+
+
 def apart_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Map names and tensors of ``model`` to its base weights under Hugging Face names and to the matrices of its
     adapters, ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the second one times the scale."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = _layers(model)
     for name, tensor in stream:
         layer, mark, _ = _split(name)
         if mark == ".lora_B.":

@@ -1,15 +1,17 @@
 """Base of the actor and the critic: one packed forward through the decoder body of a Hugging Face model; the critic."""
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from lightrft.models.actor_modality import ActorModality
-from lightrft.models.lora import ADAPTER, apart_params, base_model, hf_name, merged_params
+from lightrft.models.actor_modality import ActorModality, MediaModality
+from lightrft.models.lora import ADAPTER, apart_params, base_model, has_adapters, hf_name, merged_params, trained_names
+from lightrft.models.shared_prompts import forward_row
 from lightrft.models.weight_files import WeightFiles
+from lightrft.ops.row_gather import RowGather
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
@@ -18,12 +20,17 @@ class PackedModel(nn.Module):
     """A Hugging Face (or PEFT) model, ``model``, that runs on packed sequences.
 
     The body and the head both run inside ``forward`` of this module, which therefore is the root for sharding.
+    ``share_prompts``: a prompt that several sequences begin with is forwarded once (:func:`forward_row`). Under dropout
+    it never is, because every sequence has masks of its own.
     """
+    share_prompts = True
 
     def __init__(self, model: nn.Module, modality: ActorModality | None = None) -> None:
         super().__init__()
         self.model = model
         self.modality = modality or ActorModality()
+        self.modality.adapt(self.hf_model)
+        self._drops = any(isinstance(each, _DropoutNd) and each.p > 0 for each in model.modules())
         self.files: WeightFiles | None = None  # of the weights that are on the meta device
 
     @property
@@ -36,25 +43,26 @@ class PackedModel(nn.Module):
         """The Hugging Face config."""
         return self.hf_model.config
 
-    @property
-    def decoder_layers(self) -> list[nn.Module]:
-        """The modules that are sharded (and checkpointed) one by one."""
-        names = set(self.hf_model._no_split_modules or ())
-        return [module for module in self.hf_model.modules() if type(module).__name__.removeprefix("FSDP") in names]
-
     def action_hidden_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
         """Return ``(index [N], hidden [N, H])``: tokens of ``exp.drawn`` with a predecessor, and its hidden state.
 
         N may be 0; the graph still reaches every parameter, with zero gradients, so that sharded ranks stay in step.
         """
-        inputs = self.modality.inputs(exp)
+        return exp.actions, self.hidden_states(exp, exp.host.actions - 1)
+
+    def hidden_states(self, exp: Experience, tokens: Tensor | None = None) -> Tensor:
+        """Return the last hidden states of the ``tokens`` (int64 [N], on the host; None: all), [N, H]."""
+        row, index = forward_row(exp, self.share_prompts and not (self.training and self._drops))
+        inputs = self.modality.inputs(row, self.hf_model)
         body: Any = self.modality.body(self.hf_model)
         hidden = body(**inputs).last_hidden_state[0]
         if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
                 f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
-        return exp.actions, hidden.index_select(0, exp.actions - 1)
+        if index is not None:
+            tokens = index if tokens is None else index[tokens]
+        return hidden if tokens is None else RowGather(tokens, len(hidden), hidden.device)(hidden)
 
     def read(self, name: str, first: int, rows: int) -> Tensor:
         """Return rows of the tensor ``name`` of this module from the files of the model."""
@@ -65,24 +73,54 @@ class PackedModel(nn.Module):
     @property
     def merges(self) -> bool:
         """True if :meth:`export_params` computes weights (LoRA) that this module does not hold."""
-        return isinstance(self.model, PeftModel)
+        return has_adapters(self.model)
 
     @property
     def lora_rank(self) -> int:
         """Rank of the LoRA adapters; 0 without."""
-        return cast(LoraConfig, self.model.peft_config[ADAPTER]).r if isinstance(self.model, PeftModel) else 0
+        config: Any = self.model.peft_config[ADAPTER] if has_adapters(self.model) else None
+        return config.r if config else 0
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Rename full tensors from the names in this module to Hugging Face names, with LoRA merged or apart."""
         own = ((name.removeprefix("model."), tensor) for name, tensor in stream)
         return merged_params(own, self.model) if merge else apart_params(own, self.model)
 
+    def trained_names(self, merge: bool = True) -> set[str]:
+        """Implement :meth:`~lightrft.strategy.base.ExportsParams.trained_names`."""
+        return {f"model.{name}" for name in trained_names(self.model, merge)}
+
+
+def with_score(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Derive from the language model of a family, which may have towers, one whose head is ``score`` (Linear to
+    ``num_labels`` values, no bias). Its name and module stay: transformers reads checkpoints by them."""
+
+    class Scored(family):  # type: ignore[valid-type, misc]
+        _tied_weights_keys = None
+
+        def post_init(self) -> None:
+            head = self.get_output_embeddings()
+            delattr(self, next(name for name, child in self.named_children() if child is head))
+            self.score = nn.Linear(self.config.get_text_config().hidden_size, self.config.num_labels, bias=False)
+            super().post_init()
+
+    Scored.__name__, Scored.__qualname__, Scored.__module__ = family.__name__, family.__qualname__, family.__module__
+    return Scored
+
+
+def critic_class(modality: ActorModality, config: PretrainedConfig) -> Any:
+    """The class that loads a critic: of a text model Hugging Face's for sequence classification. For models with towers
+    it has none."""
+    if isinstance(modality, MediaModality):
+        return with_score(modality.auto_class._model_mapping[type(config)])
+    return AutoModelForSequenceClassification
+
 
 class Critic(PackedModel):
-    """A decoder with one scalar per token: Hugging Face's sequence-classification model with one label.
+    """A decoder with one scalar per token.
 
     Args:
-        model: the model; its head is ``score`` (Linear, no bias), as the public classes call it.
+        model: Hugging Face's sequence-classification model with one label, or one of :func:`with_score`.
         value_head_prefix: the name of the head in exported checkpoints.
     """
 

@@ -1,7 +1,13 @@
 """Log-probs and entropy straight from hidden states, without the [N, V] logits ever existing as a whole."""
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+Read = Callable[[Tensor, slice], tuple[Tensor, ...]]  # log-probs [n, V] of some rows -> values [n, ...]
 
 _BLOCK = 1 << 14  # rows of a sum of products that are computed at once
 
@@ -186,3 +192,28 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
         ``(logprobs [N], entropy [N] or None)`` in nats, differentiable in hidden, weight and bias.
     """
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, entropy)
+
+
+def read_logprobs(hidden: Tensor, weight: Tensor, read: Read, vocab: int | None = None, bias: Tensor | None = None,
+                  chunk_mib: float = 256, soft_cap: float = 0.0) -> tuple[Tensor, ...]:
+    """``read(log_softmax((hidden @ weight.T + bias).float()[:, :vocab]), slice(0, N))``, in chunks of rows.
+
+    Log-probs of a chunk are computed again in the backward pass, so that only what ``read`` returns of them is kept.
+
+    Args:
+        hidden: [N, H]; N may be 0.
+        weight: [V, H] output embedding.
+        read: maps log-probs of some rows, and which these are, to values of these rows.
+        vocab: tokens that count; None: all.
+        bias, chunk_mib, soft_cap: as in :func:`chunked_logprobs`.
+    """
+
+    def values(states: Tensor, start: int) -> tuple[Tensor, ...]:
+        logits = linear(states, weight, bias)[:, :vocab].float()
+        logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits
+        return read(logits.log_softmax(-1), slice(start, start + len(states)))
+
+    rows = _rows(len(weight), 4, 4, chunk_mib)
+    starts = range(0, max(len(hidden), 1), rows)
+    found = [checkpoint(values, hidden[start:start + rows], start, use_reentrant=False) for start in starts]
+    return tuple(torch.cat(column) for column in zip(*found))

@@ -78,19 +78,20 @@ class Arithmetic:
         return CPU_CANARY if self.exact else (max(4 * self.band.mean, 1e-3), self.band.mean)
 
 
-def trainer_arithmetic(bf16: bool, device: str, experts: bool) -> Arithmetic:
-    """Return the arithmetic of two passes of the trainer; GPUs multiply float32 in TF32 if torch is set to."""
-    tf32 = device != "cpu" and torch.get_float32_matmul_precision() != "highest"
-    return Arithmetic(device, "bf16" if bf16 else "tf32" if tf32 else "float32", experts)
+class RunArithmetic(NamedTuple):
+    """Arithmetic of two passes of the trainer, and of engine and trainer."""
+    passes: Arithmetic
+    engine: Arithmetic
 
-
-def engine_arithmetic(cfg: RolloutConfig, bf16: bool, device: str, experts: bool) -> Arithmetic:
-    """Return the arithmetic of engine and trainer, on GPUs with the TF32 of vLLM's and SGLang's attention kernels."""
-    trainer = trainer_arithmetic(bf16, device, experts)
-    if cfg.engine_quantization != "none":
-        return replace(trainer, kind=cfg.engine_quantization)
-    rounds = trainer.kind == "float32" and device != "cpu" and cfg.engine_type != "hf"
-    return replace(trainer, kind="tf32") if rounds else trainer
+    @classmethod
+    def of(cls, cfg: RolloutConfig, bf16: bool, device: str, experts: bool) -> "RunArithmetic":
+        """Return the arithmetic of a run on this type of device. GPUs multiply float32 in TF32 if torch is set to;
+        the attention kernels of vLLM and SGLang always do."""
+        tf32 = device != "cpu" and torch.get_float32_matmul_precision() != "highest"
+        passes = Arithmetic(device, "bf16" if bf16 else "tf32" if tf32 else "float32", experts)
+        rounds = passes.kind == "float32" and device != "cpu" and cfg.engine_type != "hf"
+        coarser = cfg.engine_quantization if cfg.engine_quantization != "none" else "tf32" if rounds else passes.kind
+        return cls(passes, replace(passes, kind=coarser))
 
 
 def has_experts(model: nn.Module) -> bool:

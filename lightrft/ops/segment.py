@@ -72,6 +72,14 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> T
     return segment_sum(x, cu_seqlens, mask) / lens.clamp_min(1)
 
 
+def segment_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``cat([x_b.softmax(0)])``: [T] -> [T], differentiable."""
+    ids = seq_ids(cu_seqlens, len(x))
+    peak = x.new_full((len(cu_seqlens) - 1, ), -torch.inf).scatter_reduce(0, ids, x.detach(), "amax")
+    grown = (x - peak[ids]).exp()
+    return grown / segment_sum(grown, cu_seqlens)[ids]
+
+
 def expand(per_seq: Tensor, cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     """``cat([full(len_b, per_seq[b])])``: [B] -> [T]."""
     return per_seq[seq_ids(cu_seqlens, total)]

@@ -1,17 +1,26 @@
 """Checks for choices of algorithms that are unknown, contradict each other or have no effect."""
 from collections.abc import Iterator
+from functools import singledispatch
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
 from lightrft.config.layers import changed
-from lightrft.config.options import did_you_mean, show
+from lightrft.config.options import show
 from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
 from lightrft.preflight.shared_rules import unread
+from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
 
 
-def trains_critic(c: Config) -> bool:
-    """Return True if the chosen advantage estimator learns from a critic."""
+@singledispatch
+def trains_critic(config: Tree) -> bool:
+    """Return True if a critic is trained, as some advantage estimators need; each tree registers its own."""
+    return False
+
+
+@trains_critic.register
+def _(c: Config) -> bool:
     return ADVANTAGES.get(c.algorithm.advantage_estimator).needs_critic
 
 

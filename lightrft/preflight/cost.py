@@ -13,7 +13,7 @@ from lightrft.utils.errors import UserError
 
 GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
-_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r".*?\.(?:layers?|h|blocks)\.\d+\.")  # of a decoder or a tower
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
     """Count parameters from their shapes by name; a tied parameter is given once."""
     layers: Counter[str] = Counter()
     for name, shape in shapes.items():
-        found = _LAYER.search(f".{name}")
-        layers[found[1] if found else "outside"] += prod(shape)
+        found = _LAYER.match(f".{name}")
+        layers[found[0] if found else "outside"] += prod(shape)
     outside = layers.pop("outside", 0)
     return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside)
 
@@ -106,9 +106,10 @@ def batch_summary(config: Config, world_size: int) -> str:
 def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
     """Floating-point operations of one rollout step at the length limits: 2 N per token forward, 4 N backward."""
     b, epochs = batch_sizes(config), config.train.max_epochs
-    train = (8 if config.model.gradient_checkpointing else 6) * b.tokens * epochs * (2 if critic else 1)
+    tokens = config.pass_tokens(b.samples)
+    train = (8 if config.model.gradient_checkpointing else 6) * tokens * epochs * (2 if critic else 1)
     passes = int(config.algorithm.init_kl_coef > 0) + int(critic) + int(b.optimizer_steps > 1)
-    return size.total * (train + 2 * passes * b.tokens + 2 * b.tokens)
+    return size.total * (train + 2 * passes * tokens + 2 * b.tokens)
 
 
 def time_line(config: Config, world_size: int, size: ModelSize | None, device: str, critic: bool = False) -> str:

@@ -16,7 +16,6 @@ from lightrft.config.stages import Stages
 from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.shared_rules import divides, nearest_divisors, unread
-from lightrft.utils.env import World
 
 EXAMPLE = {"vllm": "max_num_batched_tokens=16384", "sglang": "chunked_prefill_size=4096"}
 # native arguments that follow from options, and the option to set instead
@@ -187,14 +186,12 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
                f"next stage allows; let the lengths rise, or drop --oversample")
 
 
-def shared_engine(tp_size: int, world_size: int) -> Iterator[str]:
+def shared_engine(tp_size: int, world_size: int, local_ranks: int) -> Iterator[str]:
     """Yield a problem of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
-    world = World.from_env()
-    here = world.local_world_size if world.world_size == world_size else world_size  # a planned run: not known
-    if world_size % tp_size == 0 and here % tp_size:
+    if world_size % tp_size == 0 and local_ranks % tp_size:
         yield (
-            f"--engine_tp_size {tp_size}: the ranks of an engine have to share a machine, and torchrun starts {here} "
-            f"on this one; nearest valid value: {nearest_divisors(here, tp_size)}, or another --nproc-per-node")
+            f"--engine_tp_size {tp_size}: the ranks of an engine have to share a machine, and each has {local_ranks} "
+            f"of the run; nearest valid value: {nearest_divisors(local_ranks, tp_size)}, or another --nproc-per-node")
     yield from divides("engine_tp_size", tp_size, world_size)
 
 
@@ -212,6 +209,9 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
     if r.engine_tp_size > 1:
         yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other while they "
                "generate, and would for the passes, in no common order; drop one of them")
+    if c.data.cache_features and c.strategy.divides_weights(world_size):
+        yield (f"{flag}ranks that divide a tower run it together for --cache_features, and reach their passes in no "
+               "common order; drop one of them")
     shared = r.engine_type == "hf" and not c.strategy.divides_weights(world_size)
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "

@@ -1,6 +1,7 @@
 """Machines that a run is planned for: the one it starts on, or one named by ``--plan_gpus``."""
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,24 +33,27 @@ UNKNOWN = Device("cpu", 0, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of a run, the device of one of them, the name of its GPU (empty: a CPU), and whether all GPUs of the
-    machine have bfloat16 in hardware, which flash attention needs."""
+    """Ranks of a run, the device of one of them, the name of its GPU (empty: a CPU), whether all GPUs that the run uses
+    on the machine have bfloat16 in hardware, which flash attention needs, and the ranks on each machine (0: all)."""
     ranks: int
     device: Device
     gpu: str = ""
     bf16: bool = True
+    local_ranks: int = 0
 
     @classmethod
-    def here(cls, ranks: int, local_rank: int = 0) -> "Machine":
-        """Describe this machine. No CUDA context is opened, so a GPU counts as free."""
+    def here(cls, ranks: int, local_rank: int = 0, local_ranks: int | None = None) -> "Machine":
+        """Describe this machine, of whose GPUs ``local_ranks`` (default: all ``ranks``) use the first. No CUDA context
+        is opened, so a GPU counts as free."""
         import torch
         if not torch.cuda.is_available():
-            return cls(ranks, devices(ranks)[0])
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            return cls(ranks, devices(ranks)[0], local_ranks=local_ranks or 0)
+        used = range(min(local_ranks or ranks, torch.cuda.device_count()))
+        gpus = [torch.cuda.get_device_properties(index) for index in used]
         found, oldest = gpus[min(local_rank, len(gpus) - 1)], min(gpus, key=lambda gpu: gpu.major)
         device = Device(f"cuda:{local_rank}", found.total_memory, found.total_memory)
         native = oldest.major >= AMPERE
-        return cls(ranks, device, found.name if native else oldest.name, native)
+        return cls(ranks, device, found.name if native else oldest.name, native, local_ranks or 0)
 
     @classmethod
     def planned(cls, text: str) -> "Machine":
@@ -65,7 +69,15 @@ class Machine:
         nodes, count, gib, name = found.groups()
         memory = int(float(gib or GPUS[name]) * GIB)
         gpu = name or f"a GPU of {gib} GiB"
-        return cls(int(nodes or 1) * int(count), Device(gpu, memory, memory), gpu)
+        return cls(int(nodes or 1) * int(count), Device(gpu, memory, memory), gpu, local_ranks=int(count))
+
+
+def unlike_gpus(names: Sequence[str]) -> Iterator[str]:
+    """Yield a warning if the GPUs of ranks 0, 1, ... have different names (empty: a CPU)."""
+    first = {name: names.index(name) for name in names}
+    if len(first) > 1:
+        listed = ", ".join(f"{name or 'a CPU'} on rank {rank}" for name, rank in first.items())
+        yield f"the GPUs of the run differ ({listed}): every step waits for the slowest"
 
 
 def devices(ranks: int) -> list[Device]:

@@ -1,21 +1,29 @@
 """Estimated memory on the device of one rank, by purpose and by phase of a step.
 
-Strategies and engines say what they take; this module adds it up.
+Strategies and engines say what they take; this module adds it up, for every tree of options: one that has no rollout
+has neither its phases nor an engine and a reference.
 """
+from collections.abc import Iterator
+from functools import singledispatch
 from math import ceil
 
-from lightrft.config.schema import Config
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceModelConfig
+from lightrft.config.schema import Config, RewardConfig
+from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
-from lightrft.preflight.cost import GIB, MIB
+from lightrft.preflight.cost import GIB, known_model, MIB
 from lightrft.preflight.hardware import Device
+from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
-from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, secondary_share,
-                                      shares, STEP_BYTES, whole_gradients)
+from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, moment_width, reduced_gradients,
+                                      secondary_share, shares, STEP_BYTES, whole_gradients)
 
 BACKWARD = PHASES.index("backward")
+TrainingPhases = tuple[float, float, float, float]  # bytes between steps, and in log-probs, backward and optimizer
 
 
-def memory(config: Config, world_size: int, size: ModelSize, device: Device, critic: bool = False,
+def memory(config: Tree, world_size: int, size: ModelSize, device: Device, critic: bool = False,
            shape: ModelShape | None = None) -> dict[str, ByPhase]:
     """Estimate the bytes by purpose and phase, of micro-batches at the length limits.
 
@@ -23,10 +31,11 @@ def memory(config: Config, world_size: int, size: ModelSize, device: Device, cri
     it. With LoRA, gradients and optimizer state belong to the adapters and are left out. What rests in host memory
     counts where it visits the device. Gradients exist only in an update.
     """
-    held = _trainer(config, world_size, size, device, critic)
-    held |= engine_memory(config, world_size, size, device.total, device.cuda)
+    held = {name: by_phase(config, row) for name, row in _trainer(config, world_size, size, device, critic).items()}
+    held |= not_trained(config, world_size, size, device)
     if shape is not None:
         held |= _activations(config, world_size, shape, held)
+        held |= _of_towers(config, world_size, shape)
     return {name: values for name, values in held.items() if any(values)}
 
 
@@ -37,18 +46,16 @@ def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
     return PHASES[phase], sums[phase], max(held, key=lambda name: held[name][phase])
 
 
-def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, critic: bool) -> dict[str, ByPhase]:
-    s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
-    models, stays = 2 if critic else 1, 0 if config.rollout.offload_during_rollout else 1
-    on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
+def _trainer(config: Tree, world_size: int, size: ModelSize, device: Device, critic: bool) -> dict[str, TrainingPhases]:
+    s, m, copied_once = config.strategy, config.model, not config.strategy.divides_weights(world_size)
+    models, on_device, trained = 2 if critic else 1, 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
     weights, gradients, moments = (4 * size.total * share * on_device for share in shares(s, world_size))
     weights, moments = models * weights, models * moments  # gradients: policy and critic step one after the other
-    secondary = secondary_share(s, world_size) * size.total
-    weights += 4 * secondary * models
-    frozen, copied_once = frozen_width(s, world_size, bool(m.bf16)), not sharded
-    weights *= frozen / 4 if m.lora_rank and copied_once else 1
-    adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained if s.adam_offload else 0
-    adam *= not s.adam_offload
+    weights += 4 * secondary_share(s, world_size) * size.total * models
+    weights *= frozen_width(s, world_size, bool(m.bf16)) / 4 if m.lora_rank and copied_once else 1
+    in_parts, width = s.adam_offload or config.train.eight_bit, "8 bits" if config.train.eight_bit else "float32"
+    adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained * in_parts
+    adam *= not s.adam_offload and moment_width(config.train.eight_bit) / 4
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
     computing, updating = (copied * (models * trained if copied_once else 1) for copied in copies)  # one model gathers
@@ -56,35 +63,105 @@ def _trainer(config: Config, world_size: int, size: ModelSize, device: Device, c
     several = micro_batch_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
     whole = several * whole_gradients(s, world_size, size.total * trained, device.total)
     reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
-    reference = frozen * size.total / ((m.initial_model_shard_size or world_size) if sharded else 1) * on_device
-    reference += frozen * secondary
-    reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
-    bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     return {
-        "weights": (weights * stays, *(weights, ) * 4),
-        "gradients, float32": (0, 0, *(gradients * trained, ) * 2, 0),
-        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0, 0),
-        "gradients on their way to other ranks": (0, 0, reduced, 0, 0),
-        "Adam state, float32": (adam * stays, adam, adam, adam + stepping, adam),
-        "weights gathered or cast for computing": (resting * stays, computing, updating, resting, resting),
-        "reference": (reference * stays, *(reference, ) * 4),
-        "logits of one chunk": (0, chunk, chunk, 0, 0),
-        "bucket of full weights": (0, 0, 0, 0, bucket),
+        "weights": (weights, ) * 4,
+        "gradients, float32": (0, 0, *(gradients * trained, ) * 2),
+        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0),
+        "gradients on their way to other ranks": (0, 0, reduced, 0),
+        f"Adam state, {width}": (adam, adam, adam, adam + stepping),
+        "weights gathered or cast for computing": (resting, computing, updating, resting),
+        "logits of one chunk": (0, chunk, chunk, 0),
     }  # yapf: disable
 
 
-def micro_batch_tokens(config: Config, world_size: int) -> tuple[int, bool]:
+@singledispatch
+def by_phase(config: Tree, held: TrainingPhases) -> ByPhase:
+    """Return the bytes by phase of what the trainer holds; each tree with a rollout registers its own."""
+    return (0, *held[1:], 0)
+
+
+@by_phase.register
+def _(config: Config, held: TrainingPhases) -> ByPhase:
+    return (held[0] * (not config.rollout.offload_during_rollout), *held[1:], held[0])
+
+
+@singledispatch
+def not_trained(config: Tree, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
+    """Return the bytes of all but the trained models, by purpose and phase; each tree registers its own."""
+    return {}
+
+
+@not_trained.register
+def _(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
+    s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
+    share = 1 / (m.initial_model_shard_size or world_size) if sharded else 1
+    share = share * (not s.fsdp_cpu_offload) + secondary_share(s, world_size)
+    reference = frozen_width(s, world_size, bool(m.bf16)) * size.total * share
+    reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
+    scoring = (2 if m.bf16 else 4) * reward_parameters(config.reward) * (not config.reward.reward_offload)
+    bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
+    rows: dict[str, ByPhase] = {"reference": by_phase(config, (reference, ) * 4),
+                                "reward models": (scoring, ) * 5,
+                                "bucket of full weights": (0, 0, 0, 0, bucket)}  # yapf: disable
+    return rows | engine_memory(config, world_size, size, device.total, device.cuda)
+
+
+@not_trained.register
+def _(config: DPOConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
+    from lightrft.ops.preference import PAIR_LOSSES  # the doctor starts without torch
+    without = not PAIR_LOSSES.get(config.preference.chosen_loss).needs_reference
+    return {} if without else _reference(config, config.model, world_size, size)
+
+
+@not_trained.register
+def _(config: KTOConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
+    return _reference(config, config.model, world_size, size)
+
+
+@not_trained.register
+def _(config: KDConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
+    teacher = known_model(config.teacher.teacher_model, device.cuda)[0]
+    held = 0.0 if teacher is None else _frozen(config, world_size, teacher)
+    return {
+        "teacher":
+        (0, held, held * (not config.teacher.teacher_offload), 0 if config.teacher.teacher_offload else held, 0)
+    }
+
+
+def _frozen(config: Tree, world_size: int, size: ModelSize) -> float:
+    """Return the bytes of a model that is not trained, and is divided as the trained one."""
+    s = config.strategy
+    share = (1 / (s.fsdp_shard_size or world_size) if s.divides_weights(world_size) else 1) * (not s.fsdp_cpu_offload)
+    return frozen_width(s, world_size, bool(config.model.bf16)) * size.total * (share + secondary_share(s, world_size))
+
+
+def _reference(config: Tree, m: ReferenceModelConfig, world_size: int, size: ModelSize) -> dict[str, ByPhase]:
+    """Return the row of a reference that is a second model: resident, or only in passes that come before training."""
+    if m.lora_rank:
+        return {}
+    held = _frozen(config, world_size, size)
+    resident = held * (not m.ref_offload and m.ref_cache_dir is None)
+    return {"reference": (0, held, resident, resident, 0)}
+
+
+def reward_parameters(cfg: RewardConfig) -> int:
+    """Count the parameters of the reward models whose size is known here."""
+    sizes = [known_model(path)[0] for path in parse_models(cfg.reward_pretrain).values()]
+    return sum(size.total for size in sizes if size)
+
+
+def micro_batch_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
     """Count the tokens of a micro-batch of the update at the length limits; return also whether a step has several.
 
     A longer single sample goes alone. It is not counted, because it need not come.
     """
-    t, length = config.train, config.rollout.prompt_max_len + config.rollout.generate_max_len
-    step = ceil(t.train_batch_size / world_size) * length
-    tokens = min(t.max_tokens_per_micro_batch, step, t.micro_train_batch_size * length or step)
+    t = config.train
+    step = config.pass_tokens(ceil(t.train_batch_size / world_size))
+    tokens = min(t.max_tokens_per_micro_batch, step, config.pass_tokens(t.micro_train_batch_size) or step)
     return tokens, step > tokens
 
 
-def _activations(config: Config, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
+def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
     """Return the rows of activations and gradients.
 
     The temporaries of layers and the chunk of logits never exist together, so what exceeds the chunk is counted. A
@@ -102,20 +179,64 @@ def _activations(config: Config, world_size: int, shape: ModelShape, held: dict[
     return rows
 
 
-def memory_lines(config: Config, world_size: int, size: ModelSize | None, device: Device, critic: bool = False,
+def _of_towers(config: Tree, world_size: int, shape: ModelShape) -> dict[str, ByPhase]:
+    """Return the row of the tower that takes most, with prompts full of pictures or sounds; none for a frozen one.
+
+    Towers that are not trained keep nothing, and their passes are smaller than those of the decoder.
+    """
+    m, width = config.model, 2 if config.model.bf16 else 4
+    frozen = set(m.freeze_prefix) if not m.lora_rank else {"visual", "audio"} - set(m.target_modules)
+    tokens, most = media_tokens(config, world_size), (0.0, 0)
+    for tower in shape.towers:
+        patches = tokens * tower.per_token
+        again = tower.layer(patches, width) * bool(m.gradient_checkpointing)
+        if tower.part not in frozen:
+            most = max(most, (tower.kept(patches, width, bool(m.gradient_checkpointing)) + again, patches))
+    return {f"activations of a tower, {most[1]:,} patches": (0, 0, most[0], 0, 0)} if most[1] else {}
+
+
+@singledispatch
+def media_tokens(config: Tree, world_size: int) -> int:
+    """Count the most tokens of unique media in a micro-batch; each tree with prompts that repeat registers its own."""
+    return micro_batch_tokens(config, world_size)[0]
+
+
+@media_tokens.register
+def _(config: Config, world_size: int) -> int:
+    group = config.pass_tokens(config.rollout.n_samples_per_prompt)
+    return ceil(micro_batch_tokens(config, world_size)[0] / group) * config.rollout.prompt_max_len
+
+
+def uncounted(shape: ModelShape | None) -> str:
+    """Return words for the activations that an estimate leaves out, after a comma; empty for none."""
+    return ", activations not counted" if shape is None else ""
+
+
+def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: Device, critic: bool = False,
                  shape: ModelShape | None = None) -> list[str]:
-    """Format the estimate as lines of text."""
+    """Format the estimate as lines of text; the phases of a rollout are shown where there is one."""
     if size is None:
-        return ["memory per rank: unknown, --pretrain is not a local folder with a model"]
+        return ["memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"]
     held = memory(config, world_size, size, device, critic, shape)
     together = tuple(map(sum, zip(*held.values())))
-    tokens = f"activations of {micro_batch_tokens(config, world_size)[0]:,} tokens" if shape else "without activations"
-    lines = [f"GiB per rank, {tokens} ({size.total:,} parameters):",
-             f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES)]  # yapf: disable
-    lines += [f"  {name:<48}" + "".join(f"{value / GIB:>12.2f}" for value in values)
+    tokens = f", activations of {micro_batch_tokens(config, world_size)[0]:,} tokens" if shape else ""
+    shown = slice(None) if together[0] or together[-1] else slice(1, -1)
+    lines = [f"GiB per rank{tokens}{uncounted(shape)} ({size.total:,} parameters):",
+             f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES[shown])]  # yapf: disable
+    lines += [f"  {name:<48}" + "".join(f"{value / GIB:>12.2f}" for value in values[shown])
               for name, values in [*held.items(), ("together", together)]]  # yapf: disable
+    return [*lines, *cache_notes(config)]
+
+
+@singledispatch
+def cache_notes(config: Tree) -> Iterator[str]:
+    """Yield what the table leaves out of the engine's memory; each tree registers its own."""
+    yield from ()
+
+
+@cache_notes.register
+def _(config: Config) -> Iterator[str]:
     if config.rollout.engine_type == "hf" and not config.rollout.engine_kv_mib:
-        lines.append("  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)")
+        yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
     elif config.rollout.offload_during_rollout and config.rollout.sync_proof in ("canary", "both"):
-        lines.append("  canaries need models and cache together in the weight sync; --sync_proof fingerprint spares it")
-    return lines
+        yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint spares it"

@@ -1,10 +1,10 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import singledispatch
 from importlib.util import find_spec
 
+from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.options import ConfigError
-from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.checks.run_plan import memory_verdict
@@ -12,7 +12,6 @@ from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import AMPERE, Machine
 from lightrft.utils.errors import UserError
 
-BY_MACHINE = ("bf16", "use_liger", "gradient_checkpointing")  # options of the model whose default is the machine's
 LARGE = 10**9  # parameters from which activations are recomputed: below, models leave room for them
 
 
@@ -21,19 +20,41 @@ def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
 
     A tree that was never settled, as of a library user, has None there, which is off.
     """
-    model, cuda = config.model, machine.device.cuda
-    if model.bf16 is None:
-        model.bf16 = cuda and machine.bf16
-        provenance["bf16"] = f"default: {'no GPU' if not cuda else 'CUDA' if machine.bf16 else 'GPU before Ampere'}"
-    if model.use_liger is None:
-        model.use_liger = cuda and find_spec("liger_kernel") is not None
-        reason = "no GPU" if not cuda else "installed" if model.use_liger else "not installed"
-        provenance["use_liger"] = f"default: {reason}"
-    if model.gradient_checkpointing is None:
-        size = known_model(model.pretrain, hub=True)[0] if cuda else None
-        model.gradient_checkpointing = size is not None and size.total > LARGE
-        reason = f"{size.total / 1e9:.2g} billion parameters on CUDA" if size else "no model" if cuda else "no GPU"
-        provenance["gradient_checkpointing"] = f"default: {reason}"
+    options = vars(config.model)
+    for name, choose in BY_MACHINE.items():
+        if name in options and options[name] is None:
+            options[name], reason = choose(config, machine)
+            provenance[name] = f"default: {reason}"
+
+
+def _bf16(config: Tree, machine: Machine) -> tuple[bool, str]:
+    cuda = machine.device.cuda
+    return cuda and machine.bf16, "no GPU" if not cuda else "CUDA" if machine.bf16 else "GPU before Ampere"
+
+
+def _use_liger(config: Tree, machine: Machine) -> tuple[bool, str]:
+    chosen = machine.device.cuda and find_spec("liger_kernel") is not None
+    return chosen, "no GPU" if not machine.device.cuda else "installed" if chosen else "not installed"
+
+
+def _gradient_checkpointing(config: Tree, machine: Machine) -> tuple[bool, str]:
+    cuda = machine.device.cuda
+    size = known_model(config.model.pretrain, hub=True)[0] if cuda else None
+    reason = f"{size.total / 1e9:.2g} billion parameters on CUDA" if size else "no model" if cuda else "no GPU"
+    return size is not None and size.total > LARGE, reason
+
+
+BY_MACHINE: dict[str, Callable[[Tree, Machine], tuple[bool, str]]] = {
+    "bf16": _bf16,
+    "use_liger": _use_liger,
+    "gradient_checkpointing": _gradient_checkpointing,
+}
+"""Options of the model whose default is the machine's -> the choice and its reason."""
+
+
+def chosen_by_machine(config: Tree) -> dict[str, bool]:
+    """Return the values of the options that :func:`settle` may have set."""
+    return {name: vars(config.model)[name] for name in BY_MACHINE if name in vars(config.model)}
 
 
 def refuse_emulated_bf16(config: Tree, machine: Machine) -> None:
@@ -43,9 +64,17 @@ def refuse_emulated_bf16(config: Tree, machine: Machine) -> None:
                           f"{AMPERE}.0); compute in float32 with --bf16 false")
 
 
+def refuse_together(refusals: Sequence[str], own: UserError | None = None) -> None:
+    """Raise the first of the errors (empty: none) that the ranks have found, on every rank; ``own``: that of this rank,
+    which is raised as it is if all have one."""
+    for rank, text in enumerate(refusals):
+        if text:
+            raise own if own and all(refusals) else UserError(f"rank {rank}: {text}")
+
+
 def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
     """Raise an error if the machines of the ranks have led to different values; ``chosen``: by rank and option."""
-    for name in BY_MACHINE:
+    for name in chosen[0]:
         groups = {
             value: [rank for rank, values in enumerate(chosen) if values[name] is value] for value in (True, False)
         }
@@ -58,17 +87,18 @@ def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
 
 @singledispatch
 def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:
-    """Raise an error if a run does not fit into the GPUs of ``machine``; each tree registers its plan.
+    """Raise an error if a run does not fit into the GPUs of ``machine``; a tree that trains nothing registers its own.
 
     Only what is counted for certain can refuse a run, and on a CPU nothing does: the system may swap.
     """
-
-
-@refuse_what_does_not_fit.register
-def _(config: Config, machine: Machine) -> None:
     size, shape = known_model(config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
     if size is None:
         return
     found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
     if found.verdict == "fail":
         raise ConfigError(f"the run {found.text}; {found.remedy}")
+
+
+@refuse_what_does_not_fit.register
+def _(config: InferenceTree, machine: Machine) -> None:
+    """Leave the verdict to the engine, which knows how much memory it was given."""

@@ -3,10 +3,12 @@ from functools import singledispatch
 from typing import Any
 
 from lightrft.config.engines import ENGINES
+from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.layers import preset_values
 from lightrft.config.options import in_words, show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
+from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
@@ -15,7 +17,7 @@ from lightrft.preflight.checks.run_plan import memory_verdict
 from lightrft.preflight.cost import batch_summary, known_model, time_line
 from lightrft.preflight.engine_rules import missing_engine
 from lightrft.preflight.hardware import Machine
-from lightrft.preflight.memory import memory_lines
+from lightrft.preflight.memory import memory_lines, micro_batch_tokens
 from lightrft.preflight.validate import warnings
 from lightrft.strategy.memory import ModelSize
 
@@ -44,8 +46,16 @@ def summary(config: Tree, world_size: int) -> list[str]:
 
 @singledispatch
 def estimates(config: Tree, machine: Machine) -> list[str]:
-    """List what the run takes on ``machine``; each tree registers its own."""
-    return []
+    """List what the run takes on ``machine``; a tree may register more than the memory."""
+    return _memory(config, machine, *known_model(config.model.pretrain, machine.device.cuda))
+
+
+def _memory(config: Tree, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
+    return [
+        *summary(config, machine.ranks),
+        *memory_lines(config, machine.ranks, size, machine.device, trains_critic(config), shape),
+        *_verdict(config, machine, size, shape)
+    ]
 
 
 @summary.register
@@ -53,18 +63,29 @@ def _(config: Config, world_size: int) -> list[str]:
     return [batch_summary(config, world_size)]
 
 
+@summary.register
+def _(config: OfflineConfig, world_size: int) -> list[str]:
+    tokens, several = micro_batch_tokens(config, world_size)
+    return [f"each step: {config.train.train_batch_size} {config.ROWS} of at most {config.sequence_len:,} tokens, in "
+            f"{'micro-batches' if several else 'one micro-batch'} of at most {tokens:,} tokens per rank; {world_size} "
+            f"rank{'s' if world_size > 1 else ''}"]  # yapf: disable
+
+
+@estimates.register
+def _(config: InferenceTree, machine: Machine) -> list[str]:
+    return []
+
+
 @estimates.register
 def _(config: Config, machine: Machine) -> list[str]:
-    (size, shape), critic, ranks = known_model(config.model.pretrain,
-                                               machine.device.cuda), trains_critic(config), machine.ranks
+    size, shape = known_model(config.model.pretrain, machine.device.cuda)
     return [
-        *summary(config, ranks), *memory_lines(config, ranks, size, machine.device, critic, shape),
-        *_verdict(config, machine, size, shape),
-        time_line(config, ranks, size, machine.gpu, critic), *_unchecked(config)
+        *_memory(config, machine, size, shape),
+        time_line(config, machine.ranks, size, machine.gpu, trains_critic(config)), *_unchecked(config)
     ]
 
 
-def _verdict(config: Config, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
+def _verdict(config: Tree, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
     """Say that a plan fits on a GPU, and warn if it leaves little; one that does not fit is an error."""
     if size is None or not machine.device.cuda:
         return []
@@ -100,8 +121,8 @@ def semantics_table() -> str:
     heads = [f"`{name}`" + f" ({preset.version})" * bool(preset.version) for name, preset in SEMANTICS.items()]
     lines = ["| meaning | option | " + " | ".join(heads) + " |",
              "|---" * (2 + len(SEMANTICS)) + "|"]  # yapf: disable
-    for option, (meaning, beside) in MEANINGS.items():
-        found = [preset_values({"semantics": name, **beside}).get(option, known[option].default) for name in SEMANTICS]
+    for option, (meaning, given) in MEANINGS.items():
+        found = [preset_values({"semantics": name, **given}).get(option, known[option].default) for name in SEMANTICS]
         cells = [meaning, f"`--{option}`", *(f"`{show(value)}`" for value in found)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

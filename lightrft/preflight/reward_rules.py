@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config.schema import Config, RewardConfig
+from lightrft.preflight.shared_rules import folder
+from lightrft.rewards.spec import parse_models, parse_recipe
+from lightrft.utils.errors import UserError
 
 
 def reward_problems(c: Config) -> Iterator[str]:
@@ -13,6 +16,13 @@ def reward_problems(c: Config) -> Iterator[str]:
         yield from _url("remote_rm_url", url)
     for part in r.reward:
         yield from _part(part)
+    for path in parse_models(r.reward_pretrain).values():
+        yield from folder("reward_pretrain", path)
+    for recipe in r.reward_recipe:
+        try:
+            parse_recipe(recipe)
+        except UserError as error:
+            yield str(error)
     yield from _judge(r)
     yield from _judge_forms(r)
 

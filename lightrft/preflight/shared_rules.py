@@ -1,34 +1,42 @@
 """Rules that hold for every trainer: of single options, and of the option groups that all trees have."""
 import os
 from collections.abc import Iterable, Iterator
+from functools import singledispatch
 from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.layers import changed
-from lightrft.config.options import ConfigError, Option, did_you_mean
-from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
-                                           Tree)
+from lightrft.config.options import ConfigError, Option
+from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import check_ranges, flatten, options
 from lightrft.datasets.suites import parse_suite
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
+from lightrft.utils.errors import did_you_mean, install_command
+from lightrft.utils.hub import looks_local
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 
 
+@singledispatch
 def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
-    """Yield one sentence per problem that does not depend on the trainer."""
-    values = flatten(c)
-    held_out = [*values["eval_data"], *values.get("eval_suite", ())]
+    """Yield one sentence per problem that does not depend on the trainer, or on the command that generates."""
     yield from check_ranges(c)
     yield from unmet_needs(c)
     yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
-    yield from _checkpoint(c.checkpoint, held_out)
-    yield from _best_metric(c, held_out)
+    yield from _checkpoint(c)
+    yield from _best_metric(c)
     yield from _packages(c.log)
+
+
+@shared_problems.register
+def _(c: InferenceTree, world_size: int, cuda: bool) -> Iterator[str]:
+    yield from check_ranges(c)
+    yield from unmet_needs(c)
 
 
 def unmet_needs(c: Tree) -> Iterator[str]:
@@ -63,32 +71,27 @@ def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
 
 def folder(name: str, path: str | None) -> Iterator[str]:
     """Yield a problem of a model's path that can only be a local folder and is none."""
-    if path and _looks_local(path) and not Path(path).expanduser().is_dir():
+    if path and looks_local(path) and not Path(path).expanduser().is_dir():
         yield f"--{name} {path}: no such folder"
 
 
 def _liger(cuda: bool) -> Iterator[str]:
     if not cuda:
         yield "--use_liger True: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
-    yield from _package("use_liger", "liger_kernel", "liger-kernel")
-
-
-def _looks_local(path: str) -> bool:
-    """Return True if a path cannot be a hub id (``name`` or ``owner/name``)."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    yield from _package("use_liger True", "liger_kernel")
 
 
 def sources(name: str, entries: list[str]) -> Iterator[str]:
     """Check data entries ``path`` or ``path@data_dir``: yield a missing option and local paths that do not exist."""
     if name != "eval_data" and not entries:
-        yield f"--{name} is missing: give a file, folder or hub id of the training data"
+        yield f"--{name} is missing: give a file, folder or hub id of the data"
     for entry in entries:
         named = entry.rsplit("@", 1)[0]
         path = Path(named).expanduser()
         named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
-        if not path.exists() and (_looks_local(named) or named_like_a_file):
-            beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, beside)}"
+        if not path.exists() and (looks_local(named) or named_like_a_file):
+            siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+            yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, siblings)}"
 
 
 def suites(entries: list[str]) -> Iterator[str]:
@@ -108,7 +111,7 @@ def suites(entries: list[str]) -> Iterator[str]:
 
 def chat_template(path: str | None) -> Iterator[str]:
     """Yield a problem of a template's path that can only be a file and is none."""
-    if path and (_looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
+    if path and (looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
         yield f"--chat_template {path}: no such file"
 
 
@@ -117,23 +120,39 @@ def _optimizer(t: OptimConfig) -> Iterator[str]:
         yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
 
 
-def _checkpoint(p: CheckpointConfig, held_out: list[str]) -> Iterator[str]:
+def missing_optimizer(t: OptimConfig) -> Iterator[str]:
+    """Yield the problem of an optimizer whose package is not installed here."""
+    if t.eight_bit and find_spec("bitsandbytes") is None:
+        yield f"--optim {t.optim}: the package bitsandbytes is not installed; run: {install_command('bitsandbytes')}"
+
+
+def without_held_out(c: Tree) -> str:
+    """Name the options that bring held-out data, for a problem that they solve."""
+    known = {
+        name: example for name, example in (("eval_data", "PATH"), ("eval_suite", "math500")) if name in options(c)
+    }
+    return (f"without {' or '.join(f'--{name}' for name in known)}; add "
+            f"{' or '.join(f'--{name} {example}' for name, example in known.items())}")
+
+
+def _checkpoint(c: Tree) -> Iterator[str]:
+    p = c.checkpoint
     if p.save_steps == 0:
         yield "--save_steps 0: not a number of steps; nearest valid value: -1 (only at the end), or --disable_ckpt"
     if p.disable_ckpt:
         for name in ("load_checkpoint", "save_hf_ckpt", "best_metric", "ckpt_path"):
             if vars(p)[name]:
                 yield f"--{name} {vars(p)[name]}: contradicts --disable_ckpt; drop one of them"
-    if p.best_metric and p.best_metric.startswith("eval/") and not held_out:
-        yield f"--best_metric {p.best_metric}: is never measured without --eval_data; add --eval_data PATH"
+    if p.best_metric and p.best_metric.startswith("eval/") and not c.held_out:
+        yield f"--best_metric {p.best_metric}: is never measured {without_held_out(c)}"
     for name in ("save_path", "ckpt_path"):
         path = vars(p)[name]
         if path:
-            yield from _writable(name, path)
+            yield from writable(name, path)
 
 
-def _writable(name: str, path: str) -> Iterator[str]:
-    """Check a future folder: the nearest of it and its parents that exists must be a writable folder."""
+def writable(name: str, path: str) -> Iterator[str]:
+    """Yield the problem of a future folder: the nearest of it and its parents that exists must be a writable folder."""
     parents = (Path(path), *Path(path).absolute().parents)
     there = next(parent for parent in parents if os.path.exists(parent))
     which = "" if there == Path(path) else f"{there} "
@@ -143,10 +162,10 @@ def _writable(name: str, path: str) -> Iterator[str]:
         yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
 
 
-def _best_metric(c: Tree, held_out: list[str]) -> Iterator[str]:
+def _best_metric(c: Tree) -> Iterator[str]:
     """Yield problems of a metric that no checkpoint of this run has."""
     name = c.checkpoint.best_metric
-    if not name or (name.startswith("eval/") and not held_out):
+    if not name or (name.startswith("eval/") and not c.held_out):
         return  # the missing data is reported above
     first, slash, _ = name.partition("/")
     if first not in c.METRICS or not slash:
@@ -157,21 +176,20 @@ def _best_metric(c: Tree, held_out: list[str]) -> Iterator[str]:
                "steps")
 
 
-def _package(option: str, module: str, name: str) -> Iterator[str]:
-    if find_spec(module) is None:
-        yield f"--{option} True: the package {module} is not installed; run: pip install {name}"
+def _package(flag: str, name: str) -> Iterator[str]:
+    if find_spec(name) is None:
+        yield f"--{flag}: the package {name} is not installed; run: pip install {name}"
 
 
 def _packages(log: SinkConfig) -> Iterator[str]:
     if log.use_wandb:
-        yield from _package("use_wandb", "wandb", "wandb")
+        yield from _package("use_wandb True", "wandb")
     if log.use_trackio:
-        yield from _package("use_trackio", "trackio", "trackio")
+        yield from _package("use_trackio True", "trackio")
     if log.use_tensorboard:
-        yield from _package("use_tensorboard", "tensorboard", "tensorboard")
+        yield from _package("use_tensorboard True", "tensorboard")
     for name in log.trackers:
-        if find_spec(name) is None:
-            yield f"--trackers {name}: the package {name} is not installed; run: pip install {name}"
+        yield from _package(f"trackers {name}", name)
 
 
 def _strategy(c: Tree, world_size: int) -> Iterator[str]:
@@ -233,7 +251,7 @@ def per_rank(name: str, value: int, world_size: int) -> Iterator[str]:
             f"--{name} {value}: each of the {world_size} ranks needs at least one; nearest valid value: {world_size}")
 
 
-def evaluations(eval_steps: int, data: list[str]) -> Iterator[str]:
+def evaluations(c: Tree, eval_steps: int) -> Iterator[str]:
     """Yield a problem of evaluations that have no data."""
-    if eval_steps > 0 and not data:
-        yield f"--eval_steps {eval_steps}: has no effect without --eval_data; add --eval_data PATH or drop it"
+    if eval_steps > 0 and not c.held_out:
+        yield f"--eval_steps {eval_steps}: has no effect {without_held_out(c)} or drop it"

@@ -5,64 +5,135 @@ from functools import singledispatch
 from math import gcd
 from typing import Any
 
+from lightrft.config.chat_schema import ChatConfig
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.inference_schema import InferenceTree
+from lightrft.config.kd_schema import KDConfig
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
+from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings
 from lightrft.preflight.engine_rules import (engine_problems, missing_engine, overlap_problems, oversample_problems,
                                              shared_engine)
+from lightrft.preflight.inference_rules import engine_of_task, evaluation_problems, output_problems, score_problems
+from lightrft.preflight.kd_rules import teacher_problems
+from lightrft.preflight.preference_rules import pair_problems, reference_problems
 from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, nearest_divisors, per_rank,
-                                             shared_problems, sources, suites)
+from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
+                                             nearest_divisors, per_rank, shared_problems, sources, suites)
 
 
-def validate(config: Tree, world_size: int, cuda: bool | None = None, planned: bool = False) -> None:
+def validate(config: Tree, world_size: int, cuda: bool | None = None, planned: bool = False,
+             local_ranks: int = 0) -> None:
     """Check a whole tree for a run on ``world_size`` ranks.
 
     Args:
         cuda: the ranks have GPUs; None: if this machine has one.
         planned: the run is planned for another machine, so this one need not have its packages.
+        local_ranks: ranks on each machine; 0: all of them.
 
     Raises:
         ConfigError: with every problem found: option, value, reason and the nearest valid value or the remedy.
     """
     import torch
     cuda = torch.cuda.is_available() if cuda is None else cuda
-    found = [*shared_problems(config, world_size, cuda), *problems(config, world_size, cuda),
+    found = [*shared_problems(config, world_size, cuda), *problems(config, world_size, cuda, local_ranks or world_size),
              *(() if planned else missing_packages(config))]  # yapf: disable
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
 
 @singledispatch
-def problems(config: Tree, world_size: int, cuda: bool) -> Iterator[str]:
+def problems(config: Tree, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     """Yield the problems of a tree beyond those of every trainer; each tree registers its rules here."""
     yield from ()
 
 
 @problems.register
-def _(config: SFTConfig, world_size: int, cuda: bool) -> Iterator[str]:
+def _(config: OfflineConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     d, t = config.data, config.train
     yield from sources("train_data", d.train_data)
     yield from sources("eval_data", d.eval_data)
     yield from chat_template(d.chat_template)
     yield from per_rank("train_batch_size", t.train_batch_size, world_size)
-    yield from evaluations(t.eval_steps, d.eval_data)
+    yield from evaluations(config, t.eval_steps)
 
 
 @problems.register
-def _(config: Config, world_size: int, cuda: bool) -> Iterator[str]:
+def _(config: DPOConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    yield from pair_problems(config)
+
+
+@problems.register
+def _(config: KTOConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    yield from reference_problems(config)
+
+
+@problems.register
+def _(config: KDConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    yield from teacher_problems(config)
+
+
+@problems.register
+def _(config: Config, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     for check in (_data, _rollout, reward_problems, _train, _eval, algorithm_problems):
         yield from check(config)
     yield from _reference(config.model, world_size)
     yield from _batches(config, world_size)
     yield from engine_problems(config, world_size, cuda)
     yield from overlap_problems(config, world_size)
-    yield from shared_engine(config.rollout.engine_tp_size, world_size)
+    yield from shared_engine(config.rollout.engine_tp_size, world_size, local_ranks)
+
+
+@problems.register
+def _(config: GenerateConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from score_problems(config.score)
+    yield from output_problems(config)
+    yield from _prompts(config.as_config())
+    if config.generates:
+        yield from engine_of_task(config)
+        yield from _inference(config, [config.model.pretrain or ""], world_size, cuda, local_ranks)
+
+
+@problems.register
+def _(config: EvaluateConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from sources("eval_data", config.data.eval_data)
+    yield from suites(config.data.eval_suite)
+    yield from _rendering(config.data)
+    yield from score_problems(config.score)
+    yield from evaluation_problems(config)
+    yield from _inference(config, config.model.pretrain or [""], world_size, cuda, local_ranks)
+
+
+@problems.register
+def _(config: ChatConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from chat_template(config.chat.chat_template)
+    if world_size > 1:
+        yield f"lightrft chat runs in one process, not on {world_size} ranks; drop --nproc or torchrun"
+    yield from _inference(config, [config.model.pretrain or ""], world_size, cuda, local_ranks)
+
+
+def _inference(config: InferenceTree, models: list[str], world_size: int, cuda: bool,
+               local_ranks: int) -> Iterator[str]:
+    """Yield the problems of models and an engine that generate without training."""
+    rl = config.as_config()
+    if "" in models:
+        yield "--pretrain is missing: give an HF folder or hub id of the model"
+    for path in models:
+        yield from folder("pretrain", path)
+    yield from _stop(rl.rollout.stop)
+    yield from engine_problems(rl, world_size, cuda)
+    yield from shared_engine(rl.rollout.engine_tp_size, world_size, local_ranks)
 
 
 @singledispatch
@@ -76,11 +147,19 @@ warnings.register(Config, algorithm_warnings)
 
 @singledispatch
 def missing_packages(config: Tree) -> Iterator[str]:
-    """Yield packages that the run needs and this machine lacks; each tree registers its own."""
-    yield from ()
+    """Yield packages that the run needs and this machine lacks; a tree may register its own besides."""
+    yield from missing_optimizer(config.train)
 
 
-missing_packages.register(Config, missing_engine)
+@missing_packages.register
+def _(config: Config) -> Iterator[str]:
+    yield from missing_optimizer(config.train)
+    yield from missing_engine(config)
+
+
+@missing_packages.register
+def _(config: InferenceTree) -> Iterator[str]:
+    yield from missing_engine(config.as_config())
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -114,12 +193,21 @@ def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:
 
 def _data(c: Config) -> Iterator[str]:
     d = c.data
-    yield from sources("prompt_data", d.prompt_data)
+    yield from _prompts(c)
     yield from sources("eval_data", d.eval_data)
     yield from suites(d.eval_suite)
-    yield from chat_template(d.chat_template)
-    yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
     yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
+
+
+def _prompts(c: Config) -> Iterator[str]:
+    d = c.data
+    yield from sources("prompt_data", d.prompt_data)
+    yield from _rendering(d)
+    yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
+
+
+def _rendering(d: PromptConfig) -> Iterator[str]:
+    yield from chat_template(d.chat_template)
     if d.input_template is not None and d.input_template.count("{}") != 1:
         yield f"--input_template {d.input_template!r}: must hold {{}} exactly once, e.g. 'Question: {{}}'"
 
@@ -146,8 +234,7 @@ def _probabilities(probs: list[float], sources: int) -> Iterator[str]:
 def _rollout(c: Config) -> Iterator[str]:
     yield from length_problems(c)
     yield from oversample_problems(c)
-    if any(not text for text in c.rollout.stop):
-        yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
+    yield from _stop(c.rollout.stop)
     if c.rollout.use_fire and c.rollout.first_token_temperature <= c.rollout.temperature:
         yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire draws the first token at "
                f"a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
@@ -161,6 +248,11 @@ def _rollout(c: Config) -> Iterator[str]:
                "valid value: --n_samples_per_prompt 2, or drop it")
 
 
+def _stop(stop: list[str]) -> Iterator[str]:
+    if any(not text for text in stop):
+        yield f"--stop {stop}: an empty string would stop every response at once; drop it"
+
+
 def _train(c: Config) -> Iterator[str]:
     t = c.train
     if 0 < t.max_steps <= t.freezing_actor_steps:
@@ -170,8 +262,8 @@ def _train(c: Config) -> Iterator[str]:
 
 def _eval(c: Config) -> Iterator[str]:
     e = c.eval
-    yield from evaluations(e.eval_steps, c.data.held_out)
-    if c.data.held_out and e.eval_steps:
+    yield from evaluations(c, e.eval_steps)
+    if c.held_out and e.eval_steps:
         yield from _measured(c.checkpoint.best_metric or "", e)
     if e.eval_n_samples > 1 and e.eval_temperature == 0:
         yield (f"--eval_n_samples {e.eval_n_samples}: greedy samples of one prompt are all the same; "

@@ -5,17 +5,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
-from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, RewardPart, recipe_for,
-                                   remote_part, Submit)
+from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, parse_models, parse_recipe,
+                                   RewardPart, recipe_for, remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
 from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:  # torch is imported with the first reward model
+    from lightrft.rewards.neural import NeuralReward, ScorerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +46,27 @@ class Handle:
     together: dict[str, tuple[RewardPart, list[int]]] = field(default_factory=dict)
     budgets: dict[str, GroupBudget] = field(default_factory=dict)  # by part
 
+    @property
+    def ready(self) -> bool:
+        """True once the scores can be collected without waiting."""
+        return all(future.done() for job in self.jobs for future in job.futures)
+
 
 class RewardManager:
     """Manager of a run's rewards, one instance per rank. ``total = sum(weight * part)``, unscored if any part is.
 
-    ``functions`` of this program are rewards under their names; they have the signatures of a reward file.
+    ``functions`` of this program are rewards under their names; they have the signatures of a reward file. ``place``
+    is where reward models compute.
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
     ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
-    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
-        self.cfg, self.functions = cfg, functions or {}
+    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None,
+                 place: "ScorerSetup | None" = None) -> None:
+        self.cfg, self.functions, self.place = cfg, functions or {}, place
+        self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
+        self.models = parse_models(cfg.reward_pretrain)
+        self.neural: dict[str, NeuralReward] = {}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
@@ -106,7 +119,8 @@ class RewardManager:
 
     def begins_early(self, item: RewardInput) -> bool:
         """Return True if a slow part judges each response to this prompt on its own."""
-        return any(part.submit is not None and not part.together for part, _ in self.parts_of(item))
+        return any(part.submit is not None and not part.together and part.name not in self.models
+                   for part, _ in self.parts_of(item))  # yapf: disable
 
     def compares(self, item: RewardInput) -> bool:
         """Return True if a part judges all responses to this prompt together."""
@@ -119,20 +133,24 @@ class RewardManager:
         return scores
 
     def parts_of(self, item: RewardInput) -> Weighted:
-        """Return the weighted parts that judge a row: those of ``--reward`` and the servers, else its recipe.
+        """Return the weighted parts that judge a row: those of its ``--reward_recipe``, else those of ``--reward``, the
+        servers and reward models, else its recipe.
 
         A row of ``--eval_suite`` is always judged by the recipe of its suite.
         """
-        if self._fixed and not item.label.startswith(SUITE_LABEL):
-            return self._fixed
         key = (item.label, item.data_source)
+        own = next((self.own_recipes[name] for name in key if name in self.own_recipes), None)
+        if own is None and self._fixed and not item.label.startswith(SUITE_LABEL):
+            return self._fixed
         if key not in self._recipes:
-            self._recipes[key] = [(self._part(name), weight) for name, weight in recipe_for(item)]
+            self._recipes[key] = [(self._part(name), weight) for name, weight in own or recipe_for(item)]
         return self._recipes[key]
 
     def wait(self, handle: Handle) -> list[Score]:
         """Wait and return scores as :meth:`collect` does, without counting."""
         self._budgets = {}  # all of this step is begun: later responses are tried again
+        for model in self.neural.values():
+            model.flush()
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -159,6 +177,8 @@ class RewardManager:
             if part.name in [known.name for known, _ in parts]:
                 raise UserError(f"--reward names {part.name!r} twice. Remedy: name it once, with the weight you want")
             parts.append((part, entry.weight))
+        chosen = {part.name for part, _ in parts} | {name for own in self.own_recipes.values() for name, _ in own}
+        parts += [(self._part(name), 1.0) for name in self.models if name not in chosen]
         return parts + ([(remote_part(self.remote, "remote"), 1.0)] if self.remote is not None else [])
 
     def _part(self, name: str) -> RewardPart:
@@ -171,6 +191,10 @@ class RewardManager:
     def _made(self, name: str) -> RewardPart:
         if name in self.functions:
             return function_part(name, self.functions[name], self.pool)
+        if name in self.models:
+            from lightrft.rewards.neural import NeuralReward, ScorerSetup
+            self.neural[name] = NeuralReward(self.models[name], self.cfg, self.place or ScorerSetup())
+            return RewardPart(name, submit=self.neural[name].submit)
         if name == "judge":
             self.judge = judge_reward(self.cfg)
             return remote_part(self.judge, name)

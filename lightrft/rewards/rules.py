@@ -1,4 +1,4 @@
-r"""Built-in reward parts ``exact``, ``choice``, ``format`` and ``math``, and the extraction of the final answer.
+r"""Built-in reward parts ``exact``, ``choice``, ``format``, ``math``, ``answer`` and ``tags``; the final answer.
 
 All parts judge only the response, never the prompt. Each part has a *fast* function that runs in the trainer process in
 microseconds. It returns an ``Outcome``, or None when it cannot decide; then (``math`` only) a worker process that can
@@ -18,7 +18,7 @@ NO_REFERENCE = Outcome(
 
 
 def exact_score(item: RewardInput) -> Outcome:
-    r"""Score 1 if the last ``\boxed{..}`` is the reference, character by character (outer blanks aside), else 0."""
+    r"""Score 1 if the last ``\boxed{..}`` is the reference, character by character (stripped), else 0."""
     if item.reference is None:
         return NO_REFERENCE
     boxes = boxed_answers(item.response)
@@ -76,9 +76,31 @@ def verify_math(item: RewardInput) -> Outcome:
     return Outcome(0.0)
 
 
+def answer_score(item: RewardInput) -> Outcome:
+    """Score 1 if the text in the last ``<answer>..</answer>`` is the reference, letter case, blanks and a full stop at
+    the end aside, else 0 (R1-AQA, arXiv:2503.11197)."""
+    if item.reference is None:
+        return NO_REFERENCE
+    answers = _IN_TAGS.findall(item.response)
+    said, known = (" ".join(text.split()).rstrip(".").lower() for text in ((answers or [""])[-1], str(item.reference)))
+    return Outcome(float(bool(answers) and said == known))
+
+
+def tags_score(item: RewardInput) -> Outcome:
+    """Score 1 if the response is one ``<answer>..</answer>``, after one ``<think>..</think>`` where ``extra_info`` of
+    the row has ``think``, else 0."""
+    form = _REASONED if (item.columns.get("extra_info") or {}).get("think") else _ONLY_ANSWER
+    return Outcome(float(bool(form.fullmatch(item.response))))
+
+
+TAGGED = {"answer", "tags"}  # parts that read the answer in tags
+_IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ONLY_ANSWER = re.compile(r"\s*<answer>[^<]*</answer>\s*")
+_REASONED = re.compile(r"\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*")
 FAST: dict[str, Callable[[RewardInput], Outcome | None]] = {
-    "exact": exact_score, "choice": choice_score, "format": format_score, "math": math_score
-}
+    "exact": exact_score, "choice": choice_score, "format": format_score, "math": math_score, "answer": answer_score,
+    "tags": tags_score
+}  # yapf: disable
 """Parts that the manager tries in its own process first."""
 
 
@@ -98,6 +120,18 @@ def choice(batch: list[RewardInput]) -> list[float | None]:
 def format_(batch: list[RewardInput]) -> list[float | None]:
     """Return ``format_score`` of each response."""
     return [format_score(item).value for item in batch]
+
+
+@REWARDS.register("answer")
+def answer(batch: list[RewardInput]) -> list[float | None]:
+    """Return ``answer_score`` of each response."""
+    return [answer_score(item).value for item in batch]
+
+
+@REWARDS.register("tags")
+def tags(batch: list[RewardInput]) -> list[float | None]:
+    """Return ``tags_score`` of each response."""
+    return [tags_score(item).value for item in batch]
 
 
 @REWARDS.register("math")

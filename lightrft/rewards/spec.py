@@ -117,17 +117,39 @@ def remote_part(remote: RemoteReward, name: str) -> RewardPart:
     return RewardPart(name, submit=remote.submit, limit_s=remote.limit_s)
 
 
+def parse_models(entries: list[str]) -> dict[str, str]:
+    """Map the names of reward models to their paths: ``name=path``, else "rm", or "rm1", "rm2" ... of several."""
+    names = [f"rm{i}" for i in range(1, len(entries) + 1)] if len(entries) > 1 else ["rm"]
+    named = [entry.partition("=") for entry in entries]
+    return {name if equals else default: path if equals else name
+            for default, (name, equals, path) in zip(names, named)}  # yapf: disable
+
+
 RewardRecipe = list[tuple[str, float]]
+
+
+def parse_recipe(text: str) -> tuple[str, RewardRecipe]:
+    """Parse ``SOURCE:part=weight+part=weight``; raise a :class:`UserError` for anything else."""
+    source, colon, parts = text.partition(":")
+    entries = [parse_entry(part) for part in parts.split("+")] if colon and source and parts else []
+    if not entries or any(entry.path for entry in entries):
+        raise UserError(f"--reward_recipe {text!r}: write SOURCE:part=weight+part=weight, e.g. gsm8k:math=0.9+rm=0.1, "
+                        "with names of rewards")
+    return source, [(entry.name, entry.weight) for entry in entries]
+
 
 _MATH_WITH_FORMAT: RewardRecipe = [("math", 0.9), ("format", 0.1)]
 _EXACT: RewardRecipe = [("exact", 1.0)]
 _MATH: RewardRecipe = [("math", 1.0)]
+_TAGGED: RewardRecipe = [("answer", 1.0), ("tags", 1.0)]
 
 RECIPES: dict[str, RewardRecipe] = {
     "gsm8k_rule": _MATH_WITH_FORMAT,
     "openai/gsm8k": _MATH_WITH_FORMAT,
     "geo3k_rule": _MATH_WITH_FORMAT,
     "hiyouga/geometry3k": _MATH_WITH_FORMAT,
+    "avqa_rule": _TAGGED,
+    "r1-aqa-avqa": _TAGGED,
     "quickstart_rule": _EXACT,
     "lightrft/quickstart": _EXACT,
     "exact_rule": _EXACT,

@@ -6,7 +6,7 @@ from math import inf
 
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
-from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers
+from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers, TAGGED
 from lightrft.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,13 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
         _probe_row(manager, row)
 
 
-def good_answers(row: RewardInput) -> list[str]:
-    """Return responses that hold the reference, with and without a line of thought."""
+def good_answers(manager: RewardManager, row: RewardInput) -> list[str]:
+    """Return responses that hold the reference in the form that the parts of ``row`` read, with and without a line of
+    thought."""
     text = (reference_answers(row.reference) or [""])[0]
-    return [f"<think></think>\\boxed{{{text}}}", f"\\boxed{{{text}}}"]
+    tagged = any(part.name in TAGGED for part, _ in manager.parts_of(row))
+    answer = f"<answer>{text}</answer>" if tagged else f"\\boxed{{{text}}}"
+    return [f"<think></think>{answer}", answer]
 
 
 def bad_answer(row: RewardInput) -> str:
@@ -46,7 +49,7 @@ def bad_answer(row: RewardInput) -> str:
 
 
 def _probe_row(manager: RewardManager, row: RewardInput) -> None:
-    answers = [*good_answers(row), bad_answer(row)]
+    answers = [*good_answers(manager, row), bad_answer(row)]
     scores = manager.wait(manager.submit([replace(row, response=answer) for answer in answers]))
     errors = sorted({score.error for score in scores if score.error is not None})
     if all(score.total is None for score in scores):
@@ -66,14 +69,15 @@ def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> N
     if ours and max(sums[:-1]) <= sums[-1]:
         raise RewardProbeError(
             f"the reward does not separate right from wrong on {_name(row)}: the known-good answer "
-            f"{quoted(good_answers(row)[0])} scores {max(sums[:-1]):g}, the known-bad {quoted(bad_answer(row))} "
-            f"{sums[-1]:g}. "
+            f"{quoted(good_answers(manager, row)[0])} scores {max(sums[:-1]):g}, the known-bad "
+            f"{quoted(bad_answer(row))} {sums[-1]:g}. "
             "Remedy: check the row's reference and the weights of --reward; --no_reward_probe skips this check")
     totals = [score.total for score in scores]
     known = [total for total in totals[:-1] if total is not None]
     if len(ours) < len(parts) and known and totals[-1] is not None and max(known) <= totals[-1]:
         logger.warning("the reward scores the known-good answer %s to %s no higher (%g) than the known-bad %s (%g)",
-                       quoted(good_answers(row)[0]), _name(row), max(known), quoted(bad_answer(row)), totals[-1])
+                       quoted(good_answers(manager, row)[0]), _name(row), max(known), quoted(bad_answer(row)),
+                       totals[-1])
 
 
 def _name(row: RewardInput) -> str:

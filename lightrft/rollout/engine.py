@@ -1,12 +1,12 @@
 """Interface of every rollout engine, with its requests and responses."""
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrft.strategy.base import Lora
+from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
@@ -32,7 +32,8 @@ class Request:
     """One prompt and the seeds of its samples: one response per seed. Equal seeds and weights give equal responses,
     whatever else is in the batch and however many ranks there are, as far as the arithmetic of the kernels allows.
 
-    ``media``: the keys of the prompt's pictures and sounds, which an engine that takes media decodes for itself.
+    ``media``: the keys of the prompt's pictures and sounds, which an engine that takes media looks up for itself;
+    ``unexpanded``: the prompt's tokens with one placeholder per medium.
 
     ``prefixes``: the tokens that each response has already (empty: none has begun). ``max_new_tokens`` counts the
     prefix too. With the HF engine and SGLang the noise of a token depends on the seed and the token's position alone,
@@ -43,6 +44,12 @@ class Request:
     seeds: list[int]
     media: tuple[str, ...] = ()
     prefixes: list[list[int]] = field(default_factory=list)
+    unexpanded: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompt: Prompt, seeds: list[int], prefixes: Sequence[list[int]] = ()) -> "Request":
+        """Request responses to ``prompt``."""
+        return cls(prompt.token_ids, seeds, prompt.media, list(prefixes), prompt.unexpanded_ids)
 
 
 @dataclass
@@ -89,11 +96,23 @@ Arrived = Callable[[Ended], None]
 NextTurn = Callable[[Ended], list[Continuation | None]]
 
 
-def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int,
-                   longest: int = 0) -> None:
-    """Refuse requests that no text engine can run on a model of ``vocabulary`` tokens.
+def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
+    """Refuse an engine for data with media of these kinds, if there are any.
+
+    Raises:
+        UserError: with the engine that takes them.
+    """
+    if kinds := list(kinds):
+        raise UserError(f"--engine_type {engine}: {reason}, and the prompts have media of kind {', '.join(kinds)}: use "
+                        "--engine_type hf")
+
+
+def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int, longest: int = 0,
+                   takes_media: bool = False) -> None:
+    """Refuse requests that no engine can run on a model of ``vocabulary`` tokens.
 
     ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
+    ``takes_media``: the model sees or hears, and the engine has a source of media.
 
     Raises:
         ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
@@ -111,7 +130,7 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
         if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
             raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
                             "is not the model's")
-        if request.media:
+        if request.media and not takes_media:
             raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
         if longest and len(request.token_ids) + params.max_new_tokens > longest:
             raise UserError(f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
@@ -183,9 +202,22 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class TakesAdapters(Protocol):
-    """An engine that can keep LoRA adapters separate from the base weights."""
+class ShowsPositions(Protocol):
+    """An engine that computes the positions of tokens itself."""
+
+    def positions(self, request: Request) -> Tensor | None:
+        """Return the positions [3, L] of the tokens of the prompt of ``request``; None: their index. Ranks that share
+        the engine all ask for the same request."""
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """An engine that gets weights that are not trained only once, while it keeps them."""
 
     @property
-    def lora(self) -> Lora:
-        """Form of the adapters in the next update: alone where the engine has the base weights already."""
+    def apart(self) -> bool:
+        """True if updates bring the matrices of LoRA adapters apart from the base weights, and not merged."""
+
+    @property
+    def holds_weights(self) -> bool:
+        """True if the engine still has the weights that training does not change: the next update leaves them out."""

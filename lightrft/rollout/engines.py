@@ -3,8 +3,9 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.engines import ENGINES, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
+from lightrft.config.engines import ENGINES, HF_CACHE_PART, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
 from lightrft.config.schema import Config, RolloutConfig
+from lightrft.models.activations import ModelShape
 from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
 
@@ -72,6 +73,17 @@ def engine_cache(config: Config, world_size: int, size: ModelSize, total: float,
     if not cuda:
         return host_cache(r.engine_mem_util, total)
     return max(0.0, r.engine_mem_util * total - engine_weights(config, world_size, size))
+
+
+def largest_hf_cache(config: Config, world_size: int, shape: ModelShape | None, total: float) -> float:
+    """Return the bytes up to which the cache of the hf engine grows without ``--engine_kv_mib``: a quarter of the
+    memory of the device, or all sequences of a rank at the length limits if they take less (for a known ``shape``)."""
+    r, quarter = config.rollout, total / HF_CACHE_PART
+    if shape is None:
+        return quarter
+    sequences = ceil(r.rollout_batch_size * r.n_samples_per_prompt * max(r.oversample, 1.0) / world_size)
+    per_token = 2 * shape.layers * shape.keys * (2 if config.model.bf16 else 4)
+    return min(quarter, sequences * (r.prompt_max_len + r.generate_max_len) * per_token)
 
 
 def sequences_at_once(cfg: RolloutConfig, world_size: int, memory: int) -> int:

@@ -43,13 +43,15 @@ def _gather(records: Iterable[Record], group: dist.ProcessGroup) -> list[list[Re
 
 
 def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], range]:
-    """Gather the text requests of all ranks of ``group``, rank by rank; return them and the range of this rank's. A
-    collective; without a group there is nothing to share."""
+    """Gather the requests of all ranks of ``group``, rank by rank; return them and the range of this rank's. A
+    collective; without a group there is nothing to share. Of media the keys are sent."""
     if group is None:
         return requests, range(len(requests))
-    parts = _gather(([one.token_ids, one.seeds, *one.prefixes] for one in requests), group)
+    parts = _gather(([one.token_ids, one.seeds, one.unexpanded, list(",".join(one.media).encode()), *one.prefixes]
+                     for one in requests), group)  # yapf: disable
     start = sum(len(part) for part in parts[:dist.get_rank(group)])
-    everyone = [Request(token_ids, seeds, prefixes=prefixes) for part in parts for token_ids, seeds, *prefixes in part]
+    everyone = [Request(token_ids, seeds, tuple(bytes(keys).decode().split(",")) if keys else (), prefixes, unexpanded)
+                for part in parts for token_ids, seeds, unexpanded, keys, *prefixes in part]  # yapf: disable
     return everyone, range(start, start + len(requests))
 
 

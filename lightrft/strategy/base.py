@@ -5,11 +5,11 @@ one global loss), parameters have their Hugging Face names, and world size 1 nee
 """
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local, own_slice,
                                          set_schedule_step, squared_norm)
 
-Lora = Literal["merged", "apart", "alone"]  # form of the adapters in full_params
 ADAPTER_BUCKET_BYTES = 64 << 20
 
 
@@ -47,6 +46,9 @@ class ExportsParams(Protocol):
     def export_params(self, stream: Iterator[tuple[str, Any]], merge: bool = True) -> Iterator[tuple[str, Any]]:
         """Map own names and full tensors to HF names and tensors."""
 
+    def trained_names(self, merge: bool = True) -> set[str]:
+        """Return the own names of the parameters from which the exported weights that training changes are made."""
+
 
 def default_dtype(dtype: torch.dtype) -> ExitStack:
     """Context in which new floating-point tensors have ``dtype`` and live on the CPU."""
@@ -64,6 +66,11 @@ def untied_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if id(value) not in seen:
             seen.add(id(value))
             yield name, value
+
+
+def named_in(model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of ``model`` whose names are in ``names``; None: all."""
+    return ((name, param) for name, param in model.named_parameters() if names is None or name in names)
 
 
 def trained(prepared: Prepared) -> LocalAdamW:
@@ -224,19 +231,22 @@ class StrategyBase(ABC):
 
     # -- weights ------------------------------------------------------------------------------------------------------
     @abstractmethod
-    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under the names they have in ``model``; only those with ``of`` in their name. A
-        collective."""
+    def gathered(self, model: nn.Module, bucket_bytes: int,
+                 names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under the names they have in ``model``; only those in ``names``, if given. A collective."""
 
-    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20,
-                    lora: Lora = "merged") -> Iterator[tuple[str, Tensor]]:
+    def full_params(self, model: nn.Module, bucket_bytes: int = 512 << 20, merge: bool = True,
+                    trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full (unsharded) parameters of the wrapped HF model under their HF names, gathered in buckets; LoRA merged,
-        or its matrices "apart" from the base weights, or "alone" (:func:`lightrft.models.lora.apart_params`).
+        or its matrices apart from the base weights (:func:`lightrft.models.lora.apart_params`).
 
-        A collective: every rank iterates to the end. Tied parameters come once.
+        A collective: every rank iterates to the end. Tied parameters come once. ``trained``: only those that training
+        changes.
         """
-        stream = self.gathered(model, bucket_bytes, ".lora_" if lora == "alone" else "")
-        return model.export_params(stream, lora == "merged") if isinstance(model, ExportsParams) else stream
+        if not isinstance(model, ExportsParams):
+            return self.gathered(model, bucket_bytes)
+        names = model.trained_names(merge) if trained else None
+        return model.export_params(self.gathered(model, bucket_bytes, names), merge)
 
     def own_slice(self, param: nn.Parameter) -> ParamSlice:
         """The elements of ``param`` for which this rank is responsible."""
@@ -319,5 +329,6 @@ class StrategyBase(ABC):
         A collective."""
         folder, model = Path(path) if self.is_main else None, prepared.model
         export.write_model(model, self.full_params(model), folder, dtype)
-        export.write_adapter(model, self.gathered(model, ADAPTER_BUCKET_BYTES, "lora_"), folder)
+        adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
+        export.write_adapter(model, self.gathered(model, ADAPTER_BUCKET_BYTES, adapters), folder)
         self.barrier()

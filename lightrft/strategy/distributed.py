@@ -4,17 +4,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import StrategyBase
-from lightrft.utils.env import set_threads
+from lightrft.utils.env import set_threads, World
 from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.gpu import rank_device
 
@@ -22,13 +23,34 @@ from lightrft.utils.gpu import rank_device
 # it. One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
 # torchrun calls the finished run a failure. Nothing reports when they are done; they take microseconds once scheduled.
 DRAIN_S = 0.2
+START_S = 600  # ranks of several machines start within it
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the decoder and of towers: the outermost modules that Hugging Face recomputes one by one under
+    gradient checkpointing. ``_no_split_modules`` names less (attention alone) or more (whole towers) in some families.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # slow to import; the doctor needs none
+
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
 
 def local_world_size() -> int:
     """Ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def missing_in_environment() -> list[str]:
+    """Names that torchrun sets, and that are not set."""
+    return [name for name in TORCHRUN if name not in os.environ]
 
 
 def join(timeout_s: int) -> bool:
@@ -41,7 +63,7 @@ def join(timeout_s: int) -> bool:
         return False
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    missing = [name for name in TORCHRUN if name not in os.environ]
+    missing = missing_in_environment()
     if not missing:
         with network_hint():
             dist.init_process_group(backend, timeout=timeout)
@@ -50,6 +72,30 @@ def join(timeout_s: int) -> bool:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return True
+
+
+def gather_early(text: str) -> list[str]:
+    """Return the ``text`` of every rank, before there is a process group; no rank needs a device for it.
+
+    The first rank returns when all have read: it may hold the store, and end.
+    """
+    if World.from_env().world_size == 1 or missing_in_environment():
+        return [text]
+    with network_hint():
+        base, rank, size = _early_store()
+        store = dist.PrefixStore("lightrft/early", base)
+        store.set(f"text/{rank}", text)
+        texts = [store.get(f"text/{other}").decode() for other in range(size)]
+        store.set(f"read/{rank}", "")
+        if rank == 0:
+            store.wait([f"read/{other}" for other in range(size)])
+    return texts
+
+
+@lru_cache(maxsize=1)
+def _early_store() -> tuple[dist.Store, int, int]:
+    """The store that the group will use, this rank, and their number; kept, because the first rank may serve it."""
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
 
 
 @contextmanager

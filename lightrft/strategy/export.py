@@ -2,6 +2,7 @@
 import errno
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,8 +93,9 @@ def wrapped_hf(model: nn.Module) -> Pretrained:
 
 def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None,
                 dtype: torch.dtype | None) -> None:
-    """Write the full parameters of ``stream``, the config and the generation config to the HF folder ``path``, in
-    ``dtype`` (default: at least float32). A rank without a ``path`` takes part in gathering only."""
+    """Write the full parameters of ``stream``, the buffers that checkpoints hold, the config and the generation config
+    to the HF folder ``path``, in ``dtype`` (default: at least float32). A rank without a ``path`` takes part in
+    gathering only."""
     hf = wrapped_hf(model)
     if path is None:
         for _ in stream:
@@ -101,11 +103,21 @@ def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Pa
         return
     path.mkdir(parents=True, exist_ok=True)
     writer = SafetensorsWriter(path)
-    for name, tensor in stream:
-        kept = tensor.to("cpu", dtype or torch.promote_types(tensor.dtype, torch.float32))
+    base: Any = hf.get_base_model() if isinstance(hf, WithAdapters) else hf
+    for name, tensor in chain(stream, saved_buffers(base)):
+        as_type = dtype or torch.promote_types(tensor.dtype, torch.float32)
+        kept = tensor.to("cpu", as_type if tensor.is_floating_point() else tensor.dtype)
         writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
     writer.close()
-    _write_config(hf.get_base_model() if isinstance(hf, WithAdapters) else hf, path, dtype)
+    _write_config(base, path, dtype)
+
+
+def saved_buffers(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the constants of a model that its checkpoints hold next to its parameters (Gemma-4: scales of layers)."""
+    for prefix, module in hf.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _write_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:

@@ -1,16 +1,43 @@
 """Host memory for tensors that leave the device."""
 from collections.abc import Callable, Hashable
+from mmap import mmap
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from lightrft.utils.errors import ExpectedError
+
 SLAB_BYTES = 4 << 30
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for the contexts of all GPUs
 _ALIGN = 512  # bytes between the starts of tensors, as the device's allocator has
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Allocate bytes that the device copies to and from without blocking, where there is one."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    """Allocate bytes that the device copies to and from without blocking, where there is one.
+
+    torch rounds pinned memory up to a power of two, so other sizes are pinned in place.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda and nbytes & (nbytes - 1):
+        return _pinned_in_place(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda)
+
+
+def _pinned_in_place(nbytes: int) -> Tensor:
+    """Pin a mapping of ``nbytes``, which ends with the last tensor that uses it. It is shared, so that processes forked
+    later do not move its pages.
+
+    Raises:
+        ExpectedError: the system does not let this process pin it.
+    """
+    block, cuda = mmap(-1, nbytes), torch.cuda.cudart()
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    if code := int(cuda.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)):
+        raise ExpectedError(f"{nbytes / (1 << 30):.1f} GiB of host memory cannot be pinned (CUDA error {code}): free "
+                            "some, raise ulimit -l, or run without --adam_offload and --offload_during_rollout")
+    finalize(block, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False  # the process takes CUDA along
+    return memory
 
 
 class Slabs:
@@ -18,7 +45,7 @@ class Slabs:
 
     torch rounds pinned memory up to powers of two. One buffer per tensor took nearly twice the size of the tensors;
     here the rest of a buffer holds other tensors. Slabs grow with what they hold, up to :data:`SLAB_BYTES`; a larger
-    tensor gets a larger one.
+    tensor gets one of its own size.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor] = pinned) -> None:
@@ -31,7 +58,8 @@ class Slabs:
         found = next((i for i, rest in enumerate(self.rests) if len(rest) >= size), None)
         if found is None:
             wanted = max(size, min(SLAB_BYTES, self.taken))
-            found, self.rests = len(self.rests), [*self.rests, self.allocate(1 << (wanted - 1).bit_length())]
+            slab_bytes = wanted if wanted > SLAB_BYTES else 1 << (wanted - 1).bit_length()
+            found, self.rests = len(self.rests), [*self.rests, self.allocate(slab_bytes)]
         slab = self.rests[found]
         self.rests[found], self.taken = slab[size:], self.taken + size
         return slab[:tensor.nbytes].view(tensor.dtype).view(tensor.shape)

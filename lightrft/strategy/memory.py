@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.deepspeed import LIVE_AT_ONCE, REDUCED_AT_ONCE
 
-STEP_BYTES = 256 << 20  # of weights whose moments are on the device at once with --adam_offload
+STEP_BYTES = 256 << 20  # of weights updated at once, where moments rest in host memory or in 8 bits
+BLOCKS = (256, 128, 64)  # elements that share a scale, of moments in 8 bits; CUDA kernels know no smaller ones
 # Share of a device's memory up to which FSDP2 keeps full gradients until the last micro-batch. An eighth of 80 GB holds
 # those of 2.5 billion parameters. Larger models leave less room for activations, and gather their weights for every
 # micro-batch as it is, so that a sum per micro-batch, which runs during the backward pass, changes little.
@@ -34,6 +35,11 @@ def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
         return weights, gradients, 0 if s.adam_offload and s.zero_stage else moments
     share = 1 / (s.fsdp_shard_size or world_size) if chosen == "fsdp" else 1
     return share, share, share
+
+
+def moment_width(eight_bit: bool) -> float:
+    """Return the bytes per element of each moment of Adam at rest, all in matrices of whole blocks."""
+    return 1 + 4 / BLOCKS[0] if eight_bit else 4.0
 
 
 def keeps_whole_gradients(s: StrategyConfig, trained: int, device_bytes: int) -> bool:
@@ -67,15 +73,14 @@ def gathered_weights(s: StrategyConfig, world_size: int, size: ModelSize, bf16: 
     """Return the bytes of weights that are gathered or cast, in a pass without gradients and in an update.
 
     Sharded: two layers (one computes, one is fetched) and the weights outside the layers. ZeRO holds them in float32
-    and cast. In an update without gradient checkpointing it keeps the first :data:`LIVE_AT_ONCE`, and autograd all that
-    are cast. Not sharded: only the cast copy.
+    and cast. Without gradient checkpointing it gathers up to :data:`LIVE_AT_ONCE` ahead, and in an update autograd
+    keeps all that are cast.
     """
     if not s.divides_weights(world_size):
         return (2.0 * size.total * bf16, ) * 2
     gathered = min(size.total, size.outside + 2 * size.largest_layer)
     if s.resolved(world_size) == "fsdp":
         return ((2.0 if bf16 else 4.0) * gathered, ) * 2
-    passes = (6.0 if bf16 else 4.0) * gathered
-    if gradient_checkpointing:
-        return passes, passes
-    return passes, 4.0 * max(gathered, min(size.total, LIVE_AT_ONCE)) + 2.0 * size.total * bf16
+    ahead = gathered if gradient_checkpointing else max(gathered, min(size.total, LIVE_AT_ONCE))
+    cast = gathered if gradient_checkpointing else size.total
+    return 4.0 * ahead + 2.0 * gathered * bf16, 4.0 * ahead + 2.0 * cast * bf16

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrft.utils.module_tensors import keeps_float32
+
 COMPUTE = torch.bfloat16
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their inputs and weights must have one type
 
 
 class _Rounded(torch.autograd.Function):
@@ -31,9 +34,10 @@ Slot = tuple[nn.Module, str, nn.Parameter]  # module, attribute, value
 
 
 def _own_slots(module: nn.Module) -> list[Slot]:
-    """The float32 parameters of ``module`` itself."""
-    found = module._parameters.items()
-    return [(module, name, param) for name, param in found if param is not None and param.dtype == torch.float32]
+    """The float32 parameters of ``module`` itself that passes read rounded."""
+    found = {} if keeps_float32(module) else module._parameters
+    return [(module, name, param) for name, param in found.items()
+            if param is not None and param.dtype == torch.float32]
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
@@ -60,16 +64,22 @@ def round_frozen(model: nn.Module) -> None:
 def round_in_passes(model: nn.Module) -> None:
     """Let every module compute in bfloat16 with weights that are whole only during its own pass, as with ZeRO-3.
 
-    They are rounded in each pass, and again where it is recomputed. What a pass reads of another module stays float32.
+    They are rounded in each pass, and again where it is recomputed. What a pass reads of another module stays float32:
+    towers ask so for the type of their first layer, and cast pictures to it. Matrix products cast what they get.
     """
     for module in model.modules():
-        if module._parameters:
+        if module._parameters and not keeps_float32(module):
             module.register_forward_pre_hook(_show)
             module.register_forward_hook(_hide, always_call=True)
 
 
-def _show(module: nn.Module, _args: Any) -> None:
+def _show(module: nn.Module, args: Any) -> Any:
     vars(module).update({name: param.to(COMPUTE) for _, name, param in _own_slots(module)})
+    return tuple(map(_rounded, args)) if isinstance(module, PRODUCTS) else args
+
+
+def _rounded(value: Any) -> Any:
+    return value.to(COMPUTE) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
 def _hide(module: nn.Module, _args: Any, _output: Any) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.strategy.eight_bit import block_size, decode, encode
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import STEP_BYTES
 from lightrft.utils.errors import UserError
@@ -17,11 +19,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimSpec:
-    """AdamW and its schedule. ``schedule`` maps the optimizer step (0, 1, ...) to a factor on ``lr``."""
+    """AdamW and its schedule. ``schedule`` maps the optimizer step (0, 1, ...) to a factor on ``lr``; with
+    ``eight_bit`` moments rest in 8 bits."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     schedule: Callable[[int], float] = lambda step: 1.0
+    eight_bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,13 @@ def own_slice(tensor: Tensor) -> ParamSlice:
 
 
 def like(shard: Tensor, owner: Tensor) -> Tensor:
-    """Wrap ``shard`` in the layout of ``owner`` over the ranks; it shares the storage, on the device of ``shard``."""
-    return DTensor(shard, owner._spec, requires_grad=False) if isinstance(owner, DTensor) else shard
+    """Wrap ``shard`` in the layout of ``owner`` over the ranks; it shares the storage, on the device of ``shard``, and
+    may have another type and other dimensions after the first."""
+    if not isinstance(owner, DTensor):
+        return shard
+    whole = torch.empty(owner.shape[:1] + shard.shape[1:], device="meta")
+    spec = owner._spec.shallow_copy_with_tensor_meta(TensorMeta(whole.shape, whole.stride(), shard.dtype))
+    return DTensor(shard, spec, requires_grad=False)
 
 
 def load(tensor: Tensor, device: torch.device) -> Tensor:
@@ -89,7 +98,8 @@ class LocalAdamW(torch.optim.AdamW):
     operation of each parameter. ``owners`` maps names to the model's parameters, ``shards`` to what is updated.
 
     With ``offloaded``, moments rest in host memory. A step updates about :data:`STEP_BYTES` of weights at a time, whose
-    moments alone visit the device; the result is the same.
+    moments alone visit the device; the result is the same. With ``spec.eight_bit``, moments rest as codes and scales
+    (``<moment>_scale``), and those of one part at a time are float32.
     """
 
     def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, fused: bool,
@@ -99,7 +109,7 @@ class LocalAdamW(torch.optim.AdamW):
             raise UserError("the model has no trainable parameter; check --freeze_prefix and --target_modules")
         self.shards = {name: self._shard(param) for name, param in self.owners.items()}
         self.backwards = 0  # micro-batches since the last step
-        self.offloaded, self.host = offloaded, HostBuffers()
+        self.offloaded, self.eight_bit, self.host = offloaded, spec.eight_bit, HostBuffers()
         decayed = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) >= 2]
         others = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -118,14 +128,16 @@ class LocalAdamW(torch.optim.AdamW):
                 shard.grad = None if owner.grad is None else local(owner.grad)
 
     def step(self, closure: Any = None) -> Any:
-        """Update the shards that have a gradient; with ``offloaded``, in parts."""
-        if not self.offloaded:
+        """Update the shards that have a gradient; with ``offloaded`` or ``eight_bit``, in parts."""
+        if not (self.offloaded or self.eight_bit):
             return super().step(closure)
         whole = self.param_groups
         for part in [part for group in whole for part in _parts(group)]:
             self.param_groups = [part]
             self.load_moments(part["params"])
+            self._decode(part["params"])
             super().step()
+            self._encode(part["params"])
             self.store_moments(part["params"])
         self.param_groups = whole
         self.host.wait()
@@ -134,13 +146,28 @@ class LocalAdamW(torch.optim.AdamW):
         """Move the moments of ``shards`` to where these are."""
         for shard in shards:
             state = self.state[shard]
-            state.update({key: load(state[key], shard.device) for key in MOMENTS if key in state})
+            state.update({key: load(value, shard.device) for key, value in state.items() if key != "step"})
 
     def store_moments(self, shards: Iterable[Tensor]) -> None:
         """Queue copies of the moments of ``shards`` to host memory; :meth:`HostBuffers.wait` ends them."""
         for shard in shards:
             state = self.state[shard]
-            state.update({key: self.host.store((shard, key), state[key]) for key in MOMENTS if key in state})
+            state.update({key: self.host.store((shard, key), value) for key, value in state.items() if key != "step"})
+
+    def _decode(self, shards: Iterable[Tensor]) -> None:
+        """Make the float32 moments of ``shards`` from codes and scales, where there are such."""
+        for state in map(self.state.__getitem__, shards):
+            for key in MOMENTS:
+                if f"{key}_scale" in state:
+                    state[key] = decode(key, state[key], state.pop(f"{key}_scale"))
+
+    def _encode(self, shards: Iterable[Tensor]) -> None:
+        """Undo :meth:`_decode`; float32 moments of a shard without whole blocks stay."""
+        for shard in shards:
+            state, size = self.state[shard], block_size(shard.shape)
+            for key in MOMENTS:
+                if self.eight_bit and size and key in state:
+                    state[key], state[f"{key}_scale"] = encode(key, state[key], size)
 
     def offload(self) -> None:
         """Move all moments to host memory."""
@@ -164,12 +191,10 @@ class LocalAdamW(torch.optim.AdamW):
         return {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter name, "exp_avg" | "exp_avg_sq" | "step", tensor); state without a step starts as zeros,
-        which AdamW treats like no state at all."""
+        """Yield (parameter name, "step" | "exp_avg" | "exp_avg_sq" | "<moment>_scale", tensor); state without a step
+        starts as zeros, which AdamW treats like no state at all."""
         for name, shard in self.shards.items():
-            state = self.started(shard)
-            for key in ("step", *MOMENTS):
-                yield name, key, state[key]
+            yield from ((name, key, value) for key, value in self.started(shard).items())
 
     def started(self, shard: Tensor) -> dict[str, Tensor]:
         """State of ``shard``, created as zeros before the first step."""
@@ -178,12 +203,13 @@ class LocalAdamW(torch.optim.AdamW):
             device = shard.device if self.defaults["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state.update({key: torch.zeros_like(shard, device="cpu" if self.offloaded else None) for key in MOMENTS})
+            self._encode([shard])
         return state
 
     def named_state(self) -> dict[str, Tensor]:
         """The state as ``{"<name>/<key>": tensor}``, sharded like the parameters; writing into it changes the state."""
         return {
-            f"{name}/{key}": like(value, self.owners[name]) if key in MOMENTS else value
+            f"{name}/{key}": value if key == "step" else like(value, self.owners[name])
             for name, key, value in self.moments()
         }
 

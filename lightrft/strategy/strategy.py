@@ -1,6 +1,6 @@
 """Choice of the strategy, and the strategy of one process; each other backend is imported only when it is chosen."""
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase, named_in
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
@@ -64,9 +64,10 @@ class SingleProcessStrategy(StrategyBase):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, model: nn.Module, bucket_bytes: int,
+                 names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the live parameters, detached; nothing is copied."""
-        return ((name, param.detach()) for name, param in model.named_parameters() if of in name)
+        return ((name, param.detach()) for name, param in named_in(model, names))
 
 
 FakeStrategy = SingleProcessStrategy  # its name in LightRFT

@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from lightrft import GRPO, RL, SFT
+from lightrft.config.cli import keyword_words
 from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config
 from lightrft.rewards.workers.pool import LoadError
 from lightrft.tests.support import tiny_task
 from lightrft.tests.support.launch import ROOT
@@ -38,20 +40,70 @@ def fixture_home(tmp_path_factory):
 def test_keywords_are_checked_as_flags_are(home):
     with pytest.raises(ConfigError) as error:
         GRPO(home / "model", n_samples_per_promt=4, rollout_batch_size="many", algorithm={"gama": 1.0})
-    for part in ("did you mean n_samples_per_prompt", "--rollout_batch_size: expected an integer, got 'many'",
+    for part in ("did you mean n_samples_per_prompt", "  rollout_batch_size: expected an integer, got 'many'",
                  "algorithm.gama"):
         assert part in str(error.value)
     with pytest.raises(UserError, match="max_len is not an option here"):
         GRPO(home / "model", max_len=4)
     with pytest.raises(UserError, match="pretrain is given by the keyword model already"):
         GRPO(home / "model", pretrain="other")
-    with pytest.raises(UserError, match="n_samples_per_prompt"):
-        GRPO(home / "model", "exact", tiny_task.rows(4), n_samples_per_prompt=0).plan()
+    with pytest.raises(ConfigError) as error:
+        GRPO("./no/model", "exact", "absent.jsonl", n_samples_per_prompt=1, use_kl_loss=True, reward_probe=False).plan()
+    for part in ("n_samples_per_prompt 1: ", "model ./no/model: no such folder", "train_dataset absent.jsonl: no such"):
+        assert any(problem.startswith(part) for problem in error.value.problems), error.value
+    assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_errors_of_a_run_name_keywords(home, tmp_path, exits, capsys):
+    """Also where the process ends with one line, as under torchrun."""
+    for options, part in (({"eval_steps":
+                            5}, "without eval_dataset or eval_suite; add eval_dataset PATH or eval_suite"),
+                          ({"prompt_max_len": 9999}, "prompt_max_len 9999 + generate_max_len 8")):
+        one = GRPO(home / "model", "exact", tiny_task.rows(4), save_path=str(tmp_path), **SMALL | options)
+        with pytest.raises(SystemExit if exits else UserError) as error:
+            one._train(exits)
+        text = capsys.readouterr().err if exits else str(error.value)
+        assert part in text and "--prompt" not in text and "--eval" not in text
+
+
+def script(folder, text):
+    """Run a program that sees no hub."""
+    (folder / "ten.py").write_text(f"from lightrft import GRPO\n{text}\n")
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, "ten.py"], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env=environ)  # yapf: disable
+
+
+def test_an_expected_error_that_is_not_caught_is_one_line(tmp_path):
+    """Such as a hub id without a network; other errors have their traceback, and a program may catch them."""
+    run = f"GRPO('org/absent', 'exact', [dict(prompt='1', reference='1')] * 4, **{SMALL}).train()"
+    done = script(tmp_path, run)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert last.startswith("ten.py: error: cannot load") and "org/absent" in last
+    done = script(tmp_path, f"try:\n    {run}\nexcept ValueError:\n    1 / 0")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("ZeroDivisionError")
+
+
+def test_other_flags_keep_their_form():
+    with pytest.raises(UserError) as error, keyword_words(Config, {"reward": "rewards"}):
+        raise UserError("--reward x: see --dry_run; drop --lora_rank, or add --no_report (--gama)")
+    assert str(error.value) == "rewards x: see --dry_run; drop lora_rank, or add report=False (--gama)"
 
 
 def test_the_plan_shows_where_a_value_comes_from(home):
     plan = RL(home / "model", ["exact", "format=0.1"], tiny_task.rows(4), recipe="dapo", **SMALL).plan()
     assert "keyword" in plan and "recipe dapo" in plan and "format=0.1" in plan and "memory:" in plan
+
+
+@pytest.mark.parametrize("rewards, entries", [("exact", ["exact"]), ("exact,format=0.1", ["exact", "format=0.1"]),
+                                              (("exact", 0.5), ["exact=0.5"]),
+                                              (("exact", "format"), ["exact", "format"]),
+                                              ([("format", 0.1), "exact"], ["format=0.1", "exact"])])
+def test_names_are_taken_as_flags_take_them(home, rewards, entries):
+    assert GRPO(home / "model", rewards).parsed.config.reward.reward == entries
 
 
 def test_rewards_that_are_none_are_refused(home, tmp_path):

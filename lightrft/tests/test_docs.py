@@ -9,8 +9,12 @@ import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.compat import ALIASES, REFUSED
+from lightrft.config.media_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.datasets import records, sft_dataset
+from lightrft.datasets.decoding import VIDEO_PIXELS
+from lightrft.datasets.media import MediaRules
+from lightrft.datasets.media_rows import COLUMNS, find_row_media
 from lightrft.datasets.rendering import Renderer
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import Denominators
@@ -45,7 +49,7 @@ def test_flags_modules_and_files_that_are_named_exist(page):
     sources = sources_of("config", "preflight", "cli") + "".join(plugins)
     others = ("--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout",
               "--logdir", "--gpus", "--node-rank", "--master-addr", "--local_save_dir", "--repo-type", "--local-dir",
-              "--no-build-isolation")
+              "--no-build-isolation", "--index-url", "--first_step")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
         assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
     for path in re.findall(r"\b(?:lightrft|examples|benchmarks)/[\w/.]+\.\w+", text):
@@ -95,12 +99,34 @@ def sources_of(*folders):
 
 
 def test_the_sample_rows_are_understood():
-    rows = [json.loads(text) for text in code_blocks("data.md", "json")]
+    rows = [json.loads(text) for text in code_blocks("data.md", "json")][:4]
     found = [records.to_record(row, DataConfig(), "row") for row in rows]
     assert [(record.reference, record.label) for record in found] == [("5", "gsm8k_rule"), ("5", ""), ("5", ""),
                                                                       ("5", "math_rule")]
     assert all("2+3" in str(record.prompt) for record in found) and found[1].columns["difficulty"] == 1
     assert {record.label for record in found} - {""} <= RECIPES.keys()
+
+
+def test_the_sample_rows_with_media_are_understood(tmp_path):
+    for folder, name in (("circles", "7.png"), ("beeps", "7.wav")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(b"encoded")
+    kinds = []
+    for row in [json.loads(text) for text in code_blocks("data.md", "json")][4:]:
+        chat = records.to_record(row, DataConfig(), "row").prompt
+        (turn, ), media = find_row_media(row, MediaConfig(), chat, MediaRules(root=tmp_path), "row")
+        assert [part["type"] for part in turn["content"]] == [media[0].kind, "text"] and len(media) == 1
+        kinds.append(media[0].kind)
+    assert kinds == ["image", "image", "audio"]
+
+
+def test_the_limits_of_media_are_those_of_the_code():
+    page, rules = doc("data.md"), MediaRules()
+    names = {kind: f"`--{kind}s_key`, then {', '.join(f'`{name}`' for name in its)} |" for kind, its in COLUMNS.items()}
+    assert all(text in page for text in names.values()), names
+    assert (rules.max_bytes, rules.max_seconds, rules.max_frames) == (512 << 20, 3600, 256)
+    assert "512 MiB" in page and "an hour of sound" in page and "at most 256\n" in page
+    assert rules.max_image_pixels == 64_000_000 and VIDEO_PIXELS == 10 and "64 million pixels (a video: 640" in page
 
 
 def test_the_columns_that_are_looked_up():
@@ -162,15 +188,27 @@ def test_the_causes_of_unscored_rewards():
     assert all(f'"{name}"' in code for name in documented)
 
 
+# metrics of a step of a trainer on fixed data, besides those that all have
+OFFLINE = {
+    "sft": "loss_tokens",
+    "rm": "pairs rewards/chosen rewards/rejected rewards/margin accuracy",
+    "kd": "loss_tokens divergence nll",
+    "kto": "answers kl rewards/chosen rewards/rejected logps/chosen logps/rejected",
+    "dpo": "pairs rewards/chosen rewards/rejected rewards/margin accuracy logps/chosen logps/rejected nll",
+}
+
+
 def metric_keys():
     """Every key that is spelled out in the code, or that a function returns."""
     code = sources_of("trainer", "rollout")
-    keys = set(re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time)/[a-z0-9_/]+)"', code))
+    keys = set(
+        re.findall(r'"((?:rollout|reward|group|advantage|policy|critic|perf|eval|sft|time|media)/[a-z0-9_/]+)"', code))
     keys |= {f"time/{name}_s" for name in re.findall(r'(?:timer|Pass)\("(\w+)"', code)}
     keys |= {"time/step_s", "time/other_s"}
     keys |= {f"{key}_{name}" for key in (FIRST_RATIO, FIRST_KL) for name in gap_metrics(torch.ones(2 + BINS))}
     keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS) + 2 * BINS), torch.ones(2))}
-    keys |= {key for name in ("policy", "critic", "sft") for key in step_metrics(name, [StepResult(0.0, 0.0)])}
+    keys |= {key for name in ("policy", "critic", *OFFLINE) for key in step_metrics(name, [StepResult(0.0, 0.0)])}
+    keys |= {f"{name}/{key}" for name, own in OFFLINE.items() for key in ("tokens", *own.split())}
     keys |= {f"tripwire/{name}" for name in PATIENCE}
     cu, ones = torch.tensor([0, 2]), torch.ones(2)
     exp = Experience(token_ids=torch.zeros(2).long(), cu_seqlens=cu, loss_mask=ones.bool(), advantages=ones,

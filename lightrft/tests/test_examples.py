@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrft.tests.support import tiny
 from lightrft.tests.support.browser import opened
+from lightrft.tests.support.launch import free_port
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
+PREFERENCES = ROOT / "examples" / "preferences"
 GSM8K_RUN = GSM8K / "run_grpo_gsm8k_qwen2.5_0.5b.sh"
 pytestmark = [
     pytest.mark.dist, pytest.mark.slow,
@@ -48,12 +49,6 @@ def launch(*command, cwd, **environment):
                           text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def lines(path):
@@ -167,7 +162,8 @@ def test_gsm8k_defaults(gsm8k, tmp_path):
 
 
 def test_gsm8k_readme_names_every_variable():
-    script, readme = GSM8K_RUN.read_text(encoding="utf-8"), (GSM8K / "README.md").read_text(encoding="utf-8")
+    readme = (GSM8K / "README.md").read_text(encoding="utf-8")
+    script = "".join(path.read_text(encoding="utf-8") for path in (GSM8K_RUN, ROOT / "examples" / "launch.sh"))
     rows = {name: default.strip("`") for names, default in re.findall(r"^\| (`.+?`) \| (.*?) \|", readme, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", names)}  # yapf: disable
     variables = dict(re.findall(r"^(\w+)=\$\{\1:-(.*)\}$", script, re.MULTILINE))
@@ -206,6 +202,13 @@ def test_quickstart_metrics(quickstart):
     assert all("eval/all/pass@1" in row for row in (rows[0], rows[3]))
     assert lines(quickstart / "sft" / "metrics.jsonl")[-1]["step"] == 4
     assert options_of(quickstart)["seed"] == options_of(quickstart / "sft")["seed"] == 3
+
+
+def test_quickstart_as_a_measurement_on_a_gpu(quickstart, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.gpu.machine import curve
+    row = curve(quickstart)
+    assert 0 <= row["pass@1 before"] <= 1 and row["steps"] == 3 and row["step, ms"] > 0
 
 
 def test_quickstart_shows_solutions_before_and_after(quickstart):
@@ -269,3 +272,38 @@ def test_quickstart_reads_its_run_back(quickstart):
     events.Reload()
     rewards = [row["reward/mean"] for row in lines(quickstart / "metrics.jsonl")[1:]]
     assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(rewards)
+
+
+# -- examples/preferences ---------------------------------------------------------------------------------------------
+def printed_scripts():
+    """The two commands of README.md."""
+    return [ROOT / path for path in re.findall(r"^bash (\S+)", (PREFERENCES / "README.md").read_text(), re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """``run_preferences.sh`` with two of its losses, one with a reference and one without."""
+    folder = tmp_path_factory.mktemp("preferences") / "out"
+    launch("bash",
+           printed_scripts()[0], cwd=folder.parent, OUT=str(folder), LOSSES="sigmoid orpo", SEED="1",
+           PREPARE_ARGS="--test_rows 200", DPO_ARGS="--max_epochs 2")
+    return folder
+
+
+def accuracies(folder):
+    """Share of right answers of each evaluated model."""
+    return {row["model"]: row["value"] for row in lines(folder / "results.jsonl") if row["metric"] == "avg@1"}
+
+
+def test_training_on_pairs_of_its_answers_surpasses_a_careless_teacher(taught):
+    found = accuracies(taught / "evaluation")
+    assert found["sft-hf"] < 0.5 and min(found["sigmoid-hf"], found["orpo-hf"]) > found["sft-hf"] + 0.15, found
+
+
+def test_a_reward_model_of_the_pairs_teaches_as_the_only_reward(taught):
+    launch("bash", printed_scripts()[1], cwd=taught, OUT=str(taught), SEED="1", GRPO_ARGS="--max_steps 10")
+    assert lines(taught / "rm" / "metrics.jsonl")[-1]["eval/accuracy"] >= 0.95
+    steps = lines(taught / "grpo" / "metrics.jsonl")
+    assert all(row["reward/mean"] == row["reward/rm/mean"] for row in steps if "reward/mean" in row)
+    found = accuracies(taught / "evaluation_grpo")
+    assert found["grpo-hf"] > found["sft-hf"] + 0.3, found

@@ -1,13 +1,18 @@
 """A checkpoint becomes the model that the run itself would have written."""
+import logging
+from contextlib import contextmanager
+
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightrft import GRPO, SFT
 from lightrft.cli.export import export, main
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy import checkpoint
 from lightrft.strategy.checkpoint import read_global
-from lightrft.tests.support import tiny_task
+from lightrft.tests.support import tiny_task, tiny_vision
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
 from lightrft.utils.errors import UserError
 
@@ -56,7 +61,41 @@ def test_a_supervised_run_is_exported_too_and_its_model_may_have_moved(home, tmp
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card == (run.folder / "hf" / "README.md").read_text(encoding="utf-8").replace(
         repr(str(run.folder / "hf")), repr(str(tmp_path / "out"))).replace(str(moved), str(home / "model"))
-    exec(card.split("```python\n")[1].split("```")[0], {})
+    with warnings_of("transformers") as told:
+        exec(card.split("```python\n")[1].split("```")[0], {})
+    assert not told, "the model and its tokenizer load and generate without a warning"
+
+
+@contextmanager
+def warnings_of(name):
+    """The messages that a logger gets from WARNING on."""
+    told, logger, handler = [], logging.getLogger(name), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
+
+
+def test_a_model_that_sees_is_written_with_its_processor(tmp_path, no_picture):  # noqa: F811
+    """By the run and from its checkpoint; the code on its card loads both."""
+    pytest.importorskip("torchvision")
+    base = tiny_vision.save_model(tmp_path / "base", "qwen2_5_vl", tied=False)
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
+    run = SFT(base, rows, train_batch_size=4, max_steps=1, max_len=64, chat_template="chatml",
+              save_path=str(tmp_path / "run")).train()
+    export(run.folder, tmp_path / "out")
+    picture, files = Image.new("RGB", (56, 84), "red"), {path.name for path in base.iterdir()} - {"README.md"}
+    asked = {"text": [f"x {tiny_vision.PICTURE}"], "images": [picture], "return_tensors": "pt"}
+    expected = AutoProcessor.from_pretrained(base)(**asked)
+    for folder in (run.folder / "hf", tmp_path / "out"):
+        assert {path.name for path in folder.iterdir()} >= files | {"chat_template.jinja"}
+        code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+        exec(code, found := {})
+        assert str(folder) in code and type(found["model"]).__name__ == "Qwen2_5_VLForConditionalGeneration"
+        inputs = found["processor"](**asked)
+        assert inputs.keys() == expected.keys() and all(inputs[name].equal(expected[name]) for name in expected)
+        found["model"].generate(**inputs, max_new_tokens=2)
+        assert found["processor"].chat_template == load_tokenizer(str(base), "chatml").chat_template
 
 
 def test_what_is_no_checkpoint_is_an_error(home, tmp_path, capsys):

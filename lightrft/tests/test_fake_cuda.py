@@ -10,6 +10,7 @@ from lightrft.config.presets import RECIPES
 from lightrft.config.schema import StrategyConfig
 from lightrft.models import attention
 from lightrft.ops.segment import segment_sum
+from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.decode_graph import StepGraph
@@ -34,6 +35,7 @@ GROUPS = {
     "optimizer offload": {"adam_offload": True},
     "fsdp": {"strategy": "fsdp", "init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3"},
     "fsdp, optimizer offload": {"strategy": "fsdp", "adam_offload": True},
+    "fsdp, 8 bits": {"strategy": "fsdp", "optim": "adamw_8bit", "adam_offload": True},
 }
 OFFLOAD = {"strategy": "fsdp", "offload_during_rollout": True, "recipe": "ppo"}
 
@@ -241,6 +243,50 @@ def test_a_capture_that_fails_leaves_the_program_on_its_stream():
         assert not graph.enabled and [each.item() for each in found] == [1.0] * 4
         assert torch.cuda.current_stream() is before
         assert not runtime.CAPTURING, "torch would still allocate as during a capture"
+
+
+def failing_first(error, draw=sample):
+    """``sample`` that raises in a first capture."""
+    errors = [error]
+
+    def draw_or_raise(*args):
+        if errors and torch.cuda.is_current_stream_capturing():
+            raise errors.pop()
+        return draw(*args)
+
+    return draw_or_raise
+
+
+@pytest.mark.parametrize("error, again", [(torch.OutOfMemoryError("CUDA out of memory"), True), (ValueError(""), False),
+                                          (AssertionError("no"), False)])
+def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch, capsys):
+    """Until the engine wakes, if memory was lacking: an update, or the sleep of another engine, has freed some."""
+    monkeypatch.setattr(continuous_batching, "sample", failing_first(error))
+    with fake_cuda() as ledger:
+        model = tiny.model()
+        model.set_attn_implementation("packed")
+        engine, graphs = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
+        for wakes in (False, False, True):
+            if wakes:
+                engine.sleep()
+                engine.wake()
+            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+            graphs.append(ledger.total(GRAPH))
+        assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
+    told = capsys.readouterr().err
+    assert told.count("a step cannot be captured") == 1 and ("until the engine next wakes" in told) == again
+
+
+def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
+    monkeypatch.setattr(CompletionCollector, "take", lambda *args: 1 / 0)
+    with fake_cuda():
+        model = tiny.model()
+        model.set_attn_implementation("packed")
+        engine, freed = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
+        monkeypatch.setattr(engine._graph, "free", lambda: freed.append(True))
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+        assert len(freed) == 2, "at the begin and at the end"
 
 
 def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monkeypatch):

@@ -64,7 +64,8 @@ def test_the_plan_is_what_the_page_says(command: str, gpus: str, said: str, tmp_
     assert said == found
     assert ("--adam_offload brings it to" in text) is bool(code)
     assert "warning: --engine_type vllm: the package vllm is not installed" in text
-    assert code or re.search(rf"fits.*: {together[phase]:.2f} of .* in the phase {phase}", text), "the verdict is said"
+    assert code or re.search(rf"fits.*: it takes {together[phase]:.2f} GiB .* in the phase {phase}",
+                             text), "the verdict is said"
     checkpointing = next(line for line in text.splitlines() if line.startswith("  gradient_checkpointing "))
     assert ("true" in checkpointing) is ("7B" in command) and "parameters on CUDA]" in checkpointing
 

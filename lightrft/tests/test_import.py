@@ -10,7 +10,8 @@ import lightrft
 
 HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matplotlib", "datasets")
 OPTIONAL = ("deepspeed", "vllm", "sglang", "flash_attn", "liger_kernel", "wandb", "trackio", "torchvision",
-            "qwen_vl_utils")
+            "qwen_vl_utils", "bitsandbytes")
+LATE = ("peft", )  # imported where adapters are made
 
 
 def run(code):
@@ -22,7 +23,8 @@ def test_importing_the_package_loads_nothing_heavy():
     run(f"import sys, lightrft, lightrft.config.schema\nassert not set({HEAVY}) & set(sys.modules), 'heavy'")
 
 
-@pytest.mark.parametrize("script,flag", [("train", "--policy_loss"), ("train_sft", "--train_data")])
+@pytest.mark.parametrize("script,flag", [("train", "--policy_loss"), ("train_sft", "--train_data"),
+                                         ("train_dpo", "--ipo"), ("train_kto", "--beta"), ("train_kd", "--kd_coef")])
 def test_help_loads_nothing_heavy(script, flag):
     """Nor does a mistake in the command line."""
     for word, code in ((flag + "x", 2), ("--help", 0)):
@@ -33,7 +35,7 @@ def test_help_loads_nothing_heavy(script, flag):
 def test_every_module_and_public_name_loads_without_the_optional_packages():
     modules = [info.name for info in pkgutil.walk_packages(lightrft.__path__, "lightrft.") if ".tests" not in info.name]
     assert len(modules) > 60, "modules are missing"
-    run(f"import sys\nfrom importlib import import_module\nfor name in {OPTIONAL}: sys.modules[name] = None\n"
+    run(f"import sys\nfrom importlib import import_module\nfor name in {OPTIONAL + LATE}: sys.modules[name] = None\n"
         f"for name in {modules}: import_module(name)\n"
         "import lightrft\nfor name in lightrft.__all__: getattr(lightrft, name)")
 

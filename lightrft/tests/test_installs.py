@@ -12,7 +12,7 @@ from lightrft.tests.test_packaging import lists_in_setup
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "constraints").exists(), reason="installed without its repository")
 ENGINES = {"core": None, "vllm": "0.32.0", "sglang": "0.5.23"}
-IN_EVERY_SET = ("deepspeed", "liger", "vl", "wandb", "trackio")
+IN_EVERY_SET = ("deepspeed", "liger", "bitsandbytes", "vl", "audio", "video", "wandb", "trackio")
 # what an engine itself pins to another release than the one that the tests run on: (tested, in the set)
 DIFFERS = {
     "core": {},

@@ -20,7 +20,7 @@ LOSSES = {
     "dual clip": {"dual_clip": 1.1, "eps_clip_high": 0.4},
     "critic": {"advantage_estimator": "gae"},
 }  # yapf: disable
-CUTS = {"1x8": (8, 10**6), "8x1": (1, 10**6), "3 + 3 + 2": (3, 10**6), "token budget": (0, 40)}
+CUTS = {"1x8": (8, 10**6), "8x1": (1, 10**6), "pairs": (3, 10**6), "token budget": (0, 40)}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_cut_into_micro_batches_changes_nothing(name, home, tmp_path):
         rollout = off_policy(trainer)
         passes[cut] = len(rollout.buffer.epoch(0)[0].micro_batches)
         found[cut] = (*gradients(trainer, rollout), updated(trainer))
-    assert (passes["1x8"], passes["8x1"], passes["3 + 3 + 2"]) == (1, 8, 3) and 2 < passes["token budget"] < 8
+    assert (passes["1x8"], passes["8x1"], passes["pairs"]) == (1, 8, 4) and 2 < passes["token budget"] < 8
     whole = found.pop("1x8")
     for cut, (metrics, grads, weights) in found.items():
         assert metrics == pytest.approx(whole[0], rel=1e-3, abs=1e-5), cut

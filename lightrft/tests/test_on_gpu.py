@@ -15,6 +15,7 @@ from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.strategy.host_buffers import pinned
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny, tiny_task
 
@@ -157,3 +158,12 @@ def test_graphs_draw_the_tokens_of_eager_steps():
         return [each.token_ids for part in found for each in part]
 
     assert responses(True) == responses(False)
+
+
+def test_memory_of_any_size_is_pinned():
+    sent = torch.rand(10_001, device="cuda")
+    for memory in (pinned(sent.nbytes), pinned(1 << 16)[:sent.nbytes]):  # the first one in place
+        kept = memory.view(torch.float32).copy_(sent, non_blocking=True)
+        back = kept.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        assert memory.is_pinned() and torch.equal(back, sent) and torch.equal(kept, sent.cpu())

@@ -1,7 +1,7 @@
 """Every option changes something: a table over the whole tree, from which no option may be missing."""
 import ast
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,23 @@ import pytest
 
 import lightrft
 from lightrft.config.cli import parse_config
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.offline_schema import OfflineConfig, PairConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config, LogConfig
 from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
 from lightrft.config.tree import group_options, options
-from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
-from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.option_flips import (FLIPS, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen, files, forwards, keys,
-                                                 steps, weights)
+from lightrft.tests.support import preference_runs, runs, tiny
+from lightrft.tests.support.option_flips import (FLIPS, RM_FLIPS, RM_SHOWN, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen,
+                                                 files, forwards, keys, steps, weights)
+from lightrft.tests.support.preference_flips import DPO_FLIPS, KD_FLIPS, KTO_FLIPS
+from lightrft.trainer.dpo_trainer import DPOTrainer
+from lightrft.trainer.kd_trainer import KDTrainer
+from lightrft.trainer.kto_trainer import KTOTrainer
+from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.utils import sinks
 from lightrft.utils.env import seed_everything
@@ -41,6 +49,10 @@ def home(tmp_path_factory):
     rows = [[("user", text), ("assistant", text * (1 + i % 3))] for i, text in enumerate(runs.PROMPTS)]
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
+    preference_runs.write_rows(folder)
+    pairs = [{"prompt": text, "chosen": f"{text} is it", "rejected": text * (1 + i % 3) + ".", "other": "?" * i + text,
+              "margin": 0.3, "heads": {"short": "chosen"}} for i, text in enumerate(runs.PROMPTS)]  # yapf: disable
+    (folder / "scored_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
     (folder / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}', encoding="utf-8")
     return folder
 
@@ -53,7 +65,8 @@ def placed(value: Any, home: Path, save: Path) -> Any:
     if not at:
         return value
     name, _, rest = place.partition("/")
-    return before + str({"run": save, "other": home / "other"}.get(name, home / f"{name}.jsonl") / rest)
+    return before + str(
+        {"run": save, "other": home / "other", "teacher": home / "model"}.get(name, home / f"{name}.jsonl") / rest)
 
 
 def watched(strategy: Any, trainer: Any, save: Path, seen: Seen) -> Seen:
@@ -74,19 +87,51 @@ def run_rl(home: Path, save: Path, values: dict[str, Any]) -> Seen:
     return watched(strategy, runs.trainer_of(config, strategy), save, seen)
 
 
-def run_sft(home: Path, save: Path, values: dict[str, Any]) -> Seen:
-    """A run of the SFT trainer, as ``lightrft.cli.train_sft`` builds it."""
-    given = {"pretrain": str(home / "model"), "train_data": [str(home / "chats.jsonl")], "save_path": str(save)}
-    config = parse_config([], defaults=SFT_BASE | given | values, tree=SFTConfig).config
+def run_rows(tree: type, trainer: Any, data: str, home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of a trainer on fixed data, as its command builds it."""
+    given = {"pretrain": str(home / "model"), "train_data": [str(home / data)], "save_path": str(save)}
+    config = parse_config([], defaults=SFT_BASE | given | values, tree=tree).config
     validate(config, 1)
     seed_everything(config.train.seed)
-    strategy, data = runs.strategy_of(config), config.data.as_data_config()
-    tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
-    rows = SFTDataset(data, tokenizer, config.data.max_len)
-    held_out = SFTDataset(data, tokenizer, config.data.max_len, "eval") if data.eval_data else []
-    with strategy.init_model_context():
-        actor = load_actor(config.model)
-    return watched(strategy, SFTTrainer(config, strategy, actor, tokenizer, rows, held_out), save, Seen(None))
+    strategy = runs.strategy_of(config)
+    tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
+    rows = trainer.read(config, tokenizer, "train", None)
+    held_out = trainer.read(config, tokenizer, "eval", None) if config.data.eval_data else []
+    model = partial(trainer.load, config)
+    return watched(strategy, trainer(config, strategy, model, tokenizer, rows, held_out), save, Seen(None))
+
+
+def run_sft(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the SFT trainer."""
+    return run_rows(SFTConfig, SFTTrainer, "chats.jsonl", home, save, values)
+
+
+def run_rm(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the trainer of reward models."""
+    return run_rows(RMConfig, RMTrainer, "scored_pairs.jsonl", home, save, values)
+
+
+def run_preferences(kind: Any, tree: type, data: str, home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run on preferences; moves of models to host memory are counted."""
+    trainer = preference_runs.trainer_of(kind, tree, home, save, data, **{"max_steps": 1} | values)
+    seen, reload = Seen(None), trainer.strategy.reload
+    trainer.strategy.reload = lambda prepared: (seen.calls.append(("reload", )), reload(prepared))
+    return watched(trainer.strategy, trainer, save, seen)
+
+
+def run_dpo(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the DPO trainer."""
+    return run_preferences(DPOTrainer, DPOConfig, "pairs", home, save, values)
+
+
+def run_kto(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the KTO trainer."""
+    return run_preferences(KTOTrainer, KTOConfig, "judged", home, save, values)
+
+
+def run_kd(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the distillation trainer."""
+    return run_preferences(KDTrainer, KDConfig, "judged", home, save, {"teacher_model": str(home / "other")} | values)
 
 
 no_picture = runs.no_picture  # the other tests draw it
@@ -122,6 +167,26 @@ def test_flipping_an_option_of_supervised_fine_tuning_changes_something(name, ob
     check(SFT_FLIPS[name], name, run_sft, observe)
 
 
+@pytest.mark.parametrize("name", list(DPO_FLIPS))
+def test_flipping_an_option_of_training_on_pairs_changes_something(name, observe):
+    check(DPO_FLIPS[name], name, run_dpo, observe)
+
+
+@pytest.mark.parametrize("name", list(RM_FLIPS))
+def test_flipping_an_option_of_reward_models_changes_something(name, observe):
+    check(RM_FLIPS[name], name, run_rm, observe)
+
+
+@pytest.mark.parametrize("name", list(KD_FLIPS))
+def test_flipping_an_option_of_distillation_changes_something(name, observe):
+    check(KD_FLIPS[name], name, run_kd, observe)
+
+
+@pytest.mark.parametrize("name", list(KTO_FLIPS))
+def test_flipping_an_option_of_training_on_judged_answers_changes_something(name, observe):
+    check(KTO_FLIPS[name], name, run_kto, observe)
+
+
 def test_the_same_options_twice_change_nothing(home, tmp_path):
     """Else every flip above would look like a change."""
     left, right = (run_rl(home, tmp_path / name, {"max_steps": 2, "init_kl_coef": 0.1}) for name in "ab")
@@ -146,12 +211,18 @@ def test_no_option_is_missing_from_the_table():
     assert not set(FLIPS) & set(SHOWN)
     sft, own = set(options(SFTConfig)), set(SFT_FLIPS) | set(SFT_SHOWN)
     assert own <= sft and sft - own <= known, f"not in any table: {sft - own - known}"
-    assert set(group_options(SFTTrainConfig)) <= own, "the SFT trainer reads its train group by itself"
+    assert set(options(DPOConfig)) - set(options(PairConfig)) <= set(DPO_FLIPS), "an option of pairs has no flip"
+    assert set(group_options(SFTTrainConfig)) <= own, "the core of offline trainers reads its train group by itself"
+    rm, own = set(options(RMConfig)), set(RM_FLIPS) | set(RM_SHOWN)
+    assert own <= rm and rm - sft <= own, f"not in the table: {rm - sft - own}"
+    assert set(options(KDConfig)) - set(
+        options(OfflineConfig)) == set(KD_FLIPS), "an option of distillation has no flip"
+    assert set(options(KTOConfig)) - set(options(OfflineConfig)) <= set(KTO_FLIPS), "an option of KTO has no flip"
 
 
-@pytest.mark.parametrize("name", [*SHOWN, *SFT_SHOWN])
+@pytest.mark.parametrize("name", [*SHOWN, *SFT_SHOWN, *RM_SHOWN])
 def test_the_test_that_shows_it_exists(name):
-    path, _, test = {**SHOWN, **SFT_SHOWN}[name].partition("::")
+    path, _, test = {**SHOWN, **SFT_SHOWN, **RM_SHOWN}[name].partition("::")
     assert (ROOT / path).is_file() and test in names_in(ROOT / path), f"{name}: there is no {path}::{test}"
 
 

@@ -12,12 +12,13 @@ SCRIPT, PACKAGES = ROOT / "benchmarks" / "oracles.py", Path(sys.prefix) / "oracl
 WRONG = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import oracles
+import oracles, oracle_preferences
 cases = oracles.verl_losses
 def wrong():
     first = next(cases())
     yield oracles.replace(first, flags=first.flags.replace("--eps_clip 0.2", "--eps_clip 0.21"))
 oracles.verl_losses, oracles.verl_advantages, oracles.trl_cases = wrong, lambda: (), lambda: ()
+oracle_preferences.preference_cases = lambda: ()
 sys.exit(oracles.main(["--batches", "5"]))
 """
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="installed without its repository")

@@ -87,7 +87,10 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
     assert {Requirement(text).name for text in core} <= requirement_names(pins)
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", pins, re.MULTILINE))
     assert not [text for text in core if not Requirement(text).specifier.contains(pinned[Requirement(text).name])]
-    kinds = {"vllm", "sglang", "deepspeed", "liger", "flash-attn", "vl", "wandb", "trackio", "docs", "dev"}
+    kinds = {
+        "vllm", "sglang", "deepspeed", "liger", "flash-attn", "bitsandbytes", "vl", "audio", "video", "wandb",
+        "trackio", "docs", "dev"
+    }
     assert set(extras) == kinds
     wanted = requirement_names((ROOT / "requirements-dev.txt").read_text(encoding="utf-8")) | requirement_names(pins)
     assert {Requirement(text).name.lower() for text in extras["dev"] + extras["docs"]} <= wanted
@@ -96,10 +99,8 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
 # distributions whose module has another name, and those that others import for us
 MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn"}
 INDIRECT = {
-    "pillow": "transformers, to read pictures",
-    "torchvision": "transformers, to read pictures",
-    "qwen-vl-utils": "programs that prepare vision data",
-    "tokenizers": "transformers; its release is part of the set"
+    "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "qwen-vl-utils":
+    "programs that prepare vision data", "tokenizers": "transformers; its release is part of the set"
 }
 
 
@@ -117,11 +118,15 @@ def test_every_requirement_is_imported():
 
 def test_make_runs_what_is_promised(tmp_path):
     (tmp_path / "bin").mkdir()
-    for stamp in ("bin/python", ".installed-core", ".installed-dev"):
+    (tmp_path / "torchvision").mkdir()
+    for stamp in ("bin/python", ".installed-core", ".installed-dev", "torchvision/.installed"):
         (tmp_path / stamp).touch()
     show = ["make", "-n", f"VENV={tmp_path}", "-o", "setup.py"]
     show += [word for kind in ("", "-dev", "-vllm", "-vision") for word in ("-o", f"requirements{kind}.txt")]
-    assert "run_quickstart.sh --seed 2" in run(*show, "quickstart", "ARGS=--seed 2", cwd=ROOT)
+    show += ["-o", "examples/torchvision_on_cpu.py"]
+    for name in ("quickstart", "quickstart-vl", "quickstart-audio"):
+        script = f"run_{name.replace('-', '_')}.sh --seed 2"
+        assert script in run(*show, name, "ARGS=--seed 2", cwd=ROOT)
     expected = {
         "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "format": "yapf --in-place", "fcheck":
         "mypy lightrft", "docs": "sphinx-build -W", "docs-live": "sphinx-autobuild", "dbuild": "docker build"
@@ -140,3 +145,34 @@ def test_make_says_what_is_missing_without_python(tmp_path):
 def _which(name):
     from shutil import which
     return which(name)
+
+
+# -- torchvision beside a torch for CPUs ------------------------------------------------------------------------------
+APART = """
+import importlib.util, sys
+assert "torchvision_on_cpu" in sys.modules and "torch" not in sys.modules
+assert importlib.util.find_spec("torchvision") and not {"torch", "torchvision"} & set(sys.modules)
+from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+Qwen2VLVideoProcessor(size={"shortest_edge": 784, "longest_edge": 3136})
+print(sys.modules["torchvision"].__file__)
+"""
+
+
+@pytest.fixture
+def apart():
+    """The module that the environment loads, unless it has a torchvision of the usual kind or none."""
+    return pytest.importorskip("torchvision_on_cpu", reason="needs torchvision apart: make test installs it")
+
+
+def test_every_process_can_import_torchvision_apart(apart, tmp_path):
+    """And a process that does not use it loads nothing."""
+    assert Path(apart.__file__).read_bytes() == (ROOT / "examples" / "torchvision_on_cpu.py").read_bytes()
+    assert str(apart.PACKAGE) in run(sys.executable, "-c", APART, cwd=tmp_path)
+
+
+def test_another_torchvision_is_left_alone(apart, tmp_path):
+    """One that comes first, as site-packages does, is loaded without declarations, which its own would repeat."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").touch()
+    code = "import sys, torchvision, torchvision_on_cpu; print(torchvision.__file__, 'torch' in sys.modules)"
+    assert run(sys.executable, "-c", code, cwd=tmp_path) == f"{tmp_path}/torchvision/__init__.py False\n"

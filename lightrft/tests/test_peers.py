@@ -1,4 +1,4 @@
-"""The comparison with TRL's trainer (``make peers``), where TRL is installed: a step of each."""
+"""The comparisons with TRL's trainer (``make peers`` and vl_peer.py), where TRL is installed: a step of each."""
 import json
 import subprocess
 import sys
@@ -24,12 +24,16 @@ def test_it_says_so_where_trl_is_not_installed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (PACKAGES / "trl").is_dir(), reason="TRL is missing: make oracles")
-def test_both_trainers_make_the_same_steps(tmp_path: Path) -> None:
-    made = run(ROOT / "examples" / "quickstart" / "prepare.py", "--out", tmp_path, "--train_rows", 20, "--sft_rows", 20)
+@pytest.mark.parametrize("script, example", [("peers", "quickstart"), ("vl_peer", "quickstart_vl")])
+def test_both_trainers_make_the_same_steps(script: str, example: str, tmp_path: Path) -> None:
+    if script == "vl_peer":
+        pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    made = run(ROOT / "examples" / example / "prepare.py", "--out", tmp_path, "--train_rows", 20, "--sft_rows", 20)
     assert made.returncode == 0, made.stderr
     (tmp_path / "sft").mkdir()
     (tmp_path / "base").rename(tmp_path / "sft" / "hf")  # untrained
-    done = run(SCRIPT, "--home", tmp_path, "--cases", "tiny", "--pairs", 1, "--threads", 1, "--out", tmp_path / "out")
+    done = run(SCRIPT.with_stem(script), "--home", tmp_path, "--cases", "tiny", "--pairs", 1, "--threads", 1, "--out",
+               tmp_path / "out")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out").read_text())
     assert found["trl"] == "1.16.0" and found["torch"] and found["cpu"]

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,9 +37,11 @@ ELSEWHERE = {
     ("docs/contributing.md", "bash", "python"): "tests/test_contributing.py",
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
+    ("docs/preferences.md", "json", ""): "trainer/tests/test_dpo_trainer.py",
+    ("examples/preferences/README.md", "bash", ""): "tests/test_examples.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
     ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
-    ("docs/architecture.md", "text", "11 api.py"): "tests/test_docs.py",
+    ("docs/architecture.md", "text", "12 api.py"): "tests/test_docs.py",
     ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
     ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",
     ("docs/safety.md", "text", "self-test: "): "trainer/tests/test_gradient_invariance.py",
@@ -98,6 +101,11 @@ def installed(command: str, place: Workplace) -> None:
         assert flag not in ("-c", "-r") or (ROOT / name).is_file(), name
         named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", name)
         assert flag != "-e" or named and set((named[1] or "").split(",")) - {""} <= extras.keys(), name
+    of_cpus = [words[2], "--index-url", "https://download.pytorch.org/whl/cpu"]
+    if words[2:] == of_cpus:
+        assert all(f"\n{words[2]}\n" in (ROOT / name).read_text()
+                   for name in ("requirements.txt", "constraints/core.txt"))
+        return
     assert "-e" in words or "-r" in words, "the index has another project called lightrft"
 
 
@@ -118,7 +126,7 @@ def environment(command: str, place: Workplace) -> None:
 
 OWN = r"(\w+=\S* )*(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
 RULES: dict[str, Callable[[str, Workplace], None]] = {
-    OWN + r"(train|train_sft|sft) ": planned,
+    OWN + r"(train|train_sft|train_rm|train_dpo|train_kto|train_kd|sft|rm|dpo|kto|kd|generate|evaluate|chat) ": planned,
     OWN + r"doctor\b": examined,
     OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,
@@ -229,12 +237,32 @@ def save_models(folder: Path) -> None:
         save_brief_model(folder / name)
 
 
+def save_senses(place: Workplace) -> None:
+    """A model that sees and one that hears, under their hub ids, and the raw data of their examples."""
+    for example, name in (("vl", "Qwen/Qwen2.5-VL-7B-Instruct"), ("audio", "Qwen/Qwen2-Audio-7B-Instruct")):
+        made = place.folder / "made" / example
+        few = "--train_rows 6 --test_rows 2 --sft_rows 2"
+        place.shell(f"python examples/quickstart_{example}/prepare.py --out {made} {few}")
+        shutil.copytree(made / "base", place.folder / name)
+        config = json.loads((made / "base" / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 32768
+        (place.folder / name / "config.json").write_text(json.dumps(config))
+    seen, heard = (pq.read_table(place.folder / "made" / example / "data" / "train.parquet").to_pylist()
+                   for example in ("vl", "audio"))
+    tiny_task.write_geo3k(place.folder / "hiyouga" / "geometry3k", seen)
+    tiny_task.write_avqa(place.folder / "RAW", place.folder / "home" / "data" / "avqa" / "audio", heard)
+
+
 def save_data(folder: Path) -> None:
     """Rows under the names in commands, and what the hub has as ``openai/gsm8k``."""
     for name in ("DATA/train", "DATA/test", "demos", "held_out", "train", "test"):
         (folder / name).parent.mkdir(exist_ok=True)
         rows = [{"prompt": f"{n}+1=", "reference": f"{n + 1}", "response": f"{n + 1}", "data_source": "openai/gsm8k"}
                 for n in range(8)]  # yapf: disable
+        tiny_task.write_rows(folder / f"{name}.jsonl", rows)
+    pairs = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)]
+    judged = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
+    for name, rows in (("pairs", pairs), ("held_out_pairs", pairs), ("judged", judged)):
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
     hub = folder / "openai" / "gsm8k" / "main"
     hub.mkdir(parents=True)
@@ -250,6 +278,7 @@ def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     place = Workplace(tmp_path_factory.mktemp("place"))
     save_models(place.folder)
     save_data(place.folder)
+    save_senses(place)
     few = "--train_rows 64 --test_rows 16 --sft_rows 8"
     place.shell(f"python examples/quickstart/prepare.py --out runs/quickstart {few}")
     words = ("--pretrain runs/quickstart/base --prompt_data runs/quickstart/data/train.parquet "

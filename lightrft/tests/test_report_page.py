@@ -53,6 +53,15 @@ def texts(tab, selector):
     return tab.locator(selector).all_inner_texts()
 
 
+def test_without_scripts_the_page_says_what_it_needs(page):
+    blind = page.context.browser.new_context(java_script_enabled=False)
+    tab = blind.new_page()
+    tab.goto(page.url.partition("#")[0])
+    assert "JavaScript, which is off here" in tab.locator("body").inner_text()
+    blind.close()
+    assert page.locator("noscript").count() == 1 and not page.locator("noscript").is_visible()
+
+
 def test_texts_are_shown_and_not_run(tab):
     assert tab.title() == "a & <b> – lightrft" and tab.locator("h1").inner_text() == "a & <b>"
     assert tab.locator("article img, article script, article pre b").count() == 0

@@ -76,8 +76,8 @@ class Evaluator:
             self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
         local = [
             Answer(sample.prompt.data_source or "default", sample.response_len,
-                   ScoredSample.of(sample, score, self._shown(sample)), sample if self._shown(sample) else None)
-            for sample, score in zip(samples, scores)
+                   ScoredSample.of(sample, score, shown), sample if shown else None)
+            for sample, score, shown in zip(samples, scores, map(self._shown, samples))
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
         answers.sort(key=lambda answer: (answer.scored.group_id, answer.scored.index))

@@ -25,7 +25,7 @@ from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, rewa
                                       to_samples)
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Experience, MediaSource, Prompt, Sample
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
@@ -196,20 +196,23 @@ class FastExperienceMaker:
     """Runs the stages of one rollout, in order.
 
     Prompts are dealt to ranks one by one; a prompt's group stays on its rank while it is generated and scored. Then
-    each sequence moves to the rank that trains it, and statistics of the whole batch are computed from vectors [B], so
-    that batch statistics, mini-batches and balance do not depend on the ranks.
+    each sequence moves to the rank that trains it: before the forward passes, or, without any, in the update, which
+    knows the samples that it trains. Statistics of the whole batch are computed from vectors [B], so that they,
+    mini-batches and balance do not depend on the ranks.
 
     Args:
         greedy: the estimator needs a greedy response per prompt.
         overlapped: forward passes that run while the engine generates.
         environment: answers responses, which then resume with another turn.
+        media: source of the media of prompts.
     """
     overlaps = True
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
                  timer: Timer, greedy: GreedyBaseline | None = None, overlapped: OverlappedPasses | None = None,
-                 environment: Environment | None = None) -> None:
+                 environment: Environment | None = None, media: MediaSource | None = None) -> None:
+        self.media = media
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
         self.greedy, self.overlapped, self.environment = greedy, overlapped, environment
@@ -247,6 +250,14 @@ class FastExperienceMaker:
             if self.overlapped is not None:
                 self.overlapped.fill(exp)
         return exp, scored
+
+    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+        """Process the media of this rank's share of the next prompts in the background, but those whose features are
+        kept. SGLang computes features of its own."""
+        needed = self.config.rollout.engine_type == "sglang"
+        if self.media is not None:
+            self.media.prefetch(key for prompt in self.deal(prompts) for key in prompt.media
+                                if needed or not self.logprobs.has_features(key))
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's share of ``items``, dealt one by one."""
@@ -306,8 +317,9 @@ class FastExperienceMaker:
         """Return requests for the unfinished responses; each response keeps its original seed."""
         seed = self.config.train.seed
         return [
-            Request(group.prompt.token_ids, [sample_seed(seed, step, group.number, j) for j in group.open],
-                    group.prompt.media, [group.responses[j].token_ids for j in group.open] if group.tokens else [])
+            Request.of(group.prompt, [sample_seed(seed, step, group.number, j)
+                                      for j in group.open], [group.responses[j].token_ids
+                                                             for j in group.open] if group.tokens else [])
             for group in groups
         ]
 
@@ -324,7 +336,8 @@ class FastExperienceMaker:
             shards = Shards(self.strategy, exp)
             del exp  # its sequences are on other ranks now, or in the shards
             buffer = self.buffer(shards, step)
-            shards.move(buffer.homes())
+            if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
+                shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)
         samples = scored()
         table = RewardTable.gather(samples, RankSpread(self.strategy, numbers, shards.size))
@@ -337,7 +350,8 @@ class FastExperienceMaker:
         """Return the plan that cuts the rollout of a step into passes."""
         train = self.config.train
         return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, self.strategy.rank,
-                            self.strategy.world_size, f"{train.seed}/{step}")
+                            self.strategy.world_size, f"{train.seed}/{step}",
+                            near=shards.near(self.config.shares_prompts))
 
     def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float) -> dict[str, float]:
         batch = shards.batch()

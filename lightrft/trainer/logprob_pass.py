@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.schema import Config
+from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
 from lightrft.trainer.shards import Shards
@@ -102,6 +103,11 @@ class LogprobPass:
             Pass("values", ("values", ), lambda exp: cast(Prepared, self.critic).model(exp)[None])
         ]
 
+    def has_features(self, key: str) -> bool:
+        """True if all models have the features of the medium ``key``, so that its tensors are not needed."""
+        models = [cast(PackedModel, each.model) for each in (self.actor, self.critic, self.reference) if each]
+        return all(model.modality.cache is not None and key in model.modality.cache for model in models)
+
     def wanted(self, num_samples: int) -> list[Pass]:
         """Return the passes over a rollout of ``num_samples`` samples."""
         names = self.config.forward_passes(num_samples, self.critic is not None)
@@ -146,4 +152,4 @@ class LogprobPass:
     def _passes(self, buffer: ReplayBuffer) -> list[list[int]]:
         if on_update_packs(self.config):
             return [micro for mini in buffer.epoch(0) for micro in mini.micro_batches]
-        return plan_shares(buffer.homes(), buffer.lens, self.limits)[buffer.rank]
+        return plan_shares(buffer.homes(), buffer.lens, self.limits, buffer.near)[buffer.rank]

@@ -67,7 +67,7 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 _OTHER = """from transformers import AutoProcessor, {architecture}
 
 model = {architecture}.from_pretrained({folder!r})
-processor = AutoProcessor.from_pretrained({base!r})  # of the base model"""
+processor = AutoProcessor.from_pretrained({folder!r})"""
 _FACTS = {
     "prompt_data": "training data", "train_data": "training data", "eval_data": "held-out data", "reward": "rewards",
     "advantage_estimator": "advantages", "policy_loss": "loss", "init_kl_coef": "KL coefficient",
@@ -135,7 +135,7 @@ def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt:
     """Return the code that loads the model and answers a prompt; of a model that sees or hears, that loads it."""
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     if not architecture.endswith("ForCausalLM"):
-        return _OTHER.format(architecture=architecture, folder=str(folder), base=config.model.pretrain)
+        return _OTHER.format(architecture=architecture, folder=str(folder))
     length = config.rollout.generate_max_len if isinstance(config, Config) else 256
     if prompt is not None and len(prompt) <= PROMPT:
         inputs = _RENDERED.format(prompt=prompt)

@@ -7,7 +7,7 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
-from lightrft.ops.rounding import has_experts
+from lightrft.ops.rounding import has_experts, RunArithmetic
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -20,6 +20,7 @@ from lightrft.trainer.prompt_source import get_group_source
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.sample_recorder import SampleRecorder
+from lightrft.trainer.checks.parity import check_parity
 from lightrft.trainer.checks.first_step import check_step_facts, facts_are_measured
 from lightrft.trainer.checks.tripwires import Tripwires, UnscoredTraining
 from lightrft.utils.logging import get_logger
@@ -41,12 +42,14 @@ class PPOTrainer(BaseTrainer):
         self.offloader = maker.logprobs.offloader
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader, total_steps)
+        self.arithmetic = RunArithmetic.of(config.rollout, bool(config.model.bf16), strategy.device.type,
+                                           has_experts(prepared["actor"].model))
         self.proof = get_weight_sync_verifier(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
-                                              bool(config.model.bf16), timer)
+                                              self.arithmetic.engine, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
         self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
-        self.recorder = SampleRecorder(log.folder, strategy, tokenizer, config.log.report)
+        self.recorder = SampleRecorder(log.folder, strategy, tokenizer, config.log.report, maker.media)
         self.fresh = self.facts_due = True
 
     def before_loop(self, fresh: bool) -> None:
@@ -55,6 +58,9 @@ class PPOTrainer(BaseTrainer):
         self.recorder.start(self.step)
         self.engine.sleep()  # its cache and a bucket of weights must not share memory
         self._wake_engine(self.step)
+        if self.maker.media is not None:
+            check_parity(self.strategy, self.prepared["actor"], self.engine, self.loader.dataset,
+                         self.arithmetic.engine)
         if fresh and self.config.eval.eval_at_start:
             self.log.evaluation(self.step, self.evaluate())
 
@@ -64,6 +70,8 @@ class PPOTrainer(BaseTrainer):
         self.prepared["actor"].model.eval()
         self.offloader.offload()
         rollout = self.source.make(self.step, coef)
+        if self.maker.media is not None:
+            self.maker.prefetch(self.loader.ahead())  # while the models train
         self.engine.sleep()  # both have happened already, except in a step without a rollout
         self.offloader.reload()
         with self.timer("update_other"):
@@ -71,8 +79,7 @@ class PPOTrainer(BaseTrainer):
                                          if rollout.shards.size else {})
         metrics |= self._wake_engine(self.step + 1)
         if self.facts_due and facts_are_measured(metrics):
-            experts = has_experts(self.prepared["actor"].model)
-            check_step_facts(metrics, self.config, self.fresh, self.strategy.device.type, experts)
+            check_step_facts(metrics, self.config, self.fresh, self.arithmetic)
             self.facts_due = False
         self._end_with_the_data(self.step + 1)
         with self.timer("log"):

@@ -64,10 +64,10 @@ class PolicyUpdate:
             with self.timer("self_test"):
                 self._self_test(rollout, coefs, train_actor)
         live = self.live_samples(rollout.shards)
-        sums, results = self._epochs(rollout, coefs, train_actor, live)
+        sums, results, forwarded = self._epochs(rollout, coefs, train_actor, live)
         self._compare_all(sums, rollout)
         sums.reduce(self.strategy)
-        return self._metrics(sums, results, rollout.shards, live)
+        return self._metrics(sums, results, rollout.shards, live) | {"perf/forward_tokens": forwarded}
 
     def _self_test(self, rollout: Rollout, coefs: Coefs, train_actor: bool) -> None:
         """Check that the gradients do not depend on the cut, without side effects."""
@@ -102,14 +102,15 @@ class PolicyUpdate:
         return {f"rollout/mismatch/{key}": value for key, value in found.items()} | self.same_policy.metrics(sums)
 
     def _epochs(self, rollout: Rollout, coefs: Coefs, train_actor: bool,
-                live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]]]:
-        sums = MetricSums()
+                live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]], int]:
+        sums, forwarded = MetricSums(), 0
         results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
         shards = rollout.shards
         for epoch in range(self.config.train.max_epochs):
             minis = rollout.buffer.epoch(epoch)
             live_plans = [mini.of(live) for mini in minis]
             plans = live_plans if train_actor else []
+            forwarded += sum(map(rollout.buffer.tokens, plans))
             if self.critic is not None or train_actor and self.selection.selects is not None:
                 plans = plans + [mini.plan for mini in minis]
             shards.borrow(gathered(plans, self.strategy.world_size))
@@ -127,7 +128,7 @@ class PolicyUpdate:
                     passes = live_plan[self.strategy.rank] if name == "policy" else mini.micro_batches
                     results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
                                                               denominators.tokens, loss_of))
-        return sums, results
+        return sums, results, forwarded
 
     def _prepared(self, name: str) -> Prepared:
         return self.actor if name == "policy" else cast(Prepared, self.critic)

@@ -8,7 +8,8 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 
 import torch
 
@@ -25,18 +26,33 @@ def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
     """
     if not weights or parts == 1:
         return [list(range(len(weights))), *([] for _ in range(parts - 1))]
-    heap = []
-    for order, weight in enumerate(weights):
-        sums = [(weight, [order])] + [(0, []) for _ in range(parts - 1)]
-        heap.append((-weight, order, sums))
+    empty: list[int] = []
+    # sums are negative: the order of tuples is then that of the parts, the largest first
+    heap = [(-weight, order, [(-weight, [order]), *[(0, empty)] * (parts - 1)]) for order, weight in enumerate(weights)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, order, left = heapq.heappop(heap)
-        _, _, right = heapq.heappop(heap)
-        merged = [(a + b, i + j) for (a, i), (b, j) in zip(left, reversed(right))]
-        merged.sort(key=lambda entry: (-entry[0], entry[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+        merged = [(a + b, i + j) for (a, i), (b, j) in zip(left, reversed(heap[0][2]))]
+        merged.sort()
+        heapq.heapreplace(heap, (merged[0][0] - merged[-1][0], order, merged))
     return [sorted(indices) for _, indices in heap[0][2]]
+
+
+@dataclass(frozen=True)
+class Near:
+    """Sequences of a batch that gain from sharing a forward pass.
+
+    ``numbers`` [B]: those with the same number gain; they have the same prompt, or the same media, for which a tower
+    then runs once. ``prompts`` [B]: leading tokens of each that a pass computes once for all of its number.
+    """
+    numbers: list[int]
+    prompts: list[int]
+
+    def saved(self, samples: Iterable[int]) -> int:
+        """Count the tokens that one pass over ``samples`` need not compute."""
+        samples = list(samples)
+        first = {self.numbers[i]: i for i in reversed(samples)}
+        return sum(self.prompts[i] for i in samples) - sum(self.prompts[i] for i in first.values())
 
 
 @dataclass(frozen=True)
@@ -45,21 +61,23 @@ class MicroBatchLimits:
     rows: int
     tokens: int
 
-    def fit(self, units: list[list[int]], lens: list[int]) -> bool:
+    def fit(self, units: list[list[int]], lens: list[int], near: Near | None = None) -> bool:
         """Return True if the sequences of all ``units`` may share a forward pass."""
         if len(units) <= 1:
             return True
-        return (not self.rows or sum(map(len, units)) <= self.rows) and _tokens(units, lens) <= self.tokens
+        return (not self.rows or sum(map(len, units)) <= self.rows) and pass_tokens(units, lens, near) <= self.tokens
 
-    def least(self, units: list[list[int]], lens: list[int]) -> int:
+    def least(self, units: list[list[int]], lens: list[int], near: Near | None = None) -> int:
         """Return a lower bound on the number of forward passes for the sequences of ``units``."""
         rows = sum(map(len, units))
-        bound = max(-(-_tokens(units, lens) // self.tokens), -(-rows // self.rows) if self.rows else 1)
+        bound = max(-(-pass_tokens(units, lens, near) // self.tokens), -(-rows // self.rows) if self.rows else 1)
         return max(1, min(bound, len(units)))  # a unit beyond the limits is not divided
 
 
-def _tokens(units: list[list[int]], lens: list[int]) -> int:
-    return sum(lens[i] for unit in units for i in unit)
+def pass_tokens(units: Iterable[list[int]], lens: list[int], near: Near | None) -> int:
+    """Count the tokens that a forward pass over ``units`` computes; a prompt that they share counts once."""
+    samples = list(chain.from_iterable(units))
+    return sum(map(lens.__getitem__, samples)) - (0 if near is None else near.saved(samples))
 
 
 def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
@@ -72,43 +90,79 @@ def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
     return list(units.values())
 
 
-def _divide(units: list[list[int]], lens: list[int], parts: int) -> list[list[list[int]]]:
+def _divide(units: list[list[int]], lens: list[int], near: Near | None, parts: int) -> list[list[list[int]]]:
     """Divide units into ``parts`` lists of nearly equally many tokens."""
-    return [[units[i] for i in part] for part in karmarkar_karp([_tokens([unit], lens) for unit in units], parts)]
+    if parts == 1:
+        return [units]
+    weights = [pass_tokens([unit], lens, near) for unit in units]
+    return [[units[i] for i in part] for part in karmarkar_karp(weights, parts)]
 
 
-def _cut(units: list[list[int]], lens: list[int], limits: MicroBatchLimits, parts: int) -> list[list[list[int]]]:
+def _cut(units: list[list[int]], lens: list[int], near: Near | None, limits: MicroBatchLimits,
+         parts: int) -> list[list[list[int]]]:
     """Return the fewest balanced parts (at least ``parts``) that respect the limits."""
     while True:
-        cut = _divide(units, lens, parts)
-        if all(limits.fit(part, lens) for part in cut):
+        cut = _divide(units, lens, near, parts)
+        if all(limits.fit(part, lens, near) for part in cut):
             return cut
         parts += 1
 
 
+def keep_near(units: list[list[int]], near: Near | None, lens: list[int], limits: MicroBatchLimits,
+              parts: int = 1) -> list[list[int]]:
+    """Merge units that are ``near`` each other up to the limits, and to an equal share of all tokens in each of
+    ``parts``; None: nothing is merged."""
+    if near is None:
+        return units
+    limits = MicroBatchLimits(limits.rows, min(limits.tokens, -(-pass_tokens(units, lens, near) // parts)))
+    merged: list[list[int]] = []
+    latest: dict[int, list[int]] = {}
+    for unit in units:
+        group = latest.get(near.numbers[unit[0]])
+        if group is not None and limits.fit([group, unit], lens, near):
+            group += unit
+        else:
+            latest[near.numbers[unit[0]]] = group = [*unit]
+            merged.append(group)
+    return merged
+
+
 def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits,
-                    bound: list[int] | None = None) -> Plan:
+                    bound: list[int] | None = None, near: Near | None = None) -> Plan:
     """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch, with tokens balanced over ranks.
 
     Args:
         bound: a number per sequence of the batch; those with the same number share a micro-batch, whatever its limits.
+        near: what shares a micro-batch as far as its limits allow, unless the busiest rank then computes more.
     """
-    return _cut_shares(_divide(bind(samples, bound), lens, world), lens, limits)
+    units = bind(samples, bound)
+    merged = keep_near(units, near, lens, limits, world)
+    plan = _cut_shares(_divide(merged, lens, near, world), lens, limits, near)
+    if near is None or not any(near.prompts) or len(merged) == len(units):
+        return plan
+    apart = _cut_shares(_divide(units, lens, near, world), lens, limits, near)
+    return min(plan, apart, key=lambda each: max(rank_tokens(each, lens, near)))
 
 
-def plan_shares(shares: list[list[int]], lens: list[int], limits: MicroBatchLimits) -> Plan:
+def rank_tokens(plan: Plan, lens: list[int], near: Near | None) -> list[int]:
+    """Count the tokens that each rank computes in the forward passes of ``plan``."""
+    return [sum(pass_tokens([part], lens, near) for part in parts) for parts in plan]
+
+
+def plan_shares(shares: list[list[int]], lens: list[int], limits: MicroBatchLimits, near: Near | None = None) -> Plan:
     """Plan :func:`plan_mini_batch` for samples that are divided over the ranks already."""
-    return _cut_shares([bind(share, None) for share in shares], lens, limits)
+    return _cut_shares([keep_near(bind(share, None), near, lens, limits) for share in shares], lens, limits, near)
 
 
-def _cut_shares(shares: list[list[list[int]]], lens: list[int], limits: MicroBatchLimits) -> Plan:
+def _cut_shares(shares: list[list[list[int]]], lens: list[int], limits: MicroBatchLimits, near: Near | None) -> Plan:
     """Cut the units of each rank into micro-batches.
 
     Every rank has the same number of micro-batches (some may be empty), because sharded forward passes are collectives.
     """
-    cuts = [_cut(share, lens, limits, limits.least(share, lens)) for share in shares]
+    cuts = [_cut(share, lens, near, limits, limits.least(share, lens, near)) for share in shares]
     while (count := max(map(len, cuts))) > min(map(len, cuts)):
-        cuts = [cut if len(cut) == count else _cut(share, lens, limits, count) for cut, share in zip(cuts, shares)]
+        cuts = [cut if len(cut) == count else _cut(share, lens, near, limits, count)
+                for cut, share in zip(cuts, shares)]  # yapf: disable
     return [[[sample for unit in part for sample in unit] for part in cut] for cut in cuts]
 
 
@@ -166,7 +220,7 @@ class MiniBatch:
     def of(self, live: torch.Tensor) -> Plan:
         """Plan the units with a sample where ``live`` [B] is True; each rank gets a micro-batch, which may be empty."""
         alive = live.tolist()
-        samples = [sample for unit in self.units if any(alive[i] for i in unit) for sample in unit]
+        samples = [sample for unit in self.units if any(map(alive.__getitem__, unit)) for sample in unit]
         return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 
 
@@ -179,11 +233,12 @@ class ReplayBuffer:
         limits: limits of one forward pass.
         seed: seed of the shuffles.
         bound: a number per sequence; those with the same number stay together (:func:`plan_mini_batch`).
+        near: what stays together where limits and balance allow.
     """
 
     def __init__(self, seq_lens: torch.Tensor, mini_batch_size: int, limits: MicroBatchLimits, rank: int, world: int,
-                 seed: str, bound: list[int] | None = None) -> None:
-        self.lens, self.bound = seq_lens.tolist(), bound
+                 seed: str, bound: list[int] | None = None, near: Near | None = None) -> None:
+        self.lens, self.bound, self.near = seq_lens.tolist(), bound, near
         self.size, self.limits, self.rank, self.world, self.seed = mini_batch_size, limits, rank, world, seed
         self._epochs: dict[int, list[MiniBatch]] = {}
 
@@ -192,17 +247,21 @@ class ReplayBuffer:
         if number not in self._epochs:
             units = bind(list(range(len(self.lens))), self.bound)
             chosen = mini_batches(len(units), self.size, f"{self.seed}/{number}")
-            self._epochs[number] = [MiniBatch([units[i] for i in part], self._cut, self.rank) for part in chosen]
+            # no method: mini-batches must not refer to their buffer, or both wait for the garbage collector
+            cut = partial(plan_mini_batch, lens=self.lens, world=self.world, limits=self.limits, bound=self.bound,
+                          near=self.near)  # yapf: disable
+            self._epochs[number] = [MiniBatch([units[i] for i in part], cut, self.rank) for part in chosen]
         return self._epochs[number]
+
+    def tokens(self, plan: Plan) -> int:
+        """Count the tokens that all ranks compute in the forward passes of ``plan``."""
+        return sum(rank_tokens(plan, self.lens, self.near))
 
     def homes(self) -> list[list[int]]:
         """Return the samples of each rank in the first epoch, ascending: a sequence lives where it is trained first."""
         if self.world == 1:  # no plan is needed to know it
             return [list(range(len(self.lens)))]
         return gathered([mini.plan for mini in self.epoch(0)], self.world)
-
-    def _cut(self, samples: list[int]) -> Plan:
-        return plan_mini_batch(samples, self.lens, self.world, self.limits, self.bound)
 
 
 def gathered(plans: Iterable[Plan], world: int) -> list[list[int]]:

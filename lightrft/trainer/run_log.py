@@ -1,5 +1,4 @@
 """Logs and files of a run for people: metrics, curve, report, model card, summary; for RL also rollouts, solutions."""
-import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.files import plugins_of, to_yaml
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
+from lightrft.models.tokenizer import save_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.model_card import model_card, steps_of
@@ -22,18 +22,18 @@ from lightrft.utils.logging import get_logger
 from lightrft.utils.report import first_prompt, Report
 from lightrft.utils.run_summary import RunSummary, summary_lines
 from lightrft.utils.sinks import MetricSinks, backup_path
-from lightrft.utils.timer import Timer
+from lightrft.utils.timer import Throttle, Timer
 from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
 
 ROWS = 64  # samples whose texts are gathered at once
-DRAW_S = 30.0  # seconds between two drawings of the curve, at least
+DRAW_S, DRAW_SHARE = 30.0, 50  # seconds between two drawings of the curve, and how many times what one takes
 UPDATE_PARTS = ("forward", "backward", "optimizer", "update_other")
 
 
 def mfu(parameters: int, tokens: float, seconds: float, peak_flops: float) -> float:
     """Return the model FLOPs utilisation of training: 6 N per token over the peak of all ranks.
 
-    See PaLM, arXiv:2204.02311, appendix B. Recomputed activations do not count.
+    See PaLM, arXiv:2204.02311, appendix B. Recomputed activations do not count, and a shared prompt counts once.
     """
     return 6 * parameters * tokens / (max(seconds, 1e-9) * peak_flops)
 
@@ -48,7 +48,7 @@ class RunLog:
         self.sinks: MetricSinks | None = None
         self.report: Report | None = None
         self.parameters = 0  # parameters of the trained model; set by the trainer
-        self._draws_at = time.monotonic() + DRAW_S
+        self._throttle = Throttle(DRAW_S, DRAW_SHARE, waits=True)
 
     def start(self, step: int) -> None:
         """Open the sinks; remove lines of an earlier run beyond ``step``, and load the last line left."""
@@ -66,48 +66,39 @@ class RunLog:
         """Write one line of metrics, with the times, the speed and the memory of the step."""
         times = timer.metrics()
         times["time/update_s"] = sum(times.get(f"time/{name}_s", 0.0) for name in UPDATE_PARTS)
-        tokens = metrics.get("rollout/tokens", metrics.get("sft/tokens", 0.0))
+        tokens = metrics.get("rollout/tokens", metrics.get(f"{self.config.METRICS[0]}/tokens", 0.0))
         line = metrics | times | self._utilisation(metrics, times["time/update_s"])
         untrained = times.get("time/eval_s", 0.0) + times.get("time/checkpoint_s", 0.0)
         line["perf/tokens_per_s"] = tokens / max(times["time/step_s"] - untrained, 1e-9)
         line["perf/peak_mem_gib"] = peak_memory_gib(self.strategy.device)
         if self.sinks is not None:
             self.sinks.log(step, line)
-            self._draw_when_due()
+            self._throttle(self._draw)
         if self.report is not None:
             self.report.refresh()
 
-    def _draw_when_due(self) -> None:
-        """Draw the curve of the run so far, in at most 2 % of the time."""
-        start = time.monotonic()
-        if start > self._draws_at:
-            self._draw()
-            now = time.monotonic()
-            self._draws_at = now + max(DRAW_S, 50 * (now - start))
-
     def _draw(self) -> None:
+        """Draw the curve of the run so far."""
         with optional_output("learning_curve.png"):
             plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
 
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
         peak = peak_flops(gpu_name()) if self.strategy.device.type == "cuda" else None
-        trained = metrics.get("policy/trained_tokens", metrics.get("sft/tokens", 0.0))
+        trained = metrics.get("perf/forward_tokens", metrics.get(f"{self.config.METRICS[0]}/tokens", 0.0))
         if peak is None or not self.parameters:
             return {}
         return {"perf/mfu": mfu(self.parameters, trained, seconds, peak * self.strategy.world_size)}
 
     def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int,
                     metrics: dict[str, float] | None = None) -> None:
-        """Write the tokenizer and the model card of an exported model (call it on rank 0).
+        """Write the tokenizer (processor) and the model card of an exported model (call it on rank 0).
 
         Args:
             step: of the model.
             metrics: of that step, where ``metrics.jsonl`` is gone.
         """
-        if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
-            (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder, self.config.model.pretrain or "")
         rows = [row for row in self.written() if row["step"] <= step] or [(metrics or {}) | {"step": step}]
         saved = self.folder / "config.yaml"  # of the session; it alone knows the plugins
         options = to_yaml(self.config, plugins_of(saved) if saved.is_file() else None)
@@ -187,7 +178,7 @@ class RolloutLog(RunLog):
 
     def _due(self, step: int, last: bool) -> bool:
         every = self.options.print_steps
-        return (step == 1 or last) and not self.config.data.held_out if every < 0 else every > 0 and step % every == 0
+        return (step == 1 or last) and not self.config.held_out if every < 0 else every > 0 and step % every == 0
 
     def _show(self, step: int, name: str, title: str, rows: list[dict[str, Any]]) -> None:
         """Print rows, and add them to the tables of the trackers."""

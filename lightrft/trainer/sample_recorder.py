@@ -1,8 +1,10 @@
 """Records a few groups of samples token by token, for the report of a run: ``samples.jsonl``."""
 import os
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from lightrft.trainer.evaluator import Answer, GROUPS, SAMPLES
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Experience, Sample
+from lightrft.types import Experience, MediaSource, Sample
 from lightrft.utils.errors import optional_output
 from lightrft.utils.sinks import backup_path, cut_after
 from lightrft.utils.trajectory_saver import json_line, shorten
@@ -22,6 +24,7 @@ from lightrft.utils.trajectory_saver import json_line, shorten
 TOKENS = 8192  # of a record; longer responses are cut in the middle
 CHARACTERS = 4000  # of a prompt
 RECORDS = 32  # of a run, for training and held-out prompts each
+THUMBNAILS, THUMBNAIL = 8, 160  # pictures of a prompt, and their longest side in pixels
 FILE = "samples.jsonl"
 
 Group = list[tuple[ScoredSample, int]]  # samples of one prompt, and their indices in the batch
@@ -29,12 +32,14 @@ Group = list[tuple[ScoredSample, int]]  # samples of one prompt, and their indic
 
 @dataclass
 class Response:
-    """Tokens of one response, with the token before it; ``advantages`` is empty where there are none."""
+    """Tokens of one response, with the token before it; ``advantages`` is empty where there are none. ``media`` are
+    the keys of the prompt's media."""
     scored: ScoredSample
     before: int
     token_ids: list[int]
     logprobs: list[float | None]  # None: not drawn by the policy
     advantages: list[float]
+    media: tuple[str, ...] = ()
 
     @classmethod
     def of_sample(cls, scored: ScoredSample, sample: Sample) -> "Response":
@@ -42,18 +47,19 @@ class Response:
         start = len(sample.prompt.token_ids)
         drawn = zip(sample.logprobs[start:], sample.loss_mask[start:])
         return cls(scored, sample.token_ids[start - 1], sample.token_ids[start:],
-                   [logprob if own else None for logprob, own in drawn], [])
+                   [logprob if own else None for logprob, own in drawn], [], sample.prompt.media)
 
     @classmethod
     def of_experience(cls, scored: Iterable[ScoredSample], exp: Experience) -> "list[Response]":
         """Take the tokens of the sequences of ``exp``, in order."""
         columns = [each.tolist() for each in (exp.token_ids, exp.drawn, exp.rollout_logprobs, exp.advantages)]
         found = []
-        for sample, (begin, end) in zip(scored, pairwise(exp.cu_seqlens.tolist()), strict=True):
+        media = exp.media or [()] * exp.num_seqs
+        for sample, keys, (begin, end) in zip(scored, media, pairwise(exp.cu_seqlens.tolist()), strict=True):
             ids, drawn, logprobs, advantages = (column[begin:end] for column in columns)
             start = drawn.index(True) if True in drawn else len(ids)
             kept = [logprob if own else None for logprob, own in zip(logprobs[start:], drawn[start:])]
-            found.append(cls(sample, ids[start - 1], ids[start:], kept, advantages[start:]))
+            found.append(cls(sample, ids[start - 1], ids[start:], kept, advantages[start:], keys))
         return found
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
@@ -108,10 +114,13 @@ class SampleRecorder:
     """Appends records to ``samples.jsonl``: groups of training prompts, and groups of held-out prompts.
 
     A record is made in about ``RECORDS`` steps of a run, so its cost and the size of the file are bounded. Training
-    prompts are chosen by a hash of their uid: those of one epoch come again in the next.
+    prompts are chosen by a hash of their uid: those of one epoch come again in the next. Pictures are recorded small,
+    of other media the kind.
     """
 
-    def __init__(self, folder: Path, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, enabled: bool) -> None:
+    def __init__(self, folder: Path, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, enabled: bool,
+                 media: MediaSource | None = None) -> None:
+        self.media = media
         self.path, self.strategy, self.texts, self.enabled = folder / FILE, strategy, TokenTexts(tokenizer), enabled
         self.next = {"training": 0, "held-out": 0}
 
@@ -157,8 +166,19 @@ class SampleRecorder:
             group = list(members)
             first, rows = group[0].scored, [each.row(self.texts, limit) for each in group]
             groups.append({"uid": first.uid, "prompt": shorten(first.prompt or "", CHARACTERS),
-                           "reference": first.reference, "samples": rows})  # yapf: disable
+                           "reference": first.reference, "samples": rows,
+                           "media": [self._shown(key) for key in group[0].media[:THUMBNAILS]]})  # yapf: disable
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
+
+    def _shown(self, key: str) -> str:
+        """Return a picture as a small JPEG in a data URL; of another medium its kind."""
+        kind = key.partition(":")[0]
+        if kind != "image" or self.media is None:
+            return kind
+        picture, file = self.media.open(key).copy(), BytesIO()
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        picture.save(file, "JPEG", quality=80)
+        return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
     def _append(self, line: bytes) -> None:
         """Append a whole line or nothing: without room on the disk the run continues without it."""

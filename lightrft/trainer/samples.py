@@ -2,7 +2,6 @@
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Experience, flatten, Prompt, Sample
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
 
@@ -133,7 +132,7 @@ def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environme
 
     ``phase_name`` names the progress on the console.
     """
-    requests = [Request(prompt.token_ids, own, prompt.media) for (_, prompt), own in zip(numbered, seeds)]
+    requests = [Request.of(prompt, own) for (_, prompt), own in zip(numbered, seeds)]
     turns = next_turn(environment, tokenizer, lambda i, k: (numbered[i][1], []))
     bar = phase(len(requests), phase_name, "prompt")
 
@@ -150,19 +149,14 @@ def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environme
 
 def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
     """Pack samples into one Experience on the CPU; rewards are set later."""
-
-    def flat(name: str, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.fromiter(chain.from_iterable(getattr(sample, name) for sample in samples), dtype))
-
-    lens = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
-    return Experience(
-        token_ids=flat("token_ids", np.int64),
-        cu_seqlens=lens.cumsum(0).to(torch.int32),
-        loss_mask=flat("loss_mask", np.bool_),
-        group_ids=torch.tensor([s.group_id for s in samples], dtype=torch.long),
-        sample_ids=torch.tensor([s.group_id * n_per_prompt + s.index for s in samples], dtype=torch.long),
-        truncated=torch.tensor([s.finish_reason == "length" for s in samples], dtype=torch.bool),
-        weight_versions=flat("weight_versions", np.int32),
-        rollout_logprobs=flat("logprobs", np.float32),
-        media=[s.prompt.media for s in samples],
+    return Experience.pack(
+        [each.token_ids for each in samples],
+        [each.loss_mask for each in samples],
+        group_ids=torch.tensor([each.group_id for each in samples], dtype=torch.long),
+        sample_ids=torch.tensor([each.group_id * n_per_prompt + each.index for each in samples], dtype=torch.long),
+        prompt_lens=[len(each.prompt.token_ids) for each in samples],
+        truncated=torch.tensor([each.finish_reason == "length" for each in samples], dtype=torch.bool),
+        weight_versions=flatten([each.weight_versions for each in samples], np.int32),
+        rollout_logprobs=flatten([each.logprobs for each in samples], np.float32),
+        media=[each.prompt.media for each in samples],
     )

@@ -1,4 +1,4 @@
-"""Session around a training run: checks before any process group exists, strategy, watchdog, signals, clean end."""
+"""Session around a run: checks before any process group exists, strategy, watchdog, signals, clean end."""
 import gc
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -13,16 +14,18 @@ from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
-from lightrft.preflight.hardware import Machine
-from lightrft.preflight.planned import (BY_MACHINE, refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit,
-                                        settle)
+from lightrft.preflight.hardware import Machine, unlike_gpus
+from lightrft.preflight.planned import (chosen_by_machine, refuse_emulated_bf16, refuse_together, refuse_unlike_ranks,
+                                        refuse_what_does_not_fit, settle)
 from lightrft.preflight.report import report, summary
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.trial import try_out
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
+from lightrft.utils.gpu import rank_device
 from lightrft.utils.launcher import leave_error
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -42,16 +45,17 @@ def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Sessi
     """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
-    process group exists. Inside the session an error that the user can fix (:class:`lightrft.utils.errors.UserError`)
-    ends in one line and exit code 2, another expected error in one line and exit code 1, and any other error with a
-    traceback and a report of all ranks (:mod:`lightrft.utils.watchdog`). A run that receives a stop request exits with
-    143 (SIGTERM) or 130 (Ctrl-C) after it has saved.
+    process group exists, and on all ranks if one of them finds it so. Inside the
+    session an error that the user can fix (:class:`lightrft.utils.errors.UserError`) ends in one line and exit code 2,
+    another expected error in one line and exit code 1, and any other error with a traceback and a report of all ranks
+    (:mod:`lightrft.utils.watchdog`). A run that receives a stop request exits with 143 (SIGTERM) or 130 (Ctrl-C) after
+    it has saved.
 
     With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
     ``KeyboardInterrupt``.
     """
-    with exit_on_config_error() if exits else nullcontext():
-        check(parsed)
+    with exit_on_config_error(parsed.prog) if exits else nullcontext(), parsed.own_words():
+        check_together(parsed)
     with signal_handlers():
         yield from _session(parsed, exits)
     if exits and stop_exit_code():
@@ -63,17 +67,17 @@ def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Sessi
 
 def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
     config, world, timer = parsed.config, World.from_env(), Timer()
-    with exit_on_config_error() if exits else nullcontext():
-        strategy = get_strategy(config.strategy, bf16=bool(config.model.bf16))
+    with exit_on_config_error(parsed.prog) if exits else nullcontext():
+        strategy = get_strategy(config.placement, bf16=bool(config.model.bf16))
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
     if strategy.device.type == "cuda":
         timer.follow(partial(torch.cuda.Event, enable_timing=True))
-    store, limit_s = connect_store(world), config.strategy.dist_timeout_s
+    store, limit_s, folder = connect_store(world), config.placement.dist_timeout_s, str(config.folder)
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store, started=lambda: timer.steps > 0)
-    with _one_line(watchdog) if exits else nullcontext(), watchdog, disk_full_is_expected(config.checkpoint.save_path):
-        refuse_unlike_ranks(strategy.all_gather_object({name: vars(config.model)[name] for name in BY_MACHINE}))
-        seed_everything(config.train.seed + strategy.rank)
+    with _one_line(watchdog) if exits else nullcontext(), watchdog, parsed.own_words(), disk_full_is_expected(folder):
+        refuse_unlike_ranks(strategy.all_gather_object(chosen_by_machine(config)))
+        seed_everything(config.seed + strategy.rank)
         _announce(parsed, strategy)
         gc.freeze()  # imported objects stay: scanning them in every collection takes milliseconds per step
         try:
@@ -94,22 +98,46 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
         raise SystemExit(error.exit_code) from None
 
 
-def check(parsed: ParsedConfig) -> None:
-    """Validate; with ``--dry_run`` print the report, read the data, score one row and exit; else create the folder of
-    the run.
+def check_together(parsed: ParsedConfig) -> None:
+    """Check the run on every rank; what one of them refuses is an error on all, before they form a group.
 
-    A run that does not fit into its GPUs is refused, after the report of a dry run.
+    Those of other machines would wait for one that ends alone.
     """
-    machine = settled(parsed)
+    try:
+        refusal: UserError | None = None
+        check(parsed)
+    except UserError as error:
+        if parsed.dry_run:  # there other ranks do not wait
+            raise
+        refusal = error
+    refuse_together(gather_early(str(refusal or "")), refusal)
+
+
+def check(parsed: ParsedConfig) -> None:
+    """Validate, and exit if that is all that was asked for; else create the folder of the run.
+
+    GPUs that cannot run it, a rank without a GPU of its own, and a folder that cannot be created, are errors.
+    """
+    world, machine = World.from_env(), settled(parsed)
     if parsed.dry_run:
-        text = report(parsed.config, parsed.provenance, machine)
-        sys.stdout.write(text + "\n" if World.from_env().is_main else "")
+        _dry_run(parsed, machine)
+    rank_device(world.local_rank, world.local_world_size)
+    refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
-    if parsed.dry_run:
-        for line in try_out(parsed.config) if World.from_env().is_main else ():
-            sys.stdout.write(f"{line}\n")
-        raise SystemExit(0)
-    _make_folder(Path(parsed.config.checkpoint.save_path))
+    if parsed.config.folder is not None:
+        _make_folder(parsed.config.folder)
+
+
+def _dry_run(parsed: ParsedConfig, machine: Machine) -> NoReturn:
+    """Print the report, refuse a run that does not fit, read the data, score one row and exit."""
+    is_main = World.from_env().is_main
+    text = report(parsed.config, parsed.provenance, machine)
+    sys.stdout.write(text + "\n" if is_main else "")
+    refuse_emulated_bf16(parsed.config, machine)
+    refuse_what_does_not_fit(parsed.config, machine)
+    for line in try_out(parsed.config) if is_main else ():
+        sys.stdout.write(f"{line}\n")
+    raise SystemExit(0)
 
 
 def settled(parsed: ParsedConfig) -> Machine:
@@ -119,11 +147,11 @@ def settled(parsed: ParsedConfig) -> Machine:
         ConfigError: with every problem, and the preset, script or file that set an option if no flag did.
     """
     world, planned = World.from_env(), parsed.plan_gpus
-    machine = Machine.planned(planned) if planned else Machine.here(world.world_size, world.local_rank)
+    here = (world.world_size, world.local_rank, world.local_world_size)
+    machine = Machine.planned(planned) if planned else Machine.here(*here)
     settle(parsed.config, parsed.provenance, machine)
-    refuse_emulated_bf16(parsed.config, machine)
     try:
-        validate(parsed.config, machine.ranks, machine.device.cuda, planned=bool(planned))
+        validate(parsed.config, machine.ranks, machine.device.cuda, bool(planned), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
     return machine
@@ -140,10 +168,11 @@ def _make_folder(path: Path) -> None:
 
 def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
     """Save the configuration in the folder of the run, and log the contents of a step."""
-    if strategy.is_main:
-        folder = Path(parsed.config.checkpoint.save_path)
-        save_config(parsed.config, folder / "config.yaml", parsed.plugins)
+    if strategy.is_main and parsed.config.folder is not None:
+        save_config(parsed.config, parsed.config.folder / "config.yaml", parsed.plugins)
     for line in summary(parsed.config, strategy.world_size):
         get_logger().info(line)
-    for text in warnings(parsed.config):
+    gpu = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else ""
+    unlike = unlike_gpus(strategy.all_gather_object(gpu))
+    for text in (*warnings(parsed.config), *unlike) if strategy.is_main else ():
         get_logger().warning(text)

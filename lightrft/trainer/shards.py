@@ -1,4 +1,4 @@
-"""The rollout batch, spread over ranks: each sequence is on the rank that trains it, and no rank holds all of them."""
+"""The rollout batch, spread over ranks: sequences move to the rank that trains them, and no rank holds all of them."""
 from typing import Any
 
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Spread
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.replay_buffer import take
+from lightrft.trainer.replay_buffer import Near, take
 from lightrft.types import Experience, RolloutBatch
 
 Homes = list[list[int]]  # sequences of each rank
@@ -64,17 +64,21 @@ class Shards:
     """
 
     def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
+        if (exp.sample_ids.diff() < 0).any():
+            exp = exp.select(exp.sample_ids.argsort().tolist())
         self.strategy, self.exp, self.held = strategy, exp, exp
         owners, mask, cu = torch.full((exp.num_seqs, ), strategy.rank), exp.loss_mask, exp.cu_seqlens
+        sees, prompts = [bool(keys) for keys in exp.media or [()] * exp.num_seqs], exp.prompt_lens or [0] * exp.num_seqs
         own = [exp.sample_ids, owners, exp.group_ids, exp.truncated.long(), exp.seq_lens.long(),
-               response_lengths(mask, cu), segment_sum(mask, cu)]  # yapf: disable
+               *(torch.tensor(each, dtype=torch.long) for each in (sees, prompts)), response_lengths(mask, cu),
+               segment_sum(mask, cu)]  # yapf: disable
         surprisals = -segment_sum(exp.rollout_logprobs.double(), cu, mask)
         found = strategy.all_gather_object((torch.stack(own, 1), surprisals))
         tables, sums = (torch.cat(parts) for parts in zip(*found))
         order = tables[:, 0].argsort()
         columns, self.surprisals = tables[order].unbind(1), sums[order]
         self.size, self.owner, self.truncated = len(tables), columns[1].tolist(), columns[3] > 0
-        self.group_ids, self.lens, self.response_lens, self.drawn = columns[2], *columns[4:]
+        self.group_ids, self.lens, self._media, self._prompts, self.response_lens, self.drawn = columns[2], *columns[4:]
         self.spread = RankSpread(strategy, exp.sample_ids, self.size)
         self._slots = self._slots_of(exp)
 
@@ -82,10 +86,20 @@ class Shards:
     def _slots_of(exp: Experience) -> dict[int, int]:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
+    def near(self, share_prompts: bool) -> Near | None:
+        """Return what samples of one group gain from sharing a pass: with ``share_prompts`` their prompt, else the
+        features of its media. None: nothing."""
+        if share_prompts:
+            return Near(self.group_ids.tolist(), self._prompts.tolist())
+        alone = -1 - torch.arange(self.size)
+        numbers = torch.where(self._media > 0, self.group_ids, alone)
+        return Near(numbers.tolist(), [0] * self.size) if self._media.any() else None
+
     def move(self, homes: Homes) -> None:
         """Move every sequence to its home; ``homes[r]`` are those of rank r, ascending, each on one rank only."""
-        if homes[self.strategy.rank] != self.exp.sample_ids.tolist() or self.strategy.world_size > 1:
-            self.exp = self._fetch(homes)
+        if self.strategy.world_size == 1:
+            return
+        self.exp = self._fetch(homes)
         for rank, home in enumerate(homes):
             for number in home:
                 self.owner[number] = rank

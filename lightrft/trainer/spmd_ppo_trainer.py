@@ -2,6 +2,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -12,13 +13,16 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.models.loader import check_context, load_actor, load_critic
+from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.neural import ScorerSetup
 from lightrft.rewards.validation import check_spread, probe
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.trainer.base_trainer import connect_media, feature_cache
 from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
@@ -30,7 +34,7 @@ from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
-from lightrft.types import Prompt
+from lightrft.types import MediaSource, Prompt
 from lightrft.utils.timer import Timer
 
 
@@ -84,11 +88,13 @@ class SPMDPPOTrainer(PPOTrainer):
         timer: timer of the session (the watchdog reads it).
         rewards: scores responses (default: the rewards that the options ask for).
         environment: answers responses, which then resume with another turn (default: one turn).
+        media: source of the pictures, videos and sounds of the prompts.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
-                 rewards: RewardManager | None = None, environment: Environment | None = None) -> None:
+                 rewards: RewardManager | None = None, environment: Environment | None = None,
+                 media: MediaSource | None = None) -> None:
         train = config.train
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
         total = train.max_steps or loader.steps(train.num_episodes, partial=config.rollout.dynamic_sampling)
@@ -102,7 +108,18 @@ class SPMDPPOTrainer(PPOTrainer):
         reference = strategy.prepare(
             models.reference,
             shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
-        timer, rewards = timer or Timer(), rewards or RewardManager(config.reward)
+        cache = feature_cache(config.data)
+        connect_media(actor.model, media, strategy, cache)
+        if critic is not None:  # its towers are trained
+            connect_media(critic.model, media, strategy)
+        if reference is not None:
+            same = config.model.ref_pretrain in (None, config.model.pretrain)
+            connect_media(reference.model, media, strategy, cache if same else feature_cache(config.data))
+        for each in (actor, critic, reference):
+            if each is not None:
+                cast(PackedModel, each.model).share_prompts = config.shares_prompts
+        timer = timer or Timer()
+        rewards = rewards or RewardManager(config.reward, place=ScorerSetup.of(config, strategy.device))
         _try_rewards(config, rewards, prompts)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, bool(config.model.bf16))
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
@@ -113,7 +130,7 @@ class SPMDPPOTrainer(PPOTrainer):
                                       timer) if rollout.overlap_passes else None
         calculator = get_advantage_calculator(config.algorithm, config.reward, rollout.generate_max_len)
         maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
-                                    overlapped, environment)
+                                    overlapped, environment, media)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts,
                               environment) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
@@ -147,4 +164,4 @@ def samples_per_rollout(config: Config) -> int:
 def _optim(config: Config, lr: float, updates: int) -> OptimSpec:
     train = config.train
     beta1, beta2 = train.adam_betas
-    return OptimSpec(lr, (beta1, beta2), train.l2, schedule_of(train, updates))
+    return OptimSpec(lr, (beta1, beta2), train.l2, schedule_of(train, updates), train.eight_bit)

@@ -6,10 +6,15 @@ from pathlib import Path
 
 from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.shared_schema import Tree
+from lightrft.datasets.decoding import decode
+from lightrft.datasets.media import MediaRules
+from lightrft.datasets.media_rows import find_row_media
+from lightrft.datasets.preferences import find_pairs
 from lightrft.datasets.prompts_dataset import load_specs
-from lightrft.datasets.records import Record, missing, to_records
+from lightrft.datasets.records import Record, missing, text_of, to_records
+from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
@@ -30,9 +35,18 @@ def try_out(config: Tree) -> Iterator[str]:
 
 
 @try_out.register
-def _(config: SFTConfig) -> Iterator[str]:
+def _(config: OfflineConfig) -> Iterator[str]:
     for split in ("train", "eval"):
         yield from _read(config.data.as_data_config(), split, {})
+
+
+@try_out.register
+def _(config: PairConfig) -> Iterator[str]:
+    for split in ("train", "eval"):
+        lines, parts = _on_disk(config.data.as_data_config(), split)
+        yield from lines
+        for rows in parts:
+            yield f"pairs: {len(find_pairs(rows, config.data)):,} of {len(rows):,} rows can be compared"
 
 
 @try_out.register
@@ -50,22 +64,39 @@ def _(config: Config) -> Iterator[str]:
         rewards.shutdown()
 
 
-def _read(cfg: DataConfig, split: str, found: dict[str, Record]) -> Iterator[str]:
-    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place."""
+def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
+    """Return a line for each entry of a split, and the rows of those that are on this machine."""
     entries = cfg.prompt_data if split == "train" else cfg.eval_data
     here = [one for one in entries if one.startswith("memory:") or Path(one.rsplit("@", 1)[0]).expanduser().exists()]
-    for entry in entries:
-        if entry not in here:
-            yield _later(entry)
+    later = [_later(entry) for entry in entries if entry not in here]
     if not here:
-        return
+        return later, []
     parts, _ = load_specs(replace(cfg, prompt_data=here, prompt_data_probs=[], eval_data=here), split)
-    for entry, rows in zip(here, parts):
-        yield _counted(len(rows), entry, split)
-        for i, record in enumerate(to_records(rows, cfg)):
+    return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
+
+
+def _read(cfg: DataConfig, split: str, found: dict[str, Record]) -> Iterator[str]:
+    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place."""
+    lines, parts = _on_disk(cfg, split)
+    yield from lines
+    for rows in parts:
+        records = to_records(rows, cfg)
+        yield from _opened(rows.pick([0]), records[0], cfg)
+        for i, record in enumerate(records):
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), record)
                 break
+
+
+def _opened(first: Rows, record: Record, cfg: DataConfig) -> Iterator[str]:
+    """Decode the pictures, videos and sounds of the first row."""
+    chat = record.prompt if isinstance(record.prompt, list) else [{"role": "user", "content": record.prompt}]
+    rules = MediaRules.of(cfg).for_rows_of(first.origin(0)[0])
+    _, media = find_row_media(first.rows[0], cfg, chat, rules, first.where(0))
+    for medium in media:
+        decode(medium, rules)
+    if media:
+        yield f"media: {', '.join(medium.kind for medium in media)} of {first.where(0)} can be read"
 
 
 def _later(entry: str) -> str:
@@ -83,10 +114,10 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
         UserError: it is left unscored for another reason than those of ``EXCUSED``.
     """
     chat = record.prompt if isinstance(record.prompt, list) else []
-    prompt = "\n".join(str(turn["content"]) for turn in chat) if chat else str(record.prompt)
+    prompt = "\n".join(text_of(turn["content"]) for turn in chat) if chat else str(record.prompt)
     row = RewardInput(prompt, "", chat, record.data_source, record.label, record.reference, record.columns)
     known = not missing(record.reference)
-    row = replace(row, response=good_answers(row)[0] if known else "")
+    row = replace(row, response=good_answers(rewards, row)[0] if known else "")
     (score, ) = rewards.wait(rewards.submit([row]))
     asked = (f"a stand-in for a response, {'its reference answer' if known else 'empty'} ({quoted(row.response)}), to "
              f"{where}")

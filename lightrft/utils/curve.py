@@ -57,8 +57,8 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         ("entropy (nats)", {"policy/entropy": "policy"}),
         ("loss", {"sft/loss": "training", "eval/loss": "held-out"}),
     ]
-    moving = {name for name in names if any(row.get(name) for row in rows)}  # a line that is 0 throughout is left out
-    shown = moving | every[1][1].keys()
+    moving = {name for name in names if any(row.get(name) for row in rows)}  # a KL of 0 throughout says nothing
+    shown = moving | {name for _, lines in every[:3] for name in lines} & names  # a reward of 0 throughout does
     kept = [(title, {name: legend for name, legend in lines.items() if name in shown}) for title, lines in every]
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
@@ -104,7 +104,7 @@ def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[st
     for color, (name, legend) in zip(cycle(_COLORS), metrics.items()):
         steps, values = series(rows, name)
         if name.startswith("eval/"):
-            last = f" ({values[-1]:.3g})" if values else ""
+            last = f", last {values[-1]:.3f}" if values else ""
             axes.plot(steps, values, "o-", color=color, label=legend + last, markersize=4, linewidth=1)
             (_, low), (_, high) = series(rows, f"{name}/low"), series(rows, f"{name}/high")
             if len(low) == len(steps) == len(high):

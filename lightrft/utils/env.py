@@ -1,9 +1,11 @@
 """Environment of the process: ranks, random state, threads, memory."""
+import gc
 import os
 import random
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ PEAK_FLOPS = {  # of GPUs by a part of their name: dense bfloat16 operations per
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40": 181e12, "A10": 125e12
 }
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ALLOCATIONS = 50_000  # container objects between two garbage collections while models train
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,23 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, value in enumerate(state["cuda"][:torch.cuda.device_count()]):
         torch.cuda.set_rng_state(value, device)
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Collect reference cycles rarely, and never among the objects that exist already (modules, models, data sets).
+
+    By default the collector visits all of these several times per step, although a step leaves no cycles with tensors.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_ALLOCATIONS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def count_cores() -> int:

@@ -1,9 +1,13 @@
 """Errors that the user can fix, reported in one line, and a context manager around foreign code."""
 import errno
+import os
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import TracebackType
+from typing import Any
 
 from lightrft.utils.logging import get_logger
 
@@ -25,14 +29,36 @@ class UserError(ExpectedError, ValueError):
     exit_code = 2
 
 
+def end_in_one_line() -> None:
+    """Let an expected error that this program does not catch end it in one line and with its exit code, in place of a
+    traceback; notebooks and debuggers, which have hooks of their own, show it their way."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _one_line
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, ExpectedError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
+    raise SystemExit(error.exit_code)
+
+
 def install_command(extra: str) -> str:
     """The command that installs an extra; the name ``lightrft`` on the public index is another distribution."""
-    return f"pip install -e '.[{extra}]' in the checkout of lightrft"
+    flag = " --no-build-isolation" if extra == "flash-attn" else ""  # it is built against the torch that is there
+    return f"pip install{flag} -e '.[{extra}]' in the checkout of lightrft"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(name: Any, known: Iterable[str], prefix: str = "") -> str:
+    """Return `` (did you mean x?)`` for the nearest known name, written with ``prefix``, or an empty string."""
+    near = get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
 @contextmanager

@@ -69,11 +69,31 @@ def _newest_cuda(driver: str) -> int | str:
     return max(fitting, default="10 or older")
 
 
+def unsupported_gpu(index: int) -> UnusedGpu | None:
+    """Find that the installed torch has no kernels for GPU ``index``: a build for CUDA 13 has none before Turing."""
+    built, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(index)
+    if not built or any(_runs_on(capability, target) for target in built):
+        return None
+    name = f"{torch.cuda.get_device_name(index)} (compute capability {capability[0]}.{capability[1]})"
+    return UnusedGpu(f"torch {torch.__version__} has no kernels for {name}, only for {', '.join(built)}",
+                     f"install a torch that was built for an older CUDA (docs/install.md); {ON_CPU}")
+
+
+def _runs_on(capability: tuple[int, int], target: str) -> bool:
+    """Return True if code for ``target`` (sm_90: for GPUs of generation 9; compute_120: also for later ones) runs on a
+    GPU of ``capability``. Names of other makers are left to torch."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", target)
+    if found is None:
+        return True
+    code = int(found[2]), int(found[3])
+    return code <= capability and (found[1] == "compute" or code[0] == capability[0])
+
+
 def rank_device(local_rank: int, local_world_size: int, root: Path = ROOT) -> torch.device:
     """Return the device of a rank: its own GPU, or the CPU on a machine without one (or with all of them hidden).
 
     Raises:
-        UserError: torch cannot use the GPU of this machine, or there are more ranks than GPUs.
+        UserError: torch cannot use the GPU of this rank, or there are more ranks than GPUs.
     """
     if unused := unused_gpu(root):
         raise UserError(f"{unused.text}: {unused.remedy}")
@@ -86,4 +106,6 @@ def rank_device(local_rank: int, local_world_size: int, root: Path = ROOT) -> to
             f"{local_world_size} processes on this machine (LOCAL_RANK {local_rank}), but torch sees {count} "
             f"GPU{'s' if count > 1 else ''}, and each process needs its own: give torchrun --nproc-per-node "
             f"{count}, or make more visible (CUDA_VISIBLE_DEVICES is {visible})")
+    if unused := unsupported_gpu(local_rank):
+        raise UserError(f"{unused.text}: {unused.remedy}")
     return torch.device("cuda", local_rank)

@@ -43,6 +43,7 @@ def get_logger() -> logging.Logger:
     if not any(isinstance(handler, _Handler) for handler in logger.handlers):
         logger.addHandler(_Handler())
         logger.propagate = False
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels for inference
     default = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"
     logger.setLevel(os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper())
     return logger

@@ -1,4 +1,4 @@
-"""Replacement of the tensors of a module."""
+"""Replacement of the tensors of a module, and modules that compute in float32."""
 from collections.abc import Callable
 
 import torch
@@ -39,3 +39,13 @@ def to_meta(model: nn.Module, chosen: Callable[[Tensor], bool]) -> None:
     """Put tensors without memory in the place of the ``chosen`` ones."""
     replace_tensors(model, chosen,
                     lambda name, tensor: torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format))
+
+
+def keep_float32(module: nn.Module) -> None:
+    """Let ``module`` compute in float32 where the rest of its model computes in bfloat16."""
+    vars(module)["_keeps_float32"] = True
+
+
+def keeps_float32(module: nn.Module) -> bool:
+    """Return True for a module of :func:`keep_float32`."""
+    return "_keeps_float32" in vars(module)

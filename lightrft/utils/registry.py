@@ -1,10 +1,9 @@
 """Names of components: registries that third parties can add to, and exports of a package that load at first use."""
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
@@ -38,9 +37,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
         if name not in self._entries:
-            near = get_close_matches(name, self._entries, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(sorted(self._entries))}")
+            raise UserError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._entries)}; known: "
+                            f"{', '.join(sorted(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

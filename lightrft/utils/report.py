@@ -10,6 +10,7 @@ from lightrft import __version__
 from lightrft.utils.curve import panels, read_metrics
 from lightrft.utils.errors import optional_output
 from lightrft.utils.run_summary import duration, RunSummary
+from lightrft.utils.timer import Throttle
 from lightrft.utils.trajectory_saver import jsonable
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -27,20 +28,16 @@ class Report:
     1 / ``SHARE`` of the time. Without room on the disk the run continues."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._due = folder, 0.0
+        self.folder, self._throttle = folder, Throttle(INTERVAL_S, SHARE)
 
     def refresh(self) -> None:
         """Write the page if it is due."""
-        if time.monotonic() >= self._due:
-            self.write()
+        self._throttle(self.write)
 
     def write(self) -> None:
         """Write the page, if the run has metrics; a page that cannot be written is a warning, and the run continues."""
-        start = time.monotonic()
         with optional_output("report.html"):
             write_report(self.folder)
-        took = time.monotonic() - start
-        self._due = start + took + max(INTERVAL_S, SHARE * took)
 
 
 def write_report(folder: Path) -> Path | None:

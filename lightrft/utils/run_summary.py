@@ -1,17 +1,19 @@
 """Summary of a run, from the files in its folder: numbers before and after, seconds by phase, tokens."""
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from lightrft.utils.tables import render, screen
+from lightrft.utils.tables import fixed_data, render, screen, unscored_causes
 
 Row = dict[str, Any]
 
-_EVALUATION = re.compile(r"eval/(all/(pass|avg)@\d+|loss)")
-_TRAINING = ("reward/mean", "sft/loss")
+_EVALUATION = re.compile(r"eval/(all/(pass|avg)@\d+|loss|accuracy)")
+_TRAINING = ("reward/mean", *fixed_data("loss"), *fixed_data("accuracy"))
+_TOKENS = re.compile(r"\w+/tokens")  # of a step: generated, or read by a trainer on fixed data
 UNCUT = 1000  # width of the lines with paths where there is no terminal
 _PARTS_OF_OTHERS = ("time/step_s", "time/update_s")  # sums of other times
 
@@ -34,6 +36,7 @@ class RunSummary:
     changes: list[Change]
     phases: dict[str, float]  # seconds by phase, the longest first
     tokens: int  # generated ones; in supervised fine-tuning those of the batches
+    unscored: dict[str, int]  # responses without a reward, by cause
 
     @property
     def seconds(self) -> float:
@@ -50,8 +53,10 @@ class RunSummary:
         phases = {name[5:-2]: _total(rows, name) for name in names
                   if name.startswith("time/") and name not in _PARTS_OF_OTHERS}  # yapf: disable
         longest_first = dict(sorted(phases.items(), key=lambda item: -item[1]))
-        tokens = _total(rows, "rollout/tokens") + _total(rows, "sft/tokens")
-        return cls(rows[-1]["step"] if rows else 0, [each for each in changes if each], longest_first, int(tokens))
+        tokens = sum(_total(rows, name) for name in names if _TOKENS.fullmatch(name))
+        unscored = sum((Counter(unscored_causes(row)) for row in rows), Counter())
+        return cls(rows[-1]["step"] if rows else 0, [each for each in changes if each], longest_first, int(tokens),
+                   {cause: int(count) for cause, count in unscored.most_common()})
 
 
 def _total(rows: Sequence[Row], name: str) -> float:
@@ -124,6 +129,9 @@ def summary_lines(summary: RunSummary, places: Mapping[str, object]) -> list[str
     facts.add_column(overflow="fold")
     facts.add_row("time", f"{duration(summary.seconds)}: {shares(summary)}")
     facts.add_row("tokens", f"{summary.tokens:,}")
+    if summary.unscored:
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in summary.unscored.items())
+        facts.add_row("unscored", f"{sum(summary.unscored.values()):,} responses: {causes}")
     for name, place in places.items():
         facts.add_row(name, str(place))
     return (render(changes, width, colour) if summary.changes else []) + render(facts, width if colour else UNCUT,

@@ -86,7 +86,9 @@ def backup_path(path: Path) -> Path | None:
     if not path.exists():
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    renamed = path.rename(next(name for name in names if not name.exists()))
+    get_logger().info(f"{path} is of an earlier run: it is now {renamed.name}")
+    return renamed
 
 
 def alias_metrics(metrics: Mapping[str, float], style: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 HEADER_EVERY = 20
 PLAIN_WIDTH = 120  # where there is no terminal
+FIXED_DATA = ("sft", "rm", "dpo", "kto", "kd")  # what metrics of the trainers on fixed data begin with
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ def _first(*names: str) -> Callable[[Mapping[str, float]], float | None]:
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
+def fixed_data(name: str) -> list[str]:
+    """Return the metric ``name`` of each trainer on fixed data."""
+    return [f"{trainer}/{name}" for trainer in FIXED_DATA]
+
+
 def _kl(value: float) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
@@ -47,6 +53,18 @@ def _seconds(*names: str) -> Callable[[Mapping[str, float]], float | None]:
     return read
 
 
+def unscored_causes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the number of unscored responses of a step by cause, most frequent first; with dynamic sampling of all
+    that were generated."""
+    prefix = "reward/generated_unscored/" if metrics.get("rollout/rounds", 0) > 0 else "reward/unscored/"
+    found = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _unscored(metrics: Mapping[str, float]) -> float | None:
+    return sum(unscored_causes(metrics).values()) or None
+
+
 def _rest(metrics: Mapping[str, float]) -> float | None:
     """Read the seconds of a step outside of the other phases."""
     if "time/step_s" not in metrics or "time/update_s" not in metrics:
@@ -56,11 +74,13 @@ def _rest(metrics: Mapping[str, float]) -> float | None:
 
 _NUMBERS = (
     Column("reward", 8, _first("reward/mean")),
-    Column("accuracy", 9, _first("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean")),
-    Column("held-out", 9, _first("eval/all/pass@1", "eval/all/avg@1", "eval/loss")),
-    Column("loss", 8, _first("sft/loss", "loss"), "{:.4f}".format),
+    Column("accuracy", 9,
+           _first("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean", *fixed_data("accuracy"))),
+    Column("held-out", 9, _first("eval/all/pass@1", "eval/all/avg@1", "eval/accuracy", "eval/loss")),
+    Column("unscored", 9, _unscored, "{:.0f}".format),
+    Column("loss", 8, _first(*fixed_data("loss")), "{:.4f}".format),
     Column("length", 8, _first("rollout/response_len/mean"), "{:.1f}".format),
-    Column("KL", 9, _first("policy/kl_ref", "reward/kl"), _kl),
+    Column("KL", 9, _first("policy/kl_ref", "reward/kl", *fixed_data("kl")), _kl),
     Column("entropy", 8, _first("policy/entropy")),
     Column("tokens/s", 9, _first("perf/tokens_per_s"), "{:.0f}".format),
     Column("step s", 8, _first("time/step_s"), "{:.2f}".format),

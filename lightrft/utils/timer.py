@@ -7,6 +7,28 @@ from typing import Any, NamedTuple
 Event = Any  # torch.cuda.Event, or what has its record, synchronize and elapsed_time (milliseconds)
 
 
+class Throttle:
+    """Repeats some work at most every ``interval_s`` seconds, and in at most 1 / ``share`` of the time.
+
+    Args:
+        interval_s: seconds from the end of the work to its next start, at least.
+        share: the work waits ``share`` times as long as it took.
+        waits: it waits for ``interval_s`` before the first time, too.
+    """
+
+    def __init__(self, interval_s: float, share: float, waits: bool = False) -> None:
+        self.interval_s, self.share = interval_s, share
+        self._due = time.monotonic() + interval_s if waits else 0.0
+
+    def __call__(self, work: Callable[[], Any]) -> None:
+        """Do the work if it is due."""
+        start = time.monotonic()
+        if start >= self._due:
+            work()
+            end = time.monotonic()
+            self._due = end + max(self.interval_s, self.share * (end - start))
+
+
 class _Mark(NamedTuple):
     """End of an interval of time, in the span ``name`` (empty outside any)."""
     name: str

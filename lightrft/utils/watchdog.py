@@ -25,7 +25,9 @@ _GRACE_S = 3.0
 _LAST_SECONDS = 20
 _SECOND_SIGNAL_S = 2.0
 _RANK_0_FIRST_S = 10.0
-_COLLECTIVE = os.path.join("torch", "distributed", "")
+_COLLECTIVES = tuple(os.path.join(*folders, "") for folders in (("torch", "distributed"), ("deepspeed", )))
+# of errors that a wait for an asynchronous collective raises, which need not come from one of those folders
+_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _FINE_CODES = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _LOST = "the watchdog's store is gone: the rank or agent that hosts it has died"
 
@@ -76,6 +78,18 @@ def main_stack() -> str:
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
     return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)\n"
+
+
+def _in_collective(stack: str) -> bool:
+    """Return True if a stack leads into torch's or DeepSpeed's communication."""
+    return any(folder in stack for folder in _COLLECTIVES)
+
+
+def _of_collective(error: Exception, text: str) -> bool:
+    """Return True if an error with the traceback ``text`` may come from ranks that cannot reach each other."""
+    from torch.distributed import DistError
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
+    return lost or isinstance(error, DistError) or _in_collective(text)
 
 
 class Watchdog:
@@ -150,7 +164,7 @@ class Watchdog:
                 if isinstance(error, ExpectedError):
                     self._announce(error)
                     return
-                first = self._cause_elsewhere(text) if isinstance(error, Exception) else None
+                first = self._cause_elsewhere(error, text) if isinstance(error, Exception) else None
                 if first is not None and "exit_code" in first:
                     self._quit(first)
                 if first is None:
@@ -181,11 +195,12 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(failure["exit_code"])
 
-    def _cause_elsewhere(self, text: str) -> dict[str, Any] | None:
+    def _cause_elsewhere(self, error: Exception, text: str) -> dict[str, Any] | None:
         """Failure of another rank before this one raised: a published one, or, of an error with the traceback ``text``
         that came out of a collective, silence for three seconds. Else that rank may just be loading a library."""
-        if _COLLECTIVE in text and self._failure() is None and (dead := self._dead_peers()) and self._failure() is None:
-            self._publish_dead(dead[0])
+        if _of_collective(error, text) and self._failure() is None:
+            if (dead := self._dead_peers()) and self._failure() is None:
+                self._publish_dead(dead[0])
         return self._failure()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -241,7 +256,7 @@ class Watchdog:
     def _publish_stuck(self, seconds: float) -> None:
         """Publish that this rank makes no progress. A rank in a collective waits, so that others can report first."""
         stack = main_stack()
-        if seconds > self.timeout_s + (_GRACE_S if _COLLECTIVE in stack else 0.0):
+        if seconds > self.timeout_s + (_GRACE_S if _in_collective(stack) else 0.0):
             self._publish(self.rank, f"made no progress for {seconds:.0f} s", stack)
 
     def _publish_dead(self, rank: int) -> None:

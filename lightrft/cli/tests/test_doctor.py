@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from torch.distributed import TCPStore
+from torch.distributed import distributed_c10d, TCPStore
 
 from lightrft.cli.doctor import PROG, asked_extras, local_ranks, main, plan
 from lightrft.config.engines import INSTALL
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
+from lightrft.models.activations import ModelShape
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
 from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm, check_threads
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
-from lightrft.preflight.checks.run_plan import check_disk, check_memory, run_bytes
+from lightrft.preflight.checks.run_plan import check_disk, check_memory, memory_verdict, run_bytes
 from lightrft.preflight.cost import GIB, count_parameters, model_size
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory
+from lightrft.rollout.engines import largest_hf_cache
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
+from lightrft.utils.errors import install_command
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
 SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
@@ -112,6 +115,7 @@ def test_broken_packages_are_told_without_a_traceback(packages):
 
 def test_a_rank_beside_the_first_tells_only_what_fails(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(distributed_c10d, "_group_count", 0)  # the failed group takes a number
     assert main([]) == 0 and not capsys.readouterr().out
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert main([]) == 1
@@ -131,6 +135,7 @@ def test_half_of_the_environment_of_torchrun_fails(monkeypatch, capsys):
 @pytest.mark.parametrize("words, reason", [
     (["--pretrane", "x"], "unknown flag --pretrane (did you mean --pretrain?)"),
     (["--train_batch_size", "0"], "--train_batch_size 0: must be at least 1"),
+    (["--plan_gpus=8x80"], "--plan_gpus 8x80: the doctor examines this machine; lightrft train --dry_run"),
     (["--dry_run"], f"--dry_run: belongs to {PROG.replace('doctor', 'train')}"),
     (["--ranks", "0"], "'0': expected an integer of at least 1"),
 ])
@@ -165,8 +170,15 @@ def test_another_project_of_this_name_is_noticed(packages):
 
 
 def test_the_options_say_which_extras_are_needed():
-    asked = asked_extras(config(use_wandb=True, use_liger=True))
-    assert {"wandb", "liger", "hf"} <= asked and "trackio" not in asked
+    asked = asked_extras(config(use_wandb=True, use_liger=True, optim="adamw_8bit"))
+    assert {"wandb", "liger", "bitsandbytes", "hf"} <= asked and "trackio" not in asked
+
+
+def test_each_package_has_one_line_with_the_command_of_its_extra(packages):
+    packages("lightrft", "0.0", f"Summary: {SUMMARY}", "Requires-Python: >=3.10", "Provides-Extra: flash-attn",
+             "Requires-Dist: flash-attn>=9999; extra == 'flash-attn'")
+    assert [one.name for one in check_versions()] == ["python", "flash-attn"]
+    assert "pip install --no-build-isolation -e '.[flash-attn]'" in install_command("flash-attn")
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
@@ -277,13 +289,26 @@ def test_a_cache_of_a_quarter_that_does_not_fit_is_a_warning():
     assert verdict_for(needed * 1.3, init_kl_coef=0.1).verdict == "ok", "passes after generation have the room"
 
 
+def test_a_cache_is_no_larger_than_all_sequences_of_a_rank():
+    """A small model on a busy machine: of 64 GiB 3 are free, and a quarter would be 16."""
+    small, shape = ModelSize(3 << 20, 1 << 20, 1 << 20), ModelShape(4, 128, 512, 128, 64, 4)
+    busy, batch = Device("cpu", 3 * GIB, 64 * GIB), config(rollout_batch_size=64, n_samples_per_prompt=8)
+    assert memory_verdict(batch, 2, small, busy, False, shape).verdict == "ok"
+    tokens = 64 * 8 // 2 * (batch.rollout.prompt_max_len + batch.rollout.generate_max_len)
+    assert largest_hf_cache(batch, 2, shape, busy.total) == tokens * 2 * 64 * 4 * 4  # keys and values, layers, float32
+    assert largest_hf_cache(batch, 2, None, busy.total) == 16 * GIB
+    assert memory_verdict(batch, 2, small, busy, False, None).verdict == "warn", "the shape is not known"
+
+
 def test_vllm_takes_its_share_whatever_it_needs():
     """Beside it is 11 GiB of state, also when it generates canaries."""
     assert verdict_for(110 * GIB, engine_type="vllm").verdict == "ok"
     found = verdict_for(110 * GIB, engine_type="vllm", engine_mem_util=0.9)
-    assert found.verdict == "fail" and "110.12 of 110.00 GiB free per rank in the phase weight sync" in found.text
+    assert found.verdict == "fail"
+    assert "it takes 110.12 GiB per rank in the phase weight sync, activations not counted, and 110" in found.text
     found = verdict_for(50 * GIB, engine_type="vllm")
-    assert found.verdict == "fail" and "of its 25.00 GiB the engine's weights take 28.31 GiB" in found.text
+    assert found.verdict == "fail" and found.text.startswith(
+        "has no room for a key-value cache: the engine's weights take 28.31 of the 25.00 GiB of --engine_mem_util 0.5")
 
 
 @pytest.mark.parametrize("free_gib, change, options", [
@@ -314,6 +339,7 @@ def test_the_disk_that_a_run_takes_by_hand(model):
     n = SEVEN_B.total
     assert run_bytes(config(disable_ckpt=True), SEVEN_B, True) == 4 * n  # the final model
     assert run_bytes(config(save_steps=0), SEVEN_B, False) == (12 + 4) * n
+    assert run_bytes(config(save_steps=0, optim="adamw_8bit"), SEVEN_B, False) == (4 + 2 * (1 + 4 / 256) + 4) * n
     assert run_bytes(config(save_steps=0), SEVEN_B, True) == (24 + 4) * n
     assert run_bytes(config(save_steps=5, max_ckpt_num=2), SEVEN_B, False) == (3 * 12 + 4) * n
     assert "--max_ckpt_num" in only(check_disk(config(save_steps=5), ModelSize(10**15, 1, 1), False)).remedy

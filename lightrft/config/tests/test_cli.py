@@ -10,13 +10,16 @@ import pytest
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, ELSEWHERE, REFUSED
 from lightrft.config.options import ConfigError, Option
+from lightrft.config.rm_schema import RMConfig
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 
-TREES = (Config, SFTConfig)
+TREES = (Config, SFTConfig, RMConfig, GenerateConfig, EvaluateConfig)
 CASES = [
     pytest.param(tree, option, id=f"{tree.__name__}-{option.name}") for tree in TREES for option in every_option(tree)
     if not option.preset
@@ -59,12 +62,12 @@ def test_names_are_unique_and_apart_from_the_refused(tree: type) -> None:
     names = [name for group, cls in groups(tree).items() for name in group_options(cls, group)]
     assert len(names) == len(set(names)), "flag names are shared by two groups"
     assert not set(names) & (set(ALIASES) | {"config", "plugin", "dry_run", "help"}), "reserved names"
-    assert tree is SFTConfig or not set(names) & set(REFUSED), "an option is refused"
+    assert tree is not Config or not set(names) & set(REFUSED), "an option is refused"
 
 
 @pytest.mark.parametrize("tree,option", CASES)
 def test_every_flag_sets_its_field_and_nothing_else(tree: type, option: Option) -> None:
-    value = other_value(option)
+    value = 4 * option.default if option.name == "rollout_batch_size" else other_value(option)  # not fewer than a batch
     parsed = parse_config(words(option, value), tree=tree)
     changed = {k: v for k, v in flatten(parsed.config).items() if v != options(tree)[k].default}
     single = option.choices is not None and len(option.choices) == 1
@@ -106,7 +109,7 @@ def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -
     (["--bf16", "maybe"], ["--bf16", "'maybe'", "true or false"]),
     (["--lr_scheduler", "linaer"], ["--lr_scheduler", "'linaer'", "did you mean linear"]),
     (["--eval_pass_k", "1,b"], ["--eval_pass_k", "'b'", "an integer"]),
-    (["--freeze_prefix"], ["--freeze_prefix", "name the prefixes"]),
+    (["--freeze_prefix"], ["--freeze_prefix", "name the parts"]),
     (["--eval_data"], ["--eval_data", "at least one value"]),
     (["--roll", "1"], ["--roll"]),
     (["stray"], ["'stray'", "--name value"]),
@@ -163,6 +166,16 @@ def test_precedence_and_provenance(tmp_path: Path) -> None:
     assert parsed.config.algorithm.gamma == 0.9, "script defaults are converted"
 
 
+def test_a_rollout_smaller_than_a_batch_is_one_batch() -> None:
+    small = ["--rollout_batch_size", "4", "--n_samples_per_prompt", "8"]
+    parsed = parse_config(small)
+    assert parsed.config.train.train_batch_size == 32
+    assert parsed.provenance["train_batch_size"] == "samples of a rollout"
+    assert parse_config([*small, "--train_batch_size", "16"]).config.train.train_batch_size == 16
+    assert parse_config(["--rollout_batch_size", "64", "--n_samples_per_prompt",
+                         "8"]).config.train.train_batch_size == 128
+
+
 def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean seed" in fails(capsys, [], defaults={"sed": 1})
 
@@ -186,9 +199,12 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str, **kwargs: Any) -> s
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_short_help_has_what_most_people_set(tree: type, capsys: pytest.CaptureFixture[str]) -> None:
-    shown, known = help_of(capsys, "--help", tree=tree, defaults={"max_steps": 4321}), options(tree)
+    known = options(tree)
     common = [name for name, option in known.items() if option.common]
-    assert 12 <= len(common) <= 25 and {"pretrain", "save_path", "train_batch_size"} <= set(common)
+    counted = next(name for name in common if known[name].kind is int)
+    shown = help_of(capsys, "--help", tree=tree, defaults={counted: 4321})
+    written = {"save_path", "train_batch_size"} if "train_batch_size" in known else {"output_path"}
+    assert 12 <= len(common) <= 25 and {"pretrain", *written} <= set(common)
     assert re.findall(r"^  --(\w+)", shown, re.MULTILINE) == ["config", "plugin", "dry_run", "plan_gpus", *common]
     assert f"{len(known) - len(common)} further options: --help all" in shown and "(default: 4321)" in shown
 
@@ -207,6 +223,7 @@ def test_the_help_of_a_group_and_of_one_option(capsys: pytest.CaptureFixture[str
     ("rolout", "--help rolout: there is no such option or group (did you mean rollout?); --help all"),
     ("epsclip", "(did you mean eps_clip?)"),
     ("al", "(did you mean all?)"),
+    ("save_strategy", "save_strategy is an option of another trainer; here: --save_steps"),
     ("num_generations", "num_generations is an option of another trainer; here: --n_samples_per_prompt"),
     ("use_gspo", "use --policy_loss gspo"),
 ])
@@ -290,6 +307,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "word", "unexpected value 'word': options are given as --name value\n"),
     (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
     (SFTConfig, "--dataset a", "here: --train_data"),
+    (GenerateConfig, "--enable_prefix_caching", "drop the flag"),
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
 ])
 def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,

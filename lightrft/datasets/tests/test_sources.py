@@ -29,6 +29,16 @@ def test_gsm8k_row():
         SOURCES.get("gsm9k")
 
 
+def test_geo3k_row():
+    raw = {"images": [{"bytes": b"png", "path": None}], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"}
+    row = SOURCES.get("hiyouga/geometry3k")(raw, "test", 1)
+    assert row["prompt"][1] == {"role": "user", "content": "<image>Find x."} and row["images"] == raw["images"]
+    assert row["reward_model"]["ground_truth"] == row["extra_info"]["reference"] == "2 \\sqrt { 221 }"
+    assert row["extra_info"]["label"] == "geo3k_rule" and row["prompt"][0]["role"] == "system"
+    with pytest.raises(DataError, match="row 2 of split 'test' has no answer and no images"):
+        SOURCES.get("geo3k")({"problem": "Find x."}, "test", 1)
+
+
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_convert_and_read(tmp_path, tokenizer, layout):
     if layout == "folder":

@@ -2,7 +2,6 @@
 pass."""
 import pytest
 import torch
-from torch import Tensor
 from torch.profiler import profile, ProfilerActivity
 from transformers import AutoConfig
 
@@ -10,6 +9,7 @@ from lightrft.models.activations import Activations, ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
 from lightrft.tests.support import naive_model, tiny
+from lightrft.tests.support.saved_bytes import saved_bytes
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
 BELOW = {"qwen2": 0.07, "llama": 0.07, "qwen3": 0.2}  # share that the estimate may miss; qwen3 has two more norms
@@ -30,20 +30,6 @@ def estimate(actor: ActorLanguage, dtype: torch.dtype, recompute: bool, lora: bo
     return Activations(shape, EXP.num_tokens, dtype.itemsize, recompute, lora)
 
 
-def saved_bytes(actor: ActorLanguage) -> int:
-    """Bytes of the storages that a forward pass saves for its backward pass, without those of parameters."""
-    weights = {weight.untyped_storage().data_ptr() for weight in actor.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        actor(EXP)
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -51,7 +37,7 @@ def saved_bytes(actor: ActorLanguage) -> int:
 def test_what_is_kept(family: str, dtype: torch.dtype, recompute: bool, lora: bool) -> None:
     """Never more than what is saved, so that no plan is refused that fits."""
     actor = actor_of(family, dtype, recompute, lora)
-    found, expected = saved_bytes(actor), estimate(actor, dtype, recompute, lora).kept
+    (found, _), expected = saved_bytes(actor, lambda: actor(EXP)), estimate(actor, dtype, recompute, lora).kept
     assert (1 - BELOW[family]) * found <= expected <= found
 
 

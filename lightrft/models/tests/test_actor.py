@@ -6,6 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PackedLayout
 from lightrft.models.packed_model import Critic
+from lightrft.strategy.distributed import transformer_blocks
 from lightrft.tests.support import naive_model, tiny
 from lightrft.types import Experience
 
@@ -87,7 +88,7 @@ def test_gradient_checkpointing_changes_no_gradient(family):
         model = actor(family).train()
         if checkpointing:
             model.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
-        layer_calls = count_calls(model.decoder_layers[0].mlp)
+        layer_calls = count_calls(transformer_blocks(model)[0].mlp)
         model(exp)[0].sum().backward()
         results.append((len(layer_calls), grads(model)))
     assert [calls for calls, _ in results] == [1, 2]
@@ -103,7 +104,7 @@ def count_calls(module: nn.Module) -> list[int]:
 
 def test_what_a_strategy_shards():
     model = actor("qwen3")
-    assert len(model.decoder_layers) == 2 and model.config is model.hf_model.config
+    assert len(transformer_blocks(model)) == 2 and model.config is model.hf_model.config
 
 
 def test_a_model_that_mixes_sequences_is_noticed():
@@ -139,11 +140,11 @@ def test_sharded_layers_in_bfloat16_share_one_layout(one_rank, monkeypatch):
     build = PackedLayout.build
     monkeypatch.setattr(PackedLayout, "build", lambda *args: layouts.append(build(*args)) or layouts[-1])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for module in (*model.decoder_layers, model):
+    for module in (*transformer_blocks(model), model):
         fully_shard(module, mp_policy=policy)
     logprobs = model(exp)[0]
     logprobs.sum().backward()
-    assert [layout.calls for layout in layouts] == [2] and len(model.decoder_layers) == 2
+    assert [layout.calls for layout in layouts] == [2] and len(transformer_blocks(model)) == 2
     assert logprobs.dtype == torch.float32 and 0 < (logprobs - expected).abs().mean() < 0.05
 
 

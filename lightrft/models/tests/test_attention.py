@@ -69,9 +69,63 @@ def test_long_sequences_are_exactly_those_alone():
 
 def test_padded_rows_have_few_widths():
     layout = PackedLayout.build(torch.tensor([0] + [20 + i % 21 for i in range(128)]).cumsum(0))
-    groups, token_of_slot, slot_of_token = layout._rows
-    assert [width for _, width in groups] == [32, 48] and sum(rows for rows, _ in groups) == 128
-    assert torch.equal(token_of_slot[slot_of_token], torch.arange(sum(layout.lens)))
+    rows = layout._rows
+    assert [(group.queries, group.keys) for group in rows.groups] == [(32, 32), (48, 48)]
+    assert sum(group.rows for group in rows.groups) == 128
+    assert torch.equal(rows.queries.index[rows.out.index], torch.arange(sum(layout.lens)))
+
+
+SHARED = {  # lengths and what each sequence continues
+    "short": ([17, 3, 30, 1, 9, 20, 12], [-1, 0, 0, 0, -1, -1, 5]),
+    "long": ([70, 5, 90, 40, 300, 200, 10], [-1, 0, 0, 0, -1, 4, 4]),
+    "mixed": ([33, 8, 8, 8, 40, 5, 60, 7], [-1, 0, 0, 0, -1, -1, 5, 5]),
+    "gaps": ([20, 0, 5, 0, 30], [-1, 0, 0, -1, -1]),
+}  # yapf: disable
+
+
+def whole(lens: list[int], before: list[int]) -> tuple[Tensor, list[int], Tensor]:
+    """Tokens of the row that each sequence sees, with its prefix copied; their numbers; which are its own."""
+    tokens = torch.arange(sum(lens)).split(lens)
+    parts = [[*([tokens[head]] if head >= 0 else []), own] for own, head in zip(tokens, before)]
+    own = [torch.arange(n + (lens[head] if head >= 0 else 0)) >= (lens[head] if head >= 0 else 0)
+           for n, head in zip(lens, before)]  # yapf: disable
+    return torch.cat(sum(parts, [])), [sum(map(len, part)) for part in parts], torch.cat(own)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 8}, {"softcap": 5.0}, {"window": 8, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+def test_a_prefix_is_seen_by_all_that_continue_it(case, options):
+    """As with a copy of it before each of them; gradients of the copies add up."""
+    lens, before = case
+    inputs, (tokens, copied, own) = qkv(lens), whole(*case)
+    layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0), before=before)
+    out, _ = packed_attention(MODULE, *inputs, None, scaling=0.3, packing=layout, sliding_window=options.get("window"),
+                              softcap=options.get("softcap"))
+    expected = loop(*(x[:, :, tokens] for x in inputs), copied, **options)[:, own]
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    weight = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad((out * weight).sum(), inputs),
+                         torch.autograd.grad((expected * weight).sum(), inputs)):
+        torch.testing.assert_close(got, want, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_tokens_of_a_block_see_each_other(window):
+    """In its sequence alone, as far as the window reaches back; long, short and plain sequences in one row."""
+    lens, generator = [80, 9, 30, 70], torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, sum(lens), 8, generator=generator) for _ in range(3))
+    layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0))
+    ids = [torch.full((n, ), -1) for n in lens]
+    ids[0][10:30], ids[0][30:35], ids[2][:8] = 1, 2, 1
+    layout.blocks = torch.cat(ids)
+    found = packed_attention(MODULE, query, key, value, None, sliding_window=window, packing=layout)[0][0]
+    for part, block, *qkv in zip(found.split(lens), ids, *(x[0].split(lens, 1) for x in (query, key, value))):
+        for i, row in enumerate(part):
+            seen = [j for j in range(len(block)) if (j <= i or block[i] >= 0 and block[i] == block[j])
+                    and (window is None or i - j < window)]  # yapf: disable
+            q, k, v = qkv[0][:, i:i + 1], qkv[1][:, seen], qkv[2][:, seen]
+            expected = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+            torch.testing.assert_close(row, expected[:, 0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -152,6 +206,37 @@ def test_every_signature_of_varlen_attn_gives_the_same(monkeypatch, known):
                                        rtol=0)
 
 
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("flash", [True, False])
+def test_kernels_get_the_keys_of_prefixes(monkeypatch, flash, window, case):
+    """flash-attn and torch's kernel align the causal mask, and the window, to the last query and the last key."""
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, scale=None, **kwargs):
+        assert {cu_q.dtype, cu_k.dtype} == {torch.int32} and kwargs["window_size"][0] == (window or 0) - 1
+        assert kwargs.get("causal") or kwargs["window_size"][1] == 0
+        assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max()) and k.shape[1] == 2
+        outs = []
+        for one in zip(q.split(cu_q.diff().tolist()), *(x.split(cu_k.diff().tolist()) for x in (k, v))):
+            queries, keys = len(one[0]), len(one[1])
+            missing = torch.zeros(keys - queries, *q.shape[1:])
+            rows = [x.transpose(0, 1)[None] for x in (torch.cat([missing, one[0]]), *one[1:])]
+            outs.append(loop(*rows, [keys], window, scaling=scale or softmax_scale)[0][keys - queries:])
+        return torch.cat(outs).to(q.dtype)
+
+    monkeypatch.setattr(attention, "_flash_attn", lambda: kernel if flash else None)
+    monkeypatch.setattr(attention, "_varlen_attn", lambda: (kernel, frozenset(("scale", "window_size", "enable_gqa"))))
+    monkeypatch.setattr(attention, "HALF", (torch.float32, ))
+    lens, before = case
+    inputs = [x[0].transpose(0, 1) for x in qkv(lens)]
+    layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0), before=before)
+    out = attention._attend_cuda(*inputs, layout, 0.3, window, None)
+    expected = attention._attend_rows(*inputs, layout, 0.3, window, None)
+    torch.testing.assert_close(out, expected, atol=3e-6, rtol=0)
+    for got, want in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        torch.testing.assert_close(got, want, atol=3e-5, rtol=0)
+
+
 BROKEN = {
     "a namespace package": {"cute/interface.py": ""},  # what flash-attn-4 leaves
     "a wheel for another torch": {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol')"},
@@ -201,6 +286,22 @@ def test_a_flash_attn_that_works_is_used(installed, capsys):
 def test_torch_has_the_kernel_with_known_parameters():
     kernel, known = attention._varlen_attn()
     assert kernel is not None and {"scale"} <= known and known & {"window_size", "is_causal"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_prefixes_on_cuda_equal_a_loop(dtype, tolerance, window, case):
+    lens, before = case
+    inputs, (tokens, copied, own) = qkv(lens, dim=32, dtype=dtype, device="cuda"), whole(*case)
+    layout = PackedLayout.build(torch.tensor([0, *lens], device="cuda").cumsum(0), before=before)
+    out, _ = packed_attention(MODULE, *inputs, None, scaling=0.3, packing=layout, sliding_window=window)
+    expected = loop(*(x[:, :, tokens] for x in inputs), copied, window)[:, own]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+    for got, want in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        torch.testing.assert_close(got.double(), want.double(), atol=20 * tolerance, rtol=0)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,16 @@
 """Linear layers computed by oneDNN: the same numbers as ``nn.Linear``, up to the rounding of sums in another order."""
 import copy
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from lightrft.models.cpu_linear import CPULinear, use_onednn
+from lightrft.models import cpu_linear
+from lightrft.models.cpu_linear import CPULinear, packed_weights, use_onednn
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(),
@@ -54,3 +58,63 @@ def test_other_precisions_and_frozen_weights_work() -> None:
     x = torch.randn(300, 96, requires_grad=True)
     fast.requires_grad_(False)(x).sum().backward()
     assert fast.weight.grad is None and x.grad is not None
+
+
+def test_packed_weights_give_the_same_numbers_without_a_copy_of_the_weight_per_product() -> None:
+    layer = layers(96, 700)[1]
+    x = torch.randn(100, 96)
+    with torch.no_grad():
+        expected = layer(x)
+        with packed_weights(nn.Sequential(layer)), torch.profiler.profile() as profile:
+            assert layer.packed is not None and layer.packed.is_mkldnn
+            torch.testing.assert_close(layer(x), expected)
+    assert layer.packed is None
+    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
+
+
+def test_weights_that_change_are_packed_again_and_errors_leave_none_packed() -> None:
+    plain, layer = layers(96, 700)
+    x = torch.randn(100, 96)
+    for factor in (1.0, 2.0):
+        with torch.no_grad(), packed_weights(layer):
+            torch.testing.assert_close(layer(x), factor * (plain(x) - plain.bias) + plain.bias, rtol=1e-4, atol=1e-5)
+        layer.weight.data *= 2
+    with pytest.raises(ZeroDivisionError), packed_weights(layer):
+        1 / 0
+    assert layer.packed is None
+
+
+def test_large_models_and_other_precisions_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, single = layers(dtype=torch.bfloat16)[1], layers()[1]
+    with packed_weights(half):
+        assert half.packed is None
+    monkeypatch.setattr("lightrft.models.cpu_linear._PACKED_MOST", single.weight.nbytes - 1)
+    with packed_weights(single):
+        assert single.packed is None
+
+
+def test_few_kernels_are_kept_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = cpu_linear._CAPACITIES
+    monkeypatch.setenv(one, "7")
+    monkeypatch.delenv(other, raising=False)
+    seen = []
+    monkeypatch.setattr(cpu_linear, "_product", lambda *args: seen.append((os.environ[one], os.environ[other])))
+    use_onednn(nn.Linear(2, 2))
+    assert seen == [("7", "128")] and os.environ[one] == "7" and other not in os.environ
+
+
+MEASURE = """
+import torch
+from lightrft.models.cpu_linear import _product, use_onednn
+from lightrft.utils.env import used_memory_gib
+use_onednn(torch.nn.Linear(2, 2))
+weight, before = torch.randn(512, 128), used_memory_gib(torch.device("cpu"))
+for rows in range(100, 1100):
+    _product(torch.randn(rows, 128), weight)
+print(used_memory_gib(torch.device("cpu")) - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_numbers_of_rows() -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5  # 1,000 kernels take 0.7 GiB, and 128 of them 0.1 to 0.3

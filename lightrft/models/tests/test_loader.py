@@ -1,18 +1,17 @@
-import json
 import shutil
+import sys
 
 import pytest
 import torch
-from transformers import (AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, GptOssConfig,
-                          logging as hf_logging, MambaConfig, Qwen2_5_VLConfig, T5Config, ViTConfig)
+from transformers import (AutoConfig, AutoModelForSequenceClassification, BertConfig, GptOssConfig, logging as
+                          hf_logging, MambaConfig, MllamaConfig, T5Config, ViTConfig)
 
 from lightrft.config.schema import ModelConfig
-from lightrft.models.loader import CHAT_TEMPLATES, check_context, load_actor, load_critic, load_tokenizer
+from lightrft.models import loader
+from lightrft.models.loader import _apply_liger, check_context, load_actor, load_critic
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
-
-MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "two"}]
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +22,6 @@ def path(tmp_path_factory):
 @pytest.fixture
 def broken(path, tmp_path):
     return shutil.copytree(path, tmp_path / "copy")
-
-
-def change_json(file, **changes):
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 # -- actor ------------------------------------------------------------------------------------------------------------
@@ -49,6 +43,13 @@ def test_a_reference_is_frozen_and_has_no_adapters(path):
     assert reference(naive_model.experience())[0].dtype == torch.float32
 
 
+def test_the_chunk_of_logits_follows_the_memory_of_the_gpu(path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gib, options, expected in ((80, {}, 1280), (24, {}, 384), (8, {}, 256), (80, {"logprob_chunk_mib": 7}, 7)):
+        monkeypatch.setattr(loader, "total_memory", lambda device, gib=gib: gib << 30)
+        assert load_actor(ModelConfig(pretrain=str(path), **options)).chunk_mib == expected
+
+
 def test_freezing(path):
     actor = load_actor(ModelConfig(pretrain=str(path), freeze_prefix=["model.embed_tokens", "model.layers.0"]))
     frozen = {name for name, p in actor.named_parameters() if not p.requires_grad}
@@ -67,6 +68,23 @@ def test_gradient_checkpointing_is_switched_on(path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for CPU")
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("no module"),
+     AttributeError("module 'triton' has no 'jit'"),
+     RuntimeError("no active driver")])
+def test_broken_kernels_of_liger_are_an_error_with_the_remedy(path, error, monkeypatch, tmp_path):
+    hf = load_actor(ModelConfig(pretrain=str(path))).hf_model
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text(f"raise {error!r}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=f"{type(error).__name__}: .*reinstall them with .*--use_liger false"):
+        _apply_liger(hf)
+
+
 def test_liger_needs_cuda(path):
     with pytest.raises(ValueError, match="CUDA"):
         load_actor(ModelConfig(pretrain=str(path), use_liger=True))
@@ -109,13 +127,13 @@ def _truncate(folder):
 
 @pytest.mark.parametrize("damage, message", [
     (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model"),
-    (lambda folder: change_json(folder / "config.json", model_type="no_such_type"),
+    (lambda folder: tiny.change_json(folder / "config.json", model_type="no_such_type"),
      "cannot load a model.*no_such_type"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot load the weights"),
     (_truncate, "cannot load the weights"),
-    (lambda folder: change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
+    (lambda folder: tiny.change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
      "lacks 12 tensors.*layers.2"),
-    (lambda folder: change_json(folder / "config.json", intermediate_size=48), "cannot load the weights"),
+    (lambda folder: tiny.change_json(folder / "config.json", intermediate_size=48), "cannot load the weights"),
 ])
 def test_damaged_folders(broken, damage, message):
     damage(broken)
@@ -127,7 +145,7 @@ def test_damaged_folders(broken, damage, message):
     (BertConfig(architectures=["BertForMaskedLM"]), "'bert'.*encoder"),
     (T5Config(), "'t5'.*encoder-decoder"),
     (ViTConfig(), "'vit'.*not a causal language model"),
-    (Qwen2_5_VLConfig(), "'qwen2_5_vl'.*vision or audio tower"),
+    (MllamaConfig(), "'mllama'.*vision or audio tower"),
     (MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=16), "wrong architecture"),
     (GptOssConfig(num_hidden_layers=1), "'gpt_oss'.*attention sinks"),
     (AutoConfig.for_model("qwen3_next", num_hidden_layers=4), "'qwen3_next'.*linear_attention layers"),
@@ -175,60 +193,6 @@ def test_the_critic_ignores_what_is_for_the_actor(path):
     assert all(p.requires_grad for p in critic.parameters()) and critic.hf_model.is_gradient_checkpointing
 
 
-# -- tokenizer --------------------------------------------------------------------------------------------------------
-def test_the_tokenizer_and_its_own_template(path):
-    tokenizer = load_tokenizer(str(path))
-    assert tokenizer.pad_token == "<pad>" and tokenizer.eos_token == "<|im_end|>"
-    text = "a  b\n<|im_end|>é"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
-
-
-@pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_built_in_templates_mark_what_the_assistant_wrote(path, name):
-    tokenizer = load_tokenizer(str(path), name)
-    out = tokenizer.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
-    kept = [i for i, keep in zip(out["input_ids"], out["assistant_masks"]) if keep]
-    assert tokenizer.decode(kept) == "two<|im_end|>"
-    prompt = tokenizer.apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    assert whole.startswith(prompt) and "be kind" in prompt
-
-
-def test_a_template_file(path, tmp_path):
-    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}!")
-    tokenizer = load_tokenizer(str(path), str(tmp_path / "own.jinja"))
-    assert tokenizer.apply_chat_template(MESSAGES[1:], tokenize=False) == "1+1?!"
-    (tmp_path / "bad.jinja").write_text("{% for m in %}")
-    with pytest.raises(ValueError, match="bad.jinja.*does not render"):
-        load_tokenizer(str(path), str(tmp_path / "bad.jinja"))
-    with pytest.raises(ValueError, match="unknown chat template 'chatlm'.*chatml, plain, raw"):
-        load_tokenizer(str(path), "chatlm")
-
-
-def test_a_tokenizer_without_eos_or_pad(broken, path):
-    change_json(broken / "tokenizer_config.json", pad_token=None)
-    assert load_tokenizer(str(broken)).pad_token_id is not None
-    config = json.loads((broken / "tokenizer_config.json").read_text())
-    llama = tiny.config("llama")
-    llama.save_pretrained(broken)
-    change_json(broken / "tokenizer_config.json", eos_token=None, pad_token=None,
-                tokenizer_class="PreTrainedTokenizerFast")
-    with pytest.raises(ValueError, match="no eos token.*tokenizer_config.json"):
-        load_tokenizer(str(broken))
-    change_json(broken / "tokenizer_config.json", **(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    tokenizer = load_tokenizer(str(broken))
-    assert tokenizer.pad_token == tokenizer.eos_token == "<|im_end|>"
-
-
-def test_no_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="cannot load the tokenizer"):
-        load_tokenizer(str(tmp_path))
-
-
 # -- context ----------------------------------------------------------------------------------------------------------
 def test_lengths_beyond_the_context(path):
     check_context(str(path), prompt_max_len=500, generate_max_len=12)
@@ -245,7 +209,7 @@ def test_lengths_beyond_the_context(path):
     ({"max_position_embeddings": 64}, 64),
 ])  # yapf: disable
 def test_the_context_that_a_config_describes(broken, changes, context):
-    change_json(broken / "config.json", rope_parameters=None, **changes)
+    tiny.change_json(broken / "config.json", rope_parameters=None, **changes)
     check_context(str(broken), max_len=context)
     with pytest.raises(UserError, match=f"the {context} positions"):
         check_context(str(broken), max_len=context + 1)

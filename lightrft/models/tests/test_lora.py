@@ -5,6 +5,7 @@ from peft import PeftModel
 from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.lora import merged_params
+from lightrft.strategy.distributed import transformer_blocks
 from lightrft.tests.support import naive_model, tiny
 
 
@@ -75,6 +76,15 @@ def test_what_is_sent_apart_adds_up_to_the_merged_weights(path):
         torch.testing.assert_close(apart[name] + more, tensor, atol=1e-6, rtol=0)
 
 
+def test_what_training_changes_of_the_exported_weights(path):
+    """Merged, the weights with a trained adapter; apart, its matrices. Neither needs more of the base model."""
+    actor = lora_actor(path, target_modules=["q_proj"], freeze_prefix=["layers.1"])
+    named = dict(actor.named_parameters())
+    for merge, parts in ((True, [""]), (False, [".lora_A", ".lora_B"])):
+        sent = actor.export_params(((name, named[name]) for name in sorted(actor.trained_names(merge))), merge)
+        assert [name for name, _ in sent] == [f"model.layers.0.self_attn.q_proj{part}.weight" for part in parts]
+
+
 def test_merged_weights_compute_what_the_adapters_compute(path):
     actor, exp = lora_actor(path), naive_model.experience()
     plain = load_actor(ModelConfig(pretrain=path), train=False)
@@ -90,8 +100,8 @@ def test_a_stream_that_ends_early_is_an_error(path):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-@pytest.mark.parametrize("targets, message", [(["no_such_module"], "no_such_module"), (["lm_head"], "decoder body"),
-                                              (["embed_tokens"], "decoder body")])
+@pytest.mark.parametrize("targets, message", [(["no_such_module"], "no_such_module"), (["lm_head"], "before the head"),
+                                              (["embed_tokens"], "before the head")])
 def test_targets_that_do_not_fit(path, targets, message):
     with pytest.raises(ValueError, match=message):
         load_actor(ModelConfig(pretrain=path, lora_rank=4, target_modules=targets))
@@ -104,9 +114,7 @@ def test_options_change_the_adapters(path):
     actor.eval()
     assert torch.equal(actor(exp)[0], actor(exp)[0])
     other = load_actor(ModelConfig(pretrain=path, lora_rank=2, lora_alpha=8))
-    scaling = [
-        layer.self_attn.q_proj.scaling["default"] for layer in (actor.decoder_layers[0], other.decoder_layers[0])
-    ]
+    scaling = [transformer_blocks(model)[0].self_attn.q_proj.scaling["default"] for model in (actor, other)]
     assert scaling == [2.0, 4.0]
 
 

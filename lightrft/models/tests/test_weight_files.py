@@ -9,7 +9,7 @@ from lightrft.config.schema import ModelConfig, StrategyConfig
 from lightrft.models import loader
 from lightrft.models.loader import load_actor, load_critic
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import model_folders, naive_model, tiny
+from lightrft.tests.support import model_folders, naive_model, tiny, tiny_vision
 from lightrft.utils.errors import UserError
 
 
@@ -58,6 +58,19 @@ def test_every_family_comes_out_the_same(folder: Path, family: str) -> None:
         assert_same_models(found, expected)
     exp = naive_model.experience()
     assert torch.equal(found(exp)[0], expected(exp)[0])
+
+
+@pytest.mark.parametrize("family, slices", [("qwen2_vl", True), ("llava", True), ("smolvlm", True),
+                                            ("qwen3_vl_moe", False)])
+def test_models_with_towers_come_out_the_same(family: str, slices: bool, tmp_path: Path) -> None:
+    """Policies, and critics without a head in the files; names in files are not always those in memory."""
+    pytest.importorskip("torchvision")
+    cfg = ModelConfig(pretrain=str(tiny_vision.save_model(tmp_path, family, tied=False)))
+    for load in (load_actor, load_critic):
+        found = load(cfg, deferred=True)
+        read = {name for name, _ in found.named_parameters()} - deferred_names(found)
+        assert (read <= {"model.score.weight"}) is slices
+        assert_same_models(found, load(cfg))
 
 
 def test_a_critic_keeps_the_head_that_it_was_given(folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.cost import GIB
-from lightrft.preflight.hardware import AMPERE, Device, devices
+from lightrft.preflight.hardware import AMPERE, Device, devices, unlike_gpus
 from lightrft.utils.errors import first_line
 
 BUSY = 0.9  # a GPU with less than this share of its memory free has another user
@@ -16,11 +16,12 @@ SHM = Path("/dev/shm")
 SHM_BYTES = GIB  # NCCL takes tens of MiB per rank, an engine with tensor parallelism more; Docker's default is 64 MiB
 
 
-def check_devices(bf16: bool = False) -> Iterator[Finding]:
+def check_devices(bf16: bool = False, ranks: int | None = None) -> Iterator[Finding]:
     """Report CUDA, NCCL and one line per GPU, or one line for the CPU.
 
     Args:
         bf16: the run computes in bfloat16.
+        ranks: of the run on this machine, which use its first GPUs; None: all of them.
     """
     import torch
 
@@ -33,16 +34,25 @@ def check_devices(bf16: bool = False) -> Iterator[Finding]:
     yield Finding(
         "ok", "cuda", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, "
         f"{torch.cuda.device_count()} GPUs")
-    for index, device in enumerate(devices(1)):
-        yield _gpu(index, device, bf16)
+    found = devices(1)
+    for index, device in enumerate(found):
+        yield _gpu(index, device, bf16, used=ranks is None or index < ranks)
+    for unlike in unlike_gpus([torch.cuda.get_device_name(index) for index in range(len(found))][:ranks]):
+        yield Finding("warn", "cuda", unlike, "CUDA_VISIBLE_DEVICES names the GPUs to use")
 
 
-def _gpu(index: int, device: Device, bf16: bool) -> Finding:
+def _gpu(index: int, device: Device, bf16: bool, used: bool) -> Finding:
     import torch
+
+    from lightrft.utils.gpu import unsupported_gpu
     major, minor = torch.cuda.get_device_capability(index)
     native = major >= AMPERE  # older ones emulate it
     text = (f"{torch.cuda.get_device_name(index)}, {device.free / GIB:.1f} of {device.total / GIB:.1f} GiB free, "
             f"compute capability {major}.{minor}, bfloat16 {'yes' if native else 'emulated'}")
+    if not used:
+        return Finding("ok", device.name, f"{text}; the run does not use it")
+    if unused := unsupported_gpu(index):
+        return Finding("fail", device.name, unused.text, unused.remedy)
     if bf16 and not native:
         return Finding("fail", device.name, text, "add --bf16 false: no run computes in emulated bfloat16")
     if device.free < BUSY * device.total:

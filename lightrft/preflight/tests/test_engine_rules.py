@@ -1,4 +1,6 @@
 """The rules of the engines' options; vLLM itself is not needed."""
+from contextlib import nullcontext
+
 import pytest
 
 from lightrft.config.cli import parse_config
@@ -8,6 +10,7 @@ from lightrft.config.tree import options
 from lightrft.preflight import engine_rules
 from lightrft.preflight.engine_rules import engine_problems, missing_engine, native_arguments
 from lightrft.preflight.validate import validate
+from lightrft.trainer.session import settled
 
 BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
 NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "engine_quantization": "fp8",
@@ -106,18 +109,26 @@ def test_groups_of_ranks_are_of_one_size():
         validate(parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 2}).config, 3)
 
 
-def test_an_engine_does_not_reach_over_two_machines(monkeypatch):
+def test_an_engine_does_not_reach_over_two_machines():
     config = parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 4}).config
-    assert not list(engine_rules.shared_engine(4, 8)), "a planned run: one machine"
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(
-            ConfigError, match="--engine_tp_size 4: .* share a machine, and torchrun starts 2 on this one; "
+            ConfigError, match="--engine_tp_size 4: .* share a machine, and each has 2 of the run; "
             "nearest valid value: 2, or another --nproc-per-node"):
-        validate(config, 8)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert not list(engine_rules.shared_engine(4, 8))
+        validate(config, 8, planned=True, local_ranks=2)
+    assert not list(engine_rules.shared_engine(4, 8, 4)) and not list(engine_rules.shared_engine(4, 8, 8))
+
+
+@pytest.mark.parametrize("gpus, refused", [("2x2xH100", True), ("4xH100", False), (None, True)])
+def test_plans_and_runs_know_the_ranks_of_a_machine(gpus, refused, monkeypatch):
+    """Of a plan by ``--plan_gpus``, of a run by torchrun."""
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in torchrun.items() if gpus is None else ():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
+    options = ["--engine_type", "vllm", "--engine_tp_size", "4", *(["--dry_run", "--plan_gpus", gpus] if gpus else [])]
+    parsed = parse_config(options, defaults=BASE)
+    with pytest.raises(ConfigError, match="each has 2 of the run") if refused else nullcontext():
+        settled(parsed)
 
 
 def test_the_flags_of_the_original_for_sleep():

@@ -2,6 +2,7 @@
 import pytest
 
 from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.hardware import Device
@@ -72,7 +73,7 @@ def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     assert found["gradients"] == (0, 0, gradients, gradients, 0)
     assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0, 0) if stage else None)
     assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
-    copies = {0: None, 1: None, 2: None, 3: (0, 4 * 400, 4 * 1000, 0, 0)}
+    copies = {0: None, 1: None, 2: None, 3: (0, 4 * 1000, 4 * 1000, 0, 0)}
     assert found.get("weights gathered or cast for computing") == copies[stage]
     assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, 0, moments, 0))
 
@@ -98,11 +99,26 @@ def test_zero_gathers_in_float32_and_casts():
 def test_what_is_offloaded_is_back_when_it_is_needed():
     """Moments that rest in host memory are on the device in the optimizer step alone, a part of them at a time."""
     assert held(adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
+    coded = 2 * 500 * (1 + 4 / 256)  # a float32 scale per 256 codes
+    assert held(optim="adamw_8bit")["Adam state"] == (coded, coded, coded, coded + 4000, coded)
     large = ModelSize(10 * STEP_BYTES, STEP_BYTES, STEP_BYTES)
     assert memory(build(Config, {"adam_offload": True}), 1, large, GPU)["Adam state, float32"][3] == 2 * STEP_BYTES
     away = held(offload_during_rollout=True, init_kl_coef=0.1)
     assert away["weights"] == away["reference"] == (0, *(2000, ) * 4) and away["Adam state"] == (0, *(4000, ) * 4)
     assert held(offload_during_rollout=True, adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
+
+
+def test_fine_tuning_takes_what_the_update_takes():
+    """It has no generation, no weight sync, no engine and no reference."""
+    same = {"adam_offload": True, "strategy": "deepspeed", "zero_stage": 3, "bf16": True}
+    found = memory(build(SFTConfig, same | {"max_len": 3072}), 2, SIZE, GPU)
+    lengths = {"prompt_max_len": 2048, "generate_max_len": 1024}
+    rows = memory(build(Config, same | lengths), 2, SIZE, GPU)
+    for name in ("copy in the rollout engine", "bucket of full weights"):
+        rows.pop(name)
+    assert found == {name: (0, *values[1:-1], 0) for name, values in rows.items()}
+    lines = memory_lines(build(SFTConfig, same), 2, SIZE, GPU)
+    assert lines[1].split() == ["log-probs", "backward", "optimizer"] and len(lines[-1].split()) == 4
 
 
 @pytest.mark.parametrize("room,options,copy,cache", [

@@ -27,6 +27,11 @@ def test_what_contradicts_it(values, words):
     assert found.startswith("--overlap_passes True: ") and words in found
 
 
+def test_ranks_that_divide_a_tower_agree_on_its_passes():
+    found, = problems(2, init_kl_coef=0.1, cache_features=True)
+    assert "--cache_features" in found and problems(1, init_kl_coef=0.1, cache_features=True) == []
+
+
 @pytest.mark.parametrize("values,passes", [
     ({}, False), ({"max_epochs": 2}, True), ({"max_epochs": 2, "rollout_correction": "bypass"}, False),
     ({"train_batch_size": 128}, True), ({"init_kl_coef": 0.1}, True), ({"advantage_estimator": "gae"}, True),

@@ -1,10 +1,8 @@
 """Plans for a machine: its name, the defaults that depend on it, and the refusal of what does not fit."""
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
@@ -13,7 +11,7 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight import planned
-from lightrft.preflight.cost import GIB, known_model
+from lightrft.preflight.cost import GIB, known_model, step_flops
 from lightrft.preflight.hardware import Device, Machine, UNKNOWN
 from lightrft.preflight.memory import memory, micro_batch_tokens
 from lightrft.preflight.planned import refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit, settle
@@ -89,19 +87,6 @@ def test_bf16_that_was_set_for_older_gpus_is_refused(tree):
         refuse_emulated_bf16(config, machine)
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_gpus_of_two_generations_settle_alike(local_rank, monkeypatch):
-    gpus = [
-        SimpleNamespace(major=9, total_memory=80, name="H100"),
-        SimpleNamespace(major=7, total_memory=16, name="T4")
-    ]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    machine = Machine.here(2, local_rank)
-    assert (machine.gpu, machine.bf16, machine.device.total) == ("T4", False, gpus[local_rank].total_memory)
-
-
 def test_ranks_on_unlike_machines_are_refused():
     alike = {"bf16": True, "use_liger": False, "gradient_checkpointing": True}
     refuse_unlike_ranks([alike, dict(alike)])
@@ -146,6 +131,21 @@ def test_the_tokens_of_a_micro_batch():
         assert micro_batch_tokens(build(Config, base | more), ranks) == expected
 
 
+def test_a_shared_prompt_counts_once_in_the_plan():
+    """Where a mini-batch has all samples of its prompts; elsewhere they may all be of different prompts."""
+    base = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "prompt_max_len": 100,
+            "generate_max_len": 300}  # yapf: disable
+    for more, ranks, expected in (({}, 1, (2600, False)), ({"share_prompts":
+                                                            False}, 1, (3200, False)), ({"train_batch_size":
+                                                                                         4}, 1, (1600, False)),
+                                  ({}, 4, (700, False)), ({"micro_train_batch_size":
+                                                           4}, 1, (1300, True)), ({"lora_rank": 4, "lora_dropout":
+                                                                                   0.1}, 1, (3200, False))):
+        assert micro_batch_tokens(build(Config, base | more), ranks) == expected
+    shared, apart = (step_flops(build(Config, base | {"share_prompts": on}), SIZE) for on in (True, False))
+    assert apart - shared == SIZE.total * 6 * 600
+
+
 def row(one, chunk_mib):
     """Activations by phase: of temporaries of layers and a chunk of logits, which never exist together, the larger."""
     chunk, temporaries = chunk_mib << 20, one.backward - one.kept
@@ -170,28 +170,17 @@ def test_activations_in_the_plan():
     assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
 
 
-def test_one_byte_decides_whether_a_run_starts(tmp_path):
+@pytest.mark.parametrize("tree, options", [(Config, {"engine_kv_mib": 1}), (SFTConfig, {"max_len": 3072})])
+def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
     path = model(tmp_path / "model", layers=4)
-    config = build(Config, {"pretrain": path, "gradient_checkpointing": False, "engine_kv_mib": 1})
+    config = build(tree, {"pretrain": path, "gradient_checkpointing": False} | options)
     size, shape = known_model(path)
     needed = max(map(sum, zip(*memory(config, 2, size, GPU, False, shape).values())))
     enough = int(needed) + 1
     refuse_what_does_not_fit(config, Machine(2, Device("H100", enough, enough)))
     refuse_what_does_not_fit(config, Machine(2, Device("cpu", 1, 1)))
     with pytest.raises(
-            ConfigError, match=r"the run does not fit: .* in the phase backward; largest: activations .*; "
+            ConfigError,
+            match=r"the run does not fit: .* in the phase backward, and .* are free; largest: activations .*; "
             "--gradient_checkpointing brings it to "):
         refuse_what_does_not_fit(config, Machine(2, Device("H100", enough - 2, enough - 2)))
-
-
-def test_this_machine(monkeypatch):
-    """A rank asks what the GPUs are, and for the memory of its own; that opens no CUDA context."""
-    asked = []
-    properties = type("Properties", (), {"total_memory": 5 * GIB, "name": "NVIDIA H100", "major": 9})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
-    assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 5 * GIB, 5 * GIB),
-                                          "NVIDIA H100") and asked == [*range(8)]
-    properties.major = 7
-    assert not Machine.here(16).bf16

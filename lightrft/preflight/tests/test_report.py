@@ -10,7 +10,8 @@ from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
-from lightrft.preflight.cost import (GIB, batch_sizes, batch_summary, model_size, step_flops, time_line)
+from lightrft.preflight.cost import (GIB, batch_sizes, batch_summary, count_parameters, model_size, step_flops,
+                                     time_line)
 from lightrft.preflight.hardware import Machine, UNKNOWN
 from lightrft.preflight.memory import memory_lines
 from lightrft.strategy.memory import ModelSize
@@ -23,6 +24,12 @@ SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 
 def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path)
+
+
+def test_layers_of_a_tower_are_not_those_of_the_decoder() -> None:
+    shapes = {"visual.blocks.0.w": (3, ), "vision_tower.encoder.layer.0.w": (4, ), "lm_head.weight": (2, ),
+              "language_model.layers.0.w": (5, ), "language_model.layers.0.experts.1.w": (6, )}  # yapf: disable
+    assert count_parameters(shapes) == ModelSize(20, 11, 2)
 
 
 def test_model_size_from_the_headers(tmp_path: Path) -> None:
@@ -64,7 +71,8 @@ def test_flops_by_hand() -> None:
         "generate_max_len": 2
     }
     tokens = 10
-    assert step_flops(build(Config, small), SIZE) == 1000 * tokens * (6 + 2)
+    assert step_flops(build(Config, small), SIZE) == 1000 * (7 * 6 + tokens * 2), "the prompt is trained once"
+    assert step_flops(build(Config, small | {"share_prompts": False}), SIZE) == 1000 * tokens * (6 + 2)
     more = small | {"train_batch_size": 1, "gradient_checkpointing": True, "init_kl_coef": 0.1, "max_epochs": 2}
     assert step_flops(build(Config, more), SIZE) == 1000 * tokens * (16 + 2 + 4)
 
@@ -106,10 +114,14 @@ def test_report_says_what_it_leaves_to_the_engine() -> None:
 
 def test_every_tree_has_a_report() -> None:
     sft = report(SFTConfig(), {"seed": "flag"}, Machine.here(2))
-    assert sft == resolved(SFTConfig(), {"seed": "flag"}) and "[flag]" in sft, "no estimates yet"
+    assert sft.startswith(resolved(SFTConfig(), {"seed": "flag"})) and "[flag]" in sft
+    batch, memory = sft.splitlines()[-2:]
+    assert batch.endswith("128 conversations of at most 2,048 tokens, in micro-batches of at most 16,384 tokens "
+                          "per rank; 2 ranks")  # yapf: disable
+    assert memory == "memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"
     loss = build(Config, {"policy_loss": "gpg", "max_epochs": 2})
     assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, Machine.here(1))
-    assert summary(loss, 2) == [batch_summary(loss, 2)] and summary(SFTConfig(), 2) == []
+    assert summary(loss, 2) == [batch_summary(loss, 2)] and "2 ranks" in summary(SFTConfig(), 2)[0]
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

@@ -3,9 +3,10 @@ import time
 
 import pytest
 
-from lightrft.rewards.rules import (boxed_answers, exact_score, exact_verdict, extract_answer, format_score, math_score,
-                                    plain_number, reference_answers)
+from lightrft.rewards.rules import (boxed_answers, exact_score, exact_verdict, extract_answer, FAST, format_score,
+                                    math_score, plain_number, reference_answers)
 from lightrft.rewards.base import RewardInput
+from lightrft.rewards.spec import recipe_for
 
 
 @pytest.mark.parametrize("response, answer", [
@@ -109,3 +110,15 @@ def test_the_prompts_own_example_earns_nothing():
 def test_no_reference_is_unscored_not_zero():
     item = RewardInput("", r"\boxed{1}")
     assert [rule(item).error for rule in (exact_score, math_score)] == ["no_reference"] * 2, "nothing to compare with"
+
+
+@pytest.mark.parametrize("said, think, accuracy, form", [
+    ("<answer>A high tone.</answer>", False, 1.0, 1.0),
+    ("<answer>A high tone.</answer>", True, 1.0, 0.0),
+    ("<think>it is high\n</think>\n<answer>a  high tone</answer>", True, 1.0, 1.0),
+    ("<answer>a dog</answer>", False, 0.0, 1.0),
+    ("a high tone", False, 0.0, 0.0),
+])  # yapf: disable
+def test_answers_in_tags(said, think, accuracy, form):
+    item = RewardInput("q", said, label="avqa_rule", reference="a high tone", columns={"extra_info": {"think": think}})
+    assert [FAST[name](item).value for name, _ in recipe_for(item)] == [accuracy, form]

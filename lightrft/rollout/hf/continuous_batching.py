@@ -10,16 +10,21 @@ in this slot.
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraph
 from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
+from lightrft.rollout.hf.module_calls import Forward
 from lightrft.rollout.sampling import sample, uniforms
+from lightrft.types import Experience
 from lightrft.utils.transfer import upload
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
@@ -43,9 +48,11 @@ class Generation:
     and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, collector: CompletionCollector, params: SamplingParams,
-                 stop: Tensor, graph: StepGraph) -> None:
+    def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, cache: KVCache,
+                 collector: CompletionCollector, params: SamplingParams, stop: Tensor, graph: StepGraph) -> None:
         self.model, self.cache, self.collector, self.params, self.graph = model, cache, collector, params, graph
+        self.decode_pass = decode_pass
+        self.modality = modality
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
         self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
@@ -61,6 +68,7 @@ class Generation:
         self.count = np.zeros(cache.plan.slots, dtype=np.int64)  # its tokens so far, 0 where free
         self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each prompt slot, -1: free
         self.prompt_slot = np.full(len(sizes), -1)  # the inverse: prompt slot of each request
+        self.shift = np.zeros(len(sizes), dtype=np.int64)  # position after each prompt, less its length (M-RoPE)
         self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
         self.waiting = deque(
             sorted(
@@ -87,6 +95,14 @@ class Generation:
     def run(self) -> list[list[Completion]]:
         """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
         self.graph.free()
+        try:
+            self._decode()
+        finally:
+            self.graph.free()  # after an error, too: its memory is for what follows
+        self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
+        return self.collector.own
+
+    def _decode(self) -> None:
         complete = self.collector.empty
         while not self.collector.enough(complete):
             complete, resumed = self.collector.take(self._advance())
@@ -94,9 +110,6 @@ class Generation:
                 sample = int(self.bounds[i]) + j
                 self.begun[sample] = len(self.collector.begun(i, j))
                 self.resuming.append(sample)
-        self.graph.free()
-        self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
-        return self.collector.own
 
     def _advance(self) -> Ended:
         """Draw a token for waiting samples if enough slots are free, else for every row; return what has ended."""
@@ -154,9 +167,18 @@ class Generation:
         """Run each prompt of ``groups`` once, into its prompt slot; return last-token logits [prompts, V]."""
         self.prompt_slot[groups], self.tenant[prompt_slots] = prompt_slots, groups
         prompts = [self.requests[i].token_ids for i in groups]
-        view = Prefill(self.cache, [len(prompt) for prompt in prompts], prompt_slots)
-        tokens = upload(torch.tensor([token for prompt in prompts for token in prompt]), self.cache.device)
-        return self._forward(tokens, view.positions, view, view.last)
+        inputs = self._inputs(groups, prompts)
+        view = Prefill(self.cache, inputs.pop("packing"), prompt_slots)
+        if any(self.requests[i].media for i in groups):
+            last = inputs["position_ids"].flatten(0, -2)[-3:, view.last].amax(0)  # of four rows the first is the index
+            self.shift[groups] = (last + 1).cpu().numpy() - [len(prompt) for prompt in prompts]
+        return self._forward(inputs, view)
+
+    def _inputs(self, requests: list[int], sequences: list[list[int]]) -> dict[str, Any]:
+        """Pack sequences that begin with the prompts of ``requests`` for one forward pass."""
+        exp = Experience.pack(sequences, prompt_lens=[len(self.requests[i].token_ids) for i in requests],
+                              media=[self.requests[i].media for i in requests])
+        return self.modality.inputs(exp.to(self.cache.device), self.model)
 
     def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> Ended:
         """Assign slots to samples and draw a token for each; ``logits`` [k, V] are those after their prompts."""
@@ -174,10 +196,9 @@ class Generation:
         lengths = self.prompt_len[samples] + self.begun[samples]
         passes, logits = (lengths.cumsum() - lengths) // _PREFILL_TOKENS, []
         for part in (passes == number for number in np.unique(passes)):
-            tokens = [token for s in samples[part] for token in self._tokens(s)]
-            view = Prefill(self.cache, lengths[part].tolist(), slots[part], self.prompt_len[samples[part]])
-            logits.append(
-                self._forward(upload(torch.tensor(tokens), self.cache.device), view.positions, view, view.last))
+            inputs = self._inputs(self.request_of[samples[part]].tolist(), [self._tokens(s) for s in samples[part]])
+            view = Prefill(self.cache, inputs.pop("packing"), slots[part], self.prompt_len[samples[part]])
+            logits.append(self._forward(inputs, view))
         return torch.cat(logits)
 
     def _tokens(self, sample: int) -> list[int]:
@@ -188,9 +209,10 @@ class Generation:
     def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> Ended:
         """Draw the next token of samples from ``logits`` [k, V]; from now on their slots are live."""
         begun = self.begun[samples]
-        index, ids, column, lengths = map(self._upload, (slots, samples, begun, self.prompt_len[samples]))
+        after = self.prompt_len[samples] + self.shift[self.request_of[samples]]
+        index, ids, column, start = map(self._upload, (slots, samples, begun, after))
         state = torch.zeros_like(self.state[:, :len(slots)])
-        state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = lengths + column - 1, column - 1, ids, 1
+        state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = start + column - 1, column - 1, ids, 1
         if self.noise is not None:
             seeds = [self.requests[self.request_of[s]].seeds[s - self.bounds[self.request_of[s]]] for s in samples]
             self.noise[index] = self._upload(uniforms(seeds, self.params.max_new_tokens))
@@ -201,9 +223,8 @@ class Generation:
         return self._retire(slots[done.cpu().numpy()])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
-    def _forward(self, tokens: Tensor, positions: Tensor, view: Prefill | Decode, keep: Tensor | int) -> Tensor:
-        return self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=None, use_cache=False,
-                          logits_to_keep=keep, kv_cache=view).logits[0]
+    def _forward(self, inputs: dict[str, Any], view: Prefill) -> Tensor:
+        return self.modality.logits(self.model, view.last, kv_cache=view, **inputs)
 
     def _step(self) -> Ended:
         """Draw the next token of every row."""
@@ -221,7 +242,7 @@ class Generation:
         """Run the device's part of a step: rows below ``live``, responses below ``width``; return which ended."""
         state = self.state[:, :live]
         self.decode.advance(state[_COLUMN], width)
-        logits = self._forward(state[_TOKEN], state[_POSITION], self.decode, 0)
+        logits = self.decode_pass(state[_TOKEN, None], state[_POSITION, None], self.decode)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
         return self._record(state, logits, noise, self.params)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
 
 _EAGER = 2  # steps of one shape before it is captured: libraries allocate their workspaces, and many shapes end
@@ -25,7 +26,7 @@ class StepGraph:
     """Runs a step again and again: as it is, and on a GPU as a graph once its ``key`` has stayed the same for a while.
 
     A step must read and write tensors that stay where they are. One that cannot be captured, because it waits for the
-    device, runs as it is from then on, after one warning.
+    device, runs as it is from then on, after one warning; one for which memory was lacking until :meth:`retry`.
 
     The graphs of one generation follow each other in one pool of memory. So a capture takes no new memory where shapes
     are alike, and need not wait for the device and empty torch's cache, as ``torch.cuda.graph`` does.
@@ -33,6 +34,7 @@ class StepGraph:
 
     def __init__(self, device: torch.device) -> None:
         self.enabled, self.device = device.type == "cuda", device
+        self.lacked_memory = False
         self.stream: Any = torch.cuda.Stream(device) if self.enabled else None
         self.free()
 
@@ -48,6 +50,10 @@ class StepGraph:
         self.seen = 0
         self.result: Tensor | None = None
 
+    def retry(self) -> None:
+        """Capture again if memory was lacking; call this when memory has changed hands."""
+        self.enabled, self.lacked_memory = self.enabled or self.lacked_memory, False
+
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
         """Run ``step``, whose shapes depend on ``key`` alone; the result is valid until the next call."""
         if key != self.key:
@@ -62,23 +68,32 @@ class StepGraph:
         return self.result
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
-        """Record the kernels of ``step``; nothing is computed."""
+        """Record the kernels of ``step``; nothing is computed. An error costs the graphs alone: a step that is wrong
+        raises again where it runs as it is."""
         graph = torch.cuda.CUDAGraph()
         if self.graph is None:  # during a capture torch gives back none of the memory that an update has left cached
             torch.cuda.empty_cache()
         self.stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(self.pool, "thread_local")  # other threads may allocate meanwhile
-                try:
-                    self.result = step()
-                finally:
-                    graph.capture_end()
+        with CaptureException() as captured, torch.cuda.stream(self.stream):
+            graph.capture_begin(self.pool, "thread_local")  # other threads may allocate meanwhile
+            try:
+                self.result = step()
+            finally:
+                graph.capture_end()
+        if captured.cause is None:
             self.graph = graph  # the former one held the pool until now
-        except RuntimeError as error:
-            self.result, self.enabled, reason = None, False, str(error.__context__ or error).splitlines()[0]
-            self._end_allocation()
-            get_logger().warning(f"the hf engine decodes without CUDA graphs: a step cannot be captured ({reason})")
+        elif isinstance(captured.cause, Exception):
+            self._give_up(captured.cause.__context__ or captured.cause)  # the end of a capture raises another one
+        else:
+            raise captured.cause
+
+    def _give_up(self, cause: BaseException) -> None:
+        """Run the steps that follow as they are. ``cause``: the error that ended the capture."""
+        self.result, self.enabled, self.lacked_memory = None, False, isinstance(cause, torch.OutOfMemoryError)
+        self._end_allocation()
+        until = " until the engine next wakes" if self.lacked_memory else ""
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        get_logger().warning(f"the hf engine decodes without CUDA graphs{until}: a step cannot be captured ({reason})")
 
     def _end_allocation(self) -> None:
         """Let torch allocate as before a capture that failed. ``capture_end`` then raises before it does so, and torch

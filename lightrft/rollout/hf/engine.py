@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.models.cpu_linear import use_onednn
+from lightrft.models.actor_modality import ActorModality
+from lightrft.models.cpu_linear import packed_weights, use_onednn
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
 from lightrft.rollout.hf.continuous_batching import Generation
@@ -20,6 +21,7 @@ from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Re
                                      stop_ids)
 from lightrft.rollout.hf.decode_graph import StepGraph
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
+from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.optimizer import is_whole
@@ -66,14 +68,16 @@ class HFEngine:
         owns_model: the model is this engine's own copy, filled by :meth:`update_weights`; else it is the trainer's.
         share: engines that share this device's memory.
         max_seqs: most sequences at once; 0: as many as the cache holds.
+        modality: of the model; text by default.
     """
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
-                 share: int = 1, max_seqs: int = 0) -> None:
+                 share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None) -> None:
         config: Any = hf_model.config
-        if config._attn_implementation != "packed":
-            raise ValueError(f"the HF engine needs a model with attn_implementation='packed', "
-                             f"not {config._attn_implementation!r}")
+        attention = config.get_text_config()._attn_implementation
+        if attention != "packed":
+            raise ValueError(f"the HF engine needs a model with attn_implementation='packed', not {attention!r}")
+        self.modality = modality or ActorModality()
         self.model: Any = hf_model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
@@ -81,7 +85,7 @@ class HFEngine:
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
-        self._spec: KVSpec | None = None
+        self._probed: tuple[KVSpec, Forward] | None = None
         self._cache: KVCache | None = None
         self._graph = StepGraph(self._device)
 
@@ -98,15 +102,18 @@ class HFEngine:
             return []
         collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
         with _inference(self.model):
-            cache = self._cache_for(requests, params)
-            return Generation(self.model, cache, collector, params, self._stop_mask(params), self._graph).run()
+            spec, decode_pass = self._probe()
+            generation = Generation(self.model, self.modality, decode_pass, self._cache_for(spec, requests, params),
+                                    collector, params, self._stop_mask(params), self._graph)
+            with packed_weights(self.modality.body(self.model)):
+                return generation.run()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "HF", self._vocabulary)
+        check_requests(requests, params, "HF", self._vocabulary, takes_media=self.modality.media is not None)
 
     @property
     def _vocabulary(self) -> int:
@@ -117,13 +124,17 @@ class HFEngine:
         mask[stop_ids(self.eos_token_ids, params, len(mask))] = True
         return mask.to(self._device)
 
-    def _cache_for(self, requests: list[Request], params: SamplingParams) -> KVCache:
+    def _probe(self) -> tuple[KVSpec, Forward]:
+        """The size of the cache and the pass of a decode step, which are those of the architecture."""
+        if self._probed is None:
+            self._probed = probe_spec(self.model, self.modality), find_decode_pass(self.model, self.modality)
+        return self._probed
+
+    def _cache_for(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVCache:
         """The cache of the last call when it fits, else a new one of as many slots as are needed and affordable."""
-        if self._spec is None:
-            self._spec = probe_spec(self.model)
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
-        prompt, token = max(len(request.token_ids) for request in requests), self._spec.bytes_per_token
+        prompt, token = max(len(request.token_ids) for request in requests), spec.bytes_per_token
         plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
                           max(1, params.max_new_tokens - 1), self.max_seqs)
         if plan.slots < 1:
@@ -133,7 +144,7 @@ class HFEngine:
                             f"--generate_max_len")
         if self._cache is None or self._cache.plan != plan:
             self._cache = None  # freed before the new one is allocated
-            self._cache = KVCache(self._spec, plan, self._device)
+            self._cache = KVCache(spec, plan, self._device)
         return self._cache
 
     @torch.no_grad()
@@ -179,11 +190,12 @@ class HFEngine:
         for weight, size in self._sizes.items():
             _resized(weight, size)
         self._sizes, self._asleep = {}, False
+        self._graph.retry()
 
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""
         self.sleep()
-        self._ready = False
+        self._ready, self._probed = False, None
         if self.owns_model:
             self.model = nn.Module()
 
@@ -193,10 +205,10 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
     """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config."""
     source = actor.hf_model
     sharded = not all(map(is_whole, source.parameters()))
-    model = _empty_copy(source, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
+    model = _empty_copy(actor, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
     return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share,
-                    max_seqs=cfg.engine_max_seqs)
+                    max_seqs=cfg.engine_max_seqs, modality=actor.modality.of_a_copy() if sharded else actor.modality)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
@@ -206,10 +218,12 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     return {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
 
 
-def _empty_copy(source: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _empty_copy(actor: ActorLanguage, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model of the same architecture, whose weights are still random; the random state does not change."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        config = copy.deepcopy(source.config)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)
+        config = copy.deepcopy(actor.hf_model.config)
+        model = actor.modality.auto_class.from_config(config, attn_implementation=actor.modality.attention(config),
+                                                      dtype=dtype)
+    actor.modality.adapt(model)
     use_onednn(model)
     return model.to(device).requires_grad_(False)

@@ -7,12 +7,13 @@ The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of t
 """
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention import PackedLayout, packed_attention
 from lightrft.utils.errors import UserError
 from lightrft.utils.transfer import upload
@@ -35,13 +36,15 @@ class KVSpec:
         return self.layers * 2 * self.heads * self.dim * self.dtype.itemsize
 
 
-class _Probe:
+class LayerProbe:
+    """View of a cache that stores nothing: it records what each attention layer would, and returns its queries."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
+        """Record the layer's shape and dtype."""
         if key.shape != value.shape:
             raise UserError(f"the HF engine needs keys and values of one shape, "
                             f"got {list(key.shape)} and {list(value.shape)}")
@@ -50,11 +53,11 @@ class _Probe:
 
 
 @torch.no_grad()
-def probe_spec(model: nn.Module) -> KVSpec:
+def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
     """Run one token through ``model`` and record what its attention layers would cache."""
-    probe = _Probe()
+    probe = LayerProbe()
     zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    model(input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
+    modality.logits(model, 0, input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
     shapes = set(probe.shapes.values())
     if len(shapes) != 1 or sorted(probe.shapes) != list(range(len(probe.shapes))):
         raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
@@ -90,11 +93,19 @@ class KVPlan:
         return self.prompts * self.prompt_len + self.slots * self.length
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros; on a CPU the memory is taken where it is written, and most rows stay short of their length."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
 class Store:
     """Keys and values of ``count`` sequences: ``data`` [layers, 2, count, heads, length, dim]."""
 
     def __init__(self, spec: KVSpec, count: int, length: int, device: torch.device) -> None:
-        self.data = torch.zeros(spec.layers, 2, count, spec.heads, length, spec.dim, dtype=spec.dtype, device=device)
+        self.data = _zeros((spec.layers, 2, count, spec.heads, length, spec.dim), spec.dtype, device)
         self._flat = [layer.unbind() for layer in self.data.flatten(2, 4).unbind()]
         self.first = torch.arange(0, count * spec.heads * length, length, device=device).view(count, spec.heads)
 
@@ -122,13 +133,12 @@ class Prefill:
     """Attention of whole sequences, packed one after another. Prompt i is stored in prompt slot ``slots[i]``; with
     ``skip``, sequence i is stored in row ``slots[i]``, from token ``skip[i]`` (the end of its prompt) on."""
 
-    def __init__(self, cache: KVCache, lengths: list[int], slots: np.ndarray, skip: np.ndarray | None = None) -> None:
-        counts = torch.tensor(lengths)
+    def __init__(self, cache: KVCache, layout: PackedLayout, slots: np.ndarray, skip: np.ndarray | None = None) -> None:
+        counts = torch.tensor(layout.lens)
         ends = counts.cumsum(0)
         self.store, self.last = cache.prompts if skip is None else cache.rows, upload(ends - 1, cache.device)
-        self.layout = PackedLayout(upload(F.pad(ends, (1, 0)).to(torch.int32), cache.device), lengths)
+        self.layout = layout
         positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
-        self.positions = upload(positions, cache.device)
         slot = torch.repeat_interleave(torch.from_numpy(slots), counts)
         self.kept: slice | Tensor = slice(None)
         if skip is not None:
@@ -139,7 +149,7 @@ class Prefill:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
-        """Store keys and values; attend causally within each sequence."""
+        """Store keys and values; attend within each sequence."""
         self.store.write(layer, self.index, key[:, :, self.kept], value[:, :, self.kept])
         return packed_attention(_ENGINE, query, key, value, None, scaling, sliding_window=window, softcap=softcap,
                                 packing=self.layout)[0]

@@ -16,6 +16,7 @@ import torch
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.weight_sync.sync import WeightManifest
+from lightrft.rollout.sglang.media import SGLangMedia
 from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.utils.errors import UserError
 from lightrft.utils.watchdog import tick
@@ -124,11 +125,13 @@ class SGLangRun:
 
     Args:
         collector: has the requests, and what their responses have so far.
+        media: makes SGLang's inputs of the media of requests; None: they take text only.
     """
 
     def __init__(self, native: SGLangNative, collector: CompletionCollector, params: SamplingParams,
-                 stop_ids: list[int]) -> None:
+                 stop_ids: list[int], media: SGLangMedia | None = None) -> None:
         self.native, self.collector, self.params, self.stop_ids = native, collector, params, stop_ids
+        self.media = media
         self.next = [(i, j) for i, request in enumerate(collector.requests) for j in range(len(request.seeds))]
         self.drawing: dict[asyncio.Task[Completion], tuple[int, int]] = {}
 
@@ -163,7 +166,9 @@ class SGLangRun:
             "max_new_tokens": left, "temperature": temperature, "top_p": p.top_p, "top_k": p.top_k or -1, "min_p":
             p.min_p, "stop_token_ids": self.stop_ids, "sampling_seed": request.seeds[j] if temperature else -1
         }  # yapf: disable
-        asked = GenerateReqInput(input_ids=request.token_ids + begun, sampling_params=sampling, return_logprob=True)
+        media = [self.media.of(request, begun)] if self.media and request.media else None
+        asked = GenerateReqInput(input_ids=request.token_ids + begun, image_data=media, sampling_params=sampling,
+                                 return_logprob=True)
         answer = await anext(self.native.manager.generate_request(asked, None))
         found, drawn = answer["meta_info"], list(answer["output_ids"])
         reason = found["finish_reason"]["type"]

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.ops.rounding import has_experts
 from lightrft.rollout.sglang import weights as sglang_weights
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
                                      stop_ids)
 from lightrft.rollout.tp_group import completions_of_first, group_of, object_of_first, tensor_of_first
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
+from lightrft.rollout.sglang.media import refuse_families, SGLangMedia
 from lightrft.rollout.sglang.client import SGLangNative, SGLangRun
-from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, exported_shapes,
+from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, manifest,
                                                under_checkpoint_names)
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.utils.env import World
@@ -36,17 +38,20 @@ class SGLangEngine:
         longest: most tokens of a prompt and its response.
         bucket_bytes: most bytes of weights that are sent at once (or one weight).
         sleeps: whether :meth:`sleep` frees memory (CUDA).
+        keeps: an update may bring only some weights. Not with experts: SGLang lays them all out again at its end.
         group: CPU process group of the ranks that share the engine, which lives on its first; None: this rank alone.
+        media: makes SGLang's inputs of the media of requests; None: they take text only.
     """
 
     def __init__(self, native: SGLangNative | None, weights: WeightManifest, eos_token_ids: Iterable[int],
-                 vocabulary: int, longest: int, bucket_bytes: int, sleeps: bool = False,
-                 group: dist.ProcessGroup | None = None) -> None:
-        self.native, (self.shapes, self.names), self.eos_token_ids = native, weights, frozenset(eos_token_ids)
+                 vocabulary: int, longest: int, bucket_bytes: int, sleeps: bool = False, keeps: bool = True,
+                 group: dist.ProcessGroup | None = None, media: SGLangMedia | None = None) -> None:
+        self.media = media
+        self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.vocabulary, self.longest, self.bucket_bytes = vocabulary, longest, bucket_bytes
-        self.sleeps, self.group = sleeps, group
+        self.sleeps, self.keeps, self.group = sleeps, keeps, group
         self.weight_version = 0
-        self._ready = self._asleep = self._cache_asleep = False
+        self._ready = self._holds = self._asleep = self._cache_asleep = False
         try:
             self._dtypes = object_of_first({name: dtype for name, (dtype, _) in self._held().items()}, group)
         except UserError:
@@ -74,6 +79,16 @@ class SGLangEngine:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`: none."""
         return set()
 
+    @property
+    def apart(self) -> bool:
+        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.apart`."""
+        return False
+
+    @property
+    def holds_weights(self) -> bool:
+        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.holds_weights`."""
+        return self._holds and bool(self.weights.frozen) and self.keeps
+
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`."""
         return self._dtypes
@@ -98,7 +113,7 @@ class SGLangEngine:
             return []
         self._wake_cache()
         stop = stop_ids(self.eos_token_ids, params, self.vocabulary)
-        run = SGLangRun(self.native, collector, params, stop) if self.native else None
+        run = SGLangRun(self.native, collector, params, stop, self.media) if self.native else None
         try:
             self._collect(run, collector)
         finally:  # after an error too, or the next call would resume what is left
@@ -119,10 +134,11 @@ class SGLangEngine:
             raise RuntimeError("the SGLang engine is asleep: call wake() and update_weights() before generate()")
         if not self._ready:
             raise RuntimeError("the SGLang engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "SGLang", self.vocabulary, self.longest)
+        check_requests(requests, params, "SGLang", self.vocabulary, self.longest, self.media is not None)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load full weights under their HF names and drop every cached prefix.
+        """Load full weights under their HF names and drop every cached prefix; while it has weights, only those that
+        training changes.
 
         Raises:
             RuntimeError: while asleep, or SGLang refuses or has ended.
@@ -130,21 +146,21 @@ class SGLangEngine:
         """
         if self._asleep:
             raise RuntimeError("the SGLang engine is asleep: call wake() before update_weights()")
-        self._ready = False
-        stream = checked(named_tensors, self.shapes)
+        kept, self._ready, self._holds = self.holds_weights, False, False
+        stream = checked(named_tensors, self.weights.changing if kept else self.weights.shapes)
         if self.native is not None:
-            dtypes = {
-                part: dtype for name, dtype in self._dtypes.items() for part, *_ in self.names.get(name, [(name, )])
-            }
-            sglang_weights.load(self.native, under_checkpoint_names(stream, self.names), dtypes, self.bucket_bytes)
+            names = self.weights.names
+            dtypes = {part: dtype for name, dtype in self._dtypes.items() for part, *_ in names.get(name, [(name, )])}
+            sglang_weights.load(self.native, under_checkpoint_names(stream, names), dtypes, self.bucket_bytes)
         for _ in stream:  # gathering them takes all ranks
             pass
-        self._ready, self.weight_version = True, version
+        self._ready, self._holds, self.weight_version = True, True, version
 
     def sleep(self) -> None:
         """Drop weights and cache; their device memory is free afterwards (CUDA)."""
         if self.sleeps and not self._asleep:
             self._occupy("Release", ["kv_cache"] * (not self._cache_asleep) + ["weights"])
+            self._holds = False
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
 
     def wake(self) -> None:
@@ -177,9 +193,15 @@ class SGLangEngine:
 
 def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
                         bf16: bool) -> SGLangEngine:
-    """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it."""
-    world, shapes, config = World.from_env(), exported_shapes(actor), actor.hf_model.config
-    weights = WeightManifest(shapes, checkpoint_names(actor.hf_model, shapes))
+    """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
+
+    Raises:
+        UserError: SGLang cannot be this model's engine.
+    """
+    config, source = actor.hf_model.config, actor.modality.media if actor.modality.kinds else None
+    refuse_families(config, actor.modality.kinds)
+    world, weights = World.from_env(), manifest(actor)
+    weights = weights._replace(names=checkpoint_names(actor.hf_model, weights.shapes))
     group, native = group_of(cfg.engine_tp_size, world), None
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len
@@ -187,7 +209,8 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
         native = _native(arguments, weights, device, config, longest)
     return SGLangEngine(native, weights, eos_ids(actor.hf_model, tokenizer),
                         config.get_text_config().vocab_size, longest, cfg.sync_bucket_mib << 20,
-                        arguments["enable_memory_saver"], group)
+                        arguments["enable_memory_saver"], not has_experts(actor), group,
+                        SGLangMedia(actor, source, tokenizer) if source else None)
 
 
 def _native(arguments: dict[str, Any], weights: WeightManifest, device: torch.device, config: Any,

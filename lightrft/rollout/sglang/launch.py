@@ -22,14 +22,14 @@ import torch
 from transformers import PretrainedConfig
 
 from lightrft.config.engines import host_cache, INSTALL, native_arguments
-from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
+from lightrft.rollout.sglang.media import take_processed_media
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
 from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import total_memory, World
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -117,6 +117,7 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
 
         @staticmethod
         def init_tokenizer_manager_func(*args: Any) -> Any:
+            take_processed_media()
             manager, templates = Engine.init_tokenizer_manager_func(*args)
             cleanup.callback(_close_sockets, manager.send_to_scheduler)
             return manager, templates
@@ -157,7 +158,6 @@ def isolated_environment(device: torch.device, tp_size: int) -> Iterator[int]:
         for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
             del os.environ[name]
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the few tokens that it wants to spare
-        os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # a tower's cached pictures would outlive its weights
         if device.type == "cpu":
             os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes 20 s there
             if tp_size > 1:

@@ -26,7 +26,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
     ``weights``. An error that ends the scheduler is reported there.
 
     SGLang's own sampler ignores seeds unless all its kernels are deterministic, and its log-probs are those before
-    top-k, top-p and min-p; its checksums are those of fused tensors.
+    top-k, top-p and min-p; its checksums are those of fused tensors. Its features of media outlive an update.
     """
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers import scheduler
@@ -39,6 +39,7 @@ def run_scheduler(weights: WeightManifest, parent: int, last_words: Connection, 
         return
     scheduler.get_exception_traceback = _reporting(last_words)
     scheduler.Scheduler.get_init_info = _with_window(scheduler.Scheduler.get_init_info)
+    scheduler.Scheduler.flush_cache = _with_features(scheduler.Scheduler.flush_cache)
     Sampler.forward = _draw
     SamplingBatchInfo.from_schedule_batch = staticmethod(_seeded(SamplingBatchInfo.from_schedule_batch))
     WeightChecker._compute_checksum = _checksums(weights)
@@ -117,6 +118,17 @@ def _waited(load: Callable[..., Any]) -> Callable[..., Any]:
         return answer
 
     return loaded
+
+
+def _with_features(flush: Callable[..., bool]) -> Callable[..., bool]:
+    """Let ``flush``, which drops the prefixes that old weights made, drop the features of media too."""
+    from sglang.srt.managers import mm_schedule
+
+    def flushed(one: Any, *args: Any, **kwargs: Any) -> bool:
+        mm_schedule.embedding_cache.clear()
+        return flush(one, *args, **kwargs)
+
+    return flushed
 
 
 def _weight_map(model: Any, weights: WeightManifest) -> WeightMap:

@@ -1,13 +1,16 @@
 """The HF engine against Hugging Face itself, against itself under other batches and budgets, and its errors."""
 import functools
 import random
+import weakref
 
 import pytest
 import torch
 
+from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.hf.kv_cache import KVPlan
+from lightrft.rollout.hf.kv_cache import KVPlan, LayerProbe
+from lightrft.rollout.hf.module_calls import find_decode_pass, ModuleCalls, whole_pass
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.utils.env import total_memory
@@ -89,6 +92,67 @@ def reference():
     return engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_steps_call_the_layers_alone(family):
+    """The same bits as whole passes of Hugging Face. Gemma 2 caps its logits after the head: it takes whole passes."""
+    params, passes = SamplingParams(NEW, stop_token_ids=STOPS), []
+    first, second = engine(family), engine(family)
+    spec, _ = second._probe()
+    second._probed = spec, whole_pass(second.model, second.modality)
+    first._probe()
+    hook = model(family).get_decoder().register_forward_hook(lambda *call: passes.append(1))
+    found = first.generate(requests(), params)
+    alone = len(passes)
+    assert found == second.generate(requests(), params), "a bit is different"
+    hook.remove()
+    whole = len(passes) - alone
+    assert alone == (whole if family == "gemma2" else 1) and whole > 5, (alone, whole)
+
+
+def test_a_decode_step_holds_no_output_that_it_has_read():
+    hf, alive, outputs = model(), [], []
+    decode_pass = find_decode_pass(hf, ActorModality())
+    hooks = [
+        layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[2]))) for layer in hf.model.layers
+    ]
+    hooks.append(
+        hf.lm_head.register_forward_pre_hook(lambda *call: alive.extend(each() is not None for each in outputs)))
+    with torch.no_grad():
+        decode_pass(torch.tensor([[1, 2]]), torch.tensor([[0, 3]]), LayerProbe())
+    for hook in hooks:
+        hook.remove()
+    assert isinstance(decode_pass, ModuleCalls) and alive == [False, False]
+
+
+class Between(torch.nn.Module):
+    """A body that computes an argument of its norm by itself."""
+
+    def __init__(self, body, argument):
+        super().__init__()
+        self.body, self.argument = body, argument
+        self.norm = torch.nn.Identity()  # in place of the body's own, whose output is not changed
+
+    def forward(self, **inputs):
+        out = self.body(**inputs)
+        out.last_hidden_state = self.norm(self.argument(out.last_hidden_state))
+        return out
+
+
+@pytest.mark.parametrize("argument,alone", [(lambda hidden: hidden, True), (lambda hidden: hidden * 2, False),
+                                            (lambda hidden: hidden.mul_(2), False)])
+def test_a_pass_that_computes_between_its_layers_stays_whole(argument, alone):
+    """A new tensor has no call that made it; one that is changed in place shows in the comparison."""
+    hf = tiny.model("qwen2")
+    hf.set_attn_implementation("packed")
+    hf.eval()
+    body = hf.model
+    hf.model = Between(body, argument)
+    hf.model.embed_tokens, hf.model.rotary_emb, hf.model.layers = body.embed_tokens, body.rotary_emb, body.layers
+    hf.model.inner_norm = body.norm
+    hf.get_decoder = lambda: hf.model
+    assert isinstance(find_decode_pass(hf, ActorModality()), ModuleCalls) is alone
+
+
 def test_lengths_differ_and_samples_differ():
     """The other tests need ragged responses; and n samples of one prompt must not be copies."""
     lengths = {len(c.token_ids) for group in reference() for c in group}
@@ -124,9 +188,9 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
 
     class Counting(continuous.Prefill):
 
-        def __init__(self, cache, lengths, prompt_slots):
-            seen.extend(lengths)
-            super().__init__(cache, lengths, prompt_slots)
+        def __init__(self, cache, layout, prompt_slots):
+            seen.extend(layout.lens)
+            super().__init__(cache, layout, prompt_slots)
 
     monkeypatch.setattr(continuous, "Prefill", Counting)
     engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2).generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))

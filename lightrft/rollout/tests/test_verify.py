@@ -9,6 +9,7 @@ import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf import engine as hf_engine
 from lightrft.rollout.hf.engine import HFEngine
@@ -42,10 +43,11 @@ class Rig:
         self.strategy.setup()
         self.prepared = self.strategy.prepare(load_actor(ModelConfig(pretrain=str(folder), **model)), OptimSpec(1e-3))
         source, dtype = self.prepared.model.hf_model, torch.bfloat16 if bf16 else torch.float32
-        own = source if shared else hf_engine._empty_copy(source, self.strategy.device, dtype)
+        own = source if shared else hf_engine._empty_copy(self.prepared.model, self.strategy.device, dtype)
         self.engine, self.timer = HFEngine(own, [3], 1 << 22, owns_model=not shared), Timer()
         cfg = RolloutConfig(sync_proof=mode, sync_canary_every=every)
-        self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.engine, PROMPTS, bf16, self.timer)
+        self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.engine, PROMPTS,
+                                              Arithmetic("cpu", "bf16" if bf16 else "float32"), self.timer)
         self.version = 0
 
     def learn(self, size=0.01):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
@@ -40,7 +42,7 @@ class Rig:
         self.engine = get_engine(cfg, self.actor, self.strategy, load_tokenizer(str(folder)))
         prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
         self.proof = WeightSyncVerifier(RolloutConfig(sync_proof="both", sync_canary_every=1), self.strategy,
-                                        self.prepared, self.engine, prompts, False, Timer())
+                                        self.prepared, self.engine, prompts, Arithmetic("cpu", "float32"), Timer())
         self.sent = []
 
     def learn(self):
@@ -115,7 +117,7 @@ def test_adapters_alone_after_the_first_sync(rig):
 
 
 def test_every_matrix_can_be_read_back(rig):
-    names = [name for name, _ in rig.strategy.full_params(rig.actor, 1 << 20, "apart")]
+    names = [name for name, _ in rig.strategy.full_params(rig.actor, 1 << 20, False)]
     assert set(names) == set(rig.engine.weight_dtypes()) and sum(".lora_" in name for name in names) == 28
 
 
@@ -154,7 +156,7 @@ def test_an_adapter_that_vllm_passes_over_is_named(rig, monkeypatch):
 def test_adapters_that_were_sent_as_they_were_before(rig):
     """Nothing is wrong between what was sent and what vLLM has: the trainer's own are what is compared."""
     rig.sync()
-    old = {name: tensor.clone() for name, tensor in rig.strategy.full_params(rig.actor, 1 << 20, "alone")}
+    old = {name: tensor.clone() for name, tensor in rig.strategy.full_params(rig.actor, 1 << 20, False, True)}
     rig.learn()
     with pytest.raises(WeightSyncError, match=f"{next(iter(old))} .* of the previous sync. 28 of 54 weights differ"):
         rig.sync(lambda *_: iter(old.items()))

@@ -3,12 +3,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_engine
 from lightrft.rollout.tests.test_vllm_engine import torchrun
@@ -16,8 +16,9 @@ from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.vllm.engine import VLLMEngine
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.tests.support import tiny, vllm_ranks
-from lightrft.tests.support.engine_rig import EXACT, NEW, STOPS, names_a_fault, names_faults_of_experts, requests
-from lightrft.tests.support.faulty_sync import TARGET
+from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights_come_once, names_a_fault,
+                                               names_faults_of_experts, requests)
+from lightrft.tests.support.faulty_sync import TARGET, TWIN
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -49,7 +50,8 @@ class Rig(test_vllm_engine.Rig):
     def sync(self):
         if self.proof is None:
             cfg = RolloutConfig(sync_canary_every=1)
-            self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.vllm, PROMPTS, False, Timer())
+            self.proof = get_weight_sync_verifier(cfg, self.strategy, self.prepared, self.vllm, PROMPTS,
+                                                  Arithmetic("cpu", "float32"), Timer())
         return super().sync()
 
 
@@ -112,7 +114,7 @@ def test_weights_arrive(family):
         mean, largest = family.gap(requests(2), params)
         assert mean < EXACT and largest < 2e-5, (mean, largest)
         family.learn()
-    assert set(family.vllm.shapes) == set(family.vllm.weight_dtypes()) == set(family.proof.fingerprints.trainer)
+    assert set(family.vllm.weights.shapes) == set(family.vllm.weight_dtypes()) == set(family.proof.fingerprints.trainer)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
@@ -148,6 +150,11 @@ def test_a_faulty_sync_is_named(rig, kind):
     names_a_fault(rig, kind)
 
 
+def test_frozen_weights_come_once(rig):
+    """The first layer, which vLLM fuses."""
+    frozen_weights_come_once(rig, "layers.0", TWIN)
+
+
 def test_a_tensor_that_never_comes(rig):
     rig.vllm.update_weights = without(TARGET, rig.vllm.update_weights)
     with pytest.raises(ValueError, match=f"1 weights did not arrive, the first is '{re.escape(TARGET)}'"):
@@ -171,7 +178,7 @@ def test_no_engine_without_a_place_for_every_weight(rig):
     """It is refused before any weight is sent, whatever is proven later."""
 
     def started(**more):
-        return VLLMEngine(rig.vllm.native, rig.vllm.shapes | more, ())
+        return VLLMEngine(rig.vllm.native, rig.vllm.weights._replace(shapes=rig.vllm.weights.shapes | more), ())
 
     with pytest.raises(UserError, match=r"cannot load model.layers.0.mlp.third.weight: There is no module"):
         started(**{"model.layers.0.mlp.third.weight": torch.Size([2, 2])})
@@ -190,10 +197,8 @@ def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
 
 
 def test_models_that_see(tmp_path):
-    """Qwen2.5-VL and Qwen3-VL: names, fingerprints and log-probs of text and pictures; in a process with torchvision,
-    which the others must not find."""
-    if not Path(sys.prefix, "torchvision").exists():
-        pytest.skip("needs torchvision apart: make test installs it")
+    """Qwen2.5-VL and Qwen3-VL: names, fingerprints and log-probs of text and pictures."""
+    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
     command = [sys.executable, "-m", "lightrft.tests.support.vllm_vision", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=280)

@@ -1,17 +1,23 @@
 """Arguments that start vLLM, and records on their way between the ranks of an engine; vLLM is not needed."""
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen2_5_VLConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen2_5_VLConfig
 
 from lightrft.config.schema import RolloutConfig
+from lightrft.models.actor_modality import FAMILIES, MediaModality
+from lightrft.rollout.sglang.engine import build_sglang_engine
 from lightrft.rollout.tp_group import _decode, _encode
 from lightrft.rollout.vllm import launch
+from lightrft.rollout.vllm.engine import build_vllm_engine
+from lightrft.rollout.vllm.weights import unused_prefixes
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.utils.env import World, total_memory
+from lightrft.utils.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -141,3 +147,54 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match=r"cannot import vllm .* run: pip install -e '.\[vllm\]'"):
         start_engine({}, CPU)
+
+
+@pytest.mark.parametrize("engine, family, kinds, message", [
+    ("sglang", "gemma3", ("image", ), "hides the later tokens"),
+    ("sglang", "internvl", ("image", ), "no own code for internvl"),
+    ("sglang", "llava", ("image", ), "no LLaVA with a tower of type clip_vision_model"),
+    ("sglang", "mistral3", ("image", ), "computes silu, and the model's gelu"),
+    ("sglang", "qwen2_5_vl", ("image", ), "patches of 1176 numbers of Qwen2.5-VL, and the model has 384"),
+    ("sglang", "qwen2_audio", ("audio", ), "the silence after a sound"),
+    ("sglang", "qwen3_vl_moe", ("image", ), "to 3 layers of Qwen3-VL with experts, and the model to 1"),
+    ("vllm", "qwen2_5_vl", ("image", "video"), "of kind video"),
+    ("vllm", "gemma3", ("image", ), "on a CPU vLLM hides the later tokens"),
+    ("vllm", "glm46v", ("image", ), "no own code for GLM-4.6V"),
+    ("vllm", "qwen2_audio", ("audio", ), "in windows of 30 s alone"),
+    ("vllm", "qwen2_5_omni_thinker", ("image", "audio"), "no thinker without its talker"),
+    ("vllm", "voxtral", ("audio", ), "with Mistral's own tokenizer"),
+])
+def test_media_that_an_engine_cannot_take_are_refused_before_it_starts(engine, family, kinds, message):
+    config = AutoConfig.for_model(family)
+    if family == "qwen2_audio":
+        config.audio_config.max_source_positions = 50
+    if engine == "sglang" and family == "qwen2_5_vl":
+        config.vision_config.patch_size = 8
+    if family == "qwen3_vl_moe":
+        config.vision_config.deepstack_visual_indexes = [0]
+    modality = MediaModality(FAMILIES[family], config)
+    modality.media = SimpleNamespace(kinds=kinds, most=dict.fromkeys(kinds, 1))
+    actor = SimpleNamespace(modality=modality, lora_rank=0, hf_model=SimpleNamespace(config=config))
+    build = {"vllm": build_vllm_engine, "sglang": build_sglang_engine}[engine]
+    with pytest.raises(UserError, match=f"--engine_type {engine}: .*{message}.*--engine_type hf"):
+        build(RolloutConfig(engine_type=engine), actor, CPU, None, False)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "llava_next", "llava_onevision", "mistral3"])
+def test_what_vllm_may_leave_out_is_what_nothing_is_computed_with(family, tmp_path):
+    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    from lightrft.tests.support import media_rig, tiny_vision
+    rig = media_rig.MediaRig(tiny_vision.save_model(tmp_path, family, False),
+                             {"image": tiny_vision.FAMILIES[family].placeholders["image"]})
+    rig.logprobs(rig.samples()).sum().backward()
+    unused = {name for name, parameter in rig.hf.named_parameters() if parameter.grad is None}
+    prefixes = unused_prefixes(rig.hf.config)
+    assert unused == {name for name, _ in rig.hf.named_parameters() if name.startswith(prefixes)}
+    assert bool(unused) == (family != "mistral3")
+
+
+def test_limits_of_media_reach_vllm():
+    seeing = engine_arguments(RolloutConfig(), Qwen2_5_VLConfig(name_or_path="folder"), CPU, False, World(),
+                              {"image": 3})  # yapf: disable
+    assert seeing["limit_mm_per_prompt"] == {"image": 3, "video": 0, "audio": 0}
+    assert "limit_mm_per_prompt" not in arguments()

@@ -8,7 +8,8 @@ import torch
 from transformers import GenerationConfig
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -75,7 +76,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_the_weights(folder):
     strategy, prepared = prepare(folder, bf16=True)
     engine = engine_of(folder, strategy, prepared, bf16=True)
     half = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
-    assert engine._spec.dtype == torch.bfloat16, "the cache is not in bfloat16"
+    assert engine._probe()[0].dtype == torch.bfloat16, "the cache is not in bfloat16"
     assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
     full = ranks.flat(engine_of(folder, *prepare(folder)).generate(ranks.REQUESTS, ranks.PARAMS))
     assert not ranks.equal(half, full), "bf16 changes nothing"

@@ -1,30 +1,55 @@
 """vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
-                                     stop_ids)
+                                     refuse_media, stop_ids)
 from lightrft.rollout.hf.engine import eos_ids
-from lightrft.rollout.weight_sync.sync import Shapes, checked, exported_shapes
+from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
 from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.vllm.weights import MARK, Adapters, adapter_arguments, bare
+from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
-from lightrft.strategy.base import Lora
+from lightrft.types import MediaSource
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+
+_HALF_MINUTE = 1500  # positions of the tower for a window of 30 s
+_OTHERWISE = {
+    "glm46v": "vLLM has no own code for GLM-4.6V",
+    "qwen2_5_omni_thinker": "vLLM runs no thinker without its talker",
+    "voxtral": "vLLM reads the prompts of Voxtral with Mistral's own tokenizer",
+}
+
+
+def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) -> None:
+    """Refuse models whose media vLLM computes in another way than the trainer; ``causal``: it attends backwards alone.
+
+    Raises:
+        UserError: with the engine that takes them.
+    """
+    if reason := _OTHERWISE.get(config.model_type):
+        refuse_media("vllm", kinds, reason)
+    ear: Any = getattr(config, "audio_config", None)
+    if config.model_type == "qwen2_audio" and ear.max_source_positions != _HALF_MINUTE:
+        refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s alone")
+    if causal:
+        refuse_media("vllm", kinds, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
 
 
 class VLLMEngine:
@@ -34,31 +59,37 @@ class VLLMEngine:
     that the cache is never in memory together with a bucket of the trainer's weights.
 
     Args:
-        shapes: name and shape of every weight that an update brings.
+        weights: manifest of an update.
         eos_token_ids: tokens that end every response.
         sleeps: whether :meth:`sleep` frees memory (CUDA).
         group: CPU process group of the ranks that run this engine together; None: this rank alone.
         owns_world: torch's process group was created by vLLM, and is destroyed with it.
-        adapters: LoRA adapters stored apart from the base weights, which come with the first update; None: no such.
+        adapters: LoRA adapters stored apart from the base weights; None: updates bring merged weights.
+        media: source of the media of requests; None: they take text only.
+        unused: prefixes of weights that nothing is computed with.
+        buffers: of checkpoints, by HF name; every update brings them too (Gemma-4 scales its layers with them).
 
     Raises:
         UserError: vLLM skips a weight, or has no own code for the model.
     """
 
-    def __init__(self, native: "LLMEngine", shapes: Shapes, eos_token_ids: Iterable[int], sleeps: bool = False,
-                 group: dist.ProcessGroup | None = None, owns_world: bool = False,
-                 adapters: Adapters | None = None) -> None:
-        self.native, self.shapes, self.eos_token_ids = native, shapes, frozenset(eos_token_ids)
+    def __init__(self, native: "LLMEngine", weights: WeightManifest, eos_token_ids: Iterable[int], sleeps: bool = False,
+                 group: dist.ProcessGroup | None = None, owns_world: bool = False, adapters: Adapters | None = None,
+                 media: MediaSource | None = None, unused: tuple[str, ...] = (),
+                 buffers: Mapping[str, Tensor] | None = None) -> None:
+        self.media, self.unused, self.buffers = media, unused, buffers or {}
+        self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
         self.weight_version = 0
         self.adapters = adapters
-        self._ready = self._has_base = self._asleep = self._cache_asleep = False
+        self._ready = self._holds = self._asleep = self._cache_asleep = False
         if vllm_weights.is_borrowed(self.model):
             raise UserError(
                 "vLLM has no own code for this model. It would run that of transformers, and change it in this "
                 "process for the trainer too: use --engine_type hf")
-        if not any(name.endswith("lm_head.weight") for name in shapes):
+        if not any(name.endswith("lm_head.weight") for name in weights.shapes):
             vllm_weights.tie_head(self.model)
+        vllm_weights.keep_expert_layout(self.model)
         with bare(self.model):
             self._derived = vllm_weights.derived_layers(self.model)
         if adapters and self._derived:
@@ -76,20 +107,29 @@ class VLLMEngine:
         known of layers that compute with values derived from their weights, except for experts."""
         known = vllm_weights.are_experts(self._derived)
         with bare(self.model):
-            shapes = self.shapes if known else vllm_weights.in_plain_layers(self.model, self._derived, self.shapes)
+            shapes = self.weights.shapes
+            if not known:
+                shapes = vllm_weights.in_plain_layers(self.model, self._derived, shapes)
             found = WeightMap(
                 lambda stream: vllm_weights.load_plain(self.native, self.model, self._without_adapters(stream)),
                 shapes, self.group, rearranged=self._derived if known else (),
                 reload=lambda stream: vllm_weights.load_layerwise(self.native, self.model, stream),
                 model=self.model if known else None)  # yapf: disable
+        found.lost = {name: size for name, size in found.lost.items() if not name.startswith(self.unused)}
         if fault := found.fault("vLLM"):
             raise UserError(fault)
         return found
 
     @property
-    def lora(self) -> Lora:
-        """Implement :attr:`~lightrft.rollout.engine.TakesAdapters.lora`."""
-        return "merged" if self.adapters is None else "alone" if self._has_base else "apart"
+    def apart(self) -> bool:
+        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.apart`."""
+        return self.adapters is not None
+
+    @property
+    def holds_weights(self) -> bool:
+        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.holds_weights`. Layers with derived values are built
+        again at every update, from all of their weights."""
+        return self._holds and bool(self.weights.frozen) and not self._derived
 
     def _without_adapters(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return stream if self.adapters is None else self.adapters.take(stream)
@@ -125,7 +165,26 @@ class VLLMEngine:
             self._cache_asleep = False
         stop, adapter = stop_ids(self.eos_token_ids, params, vocabulary), self.adapters and self.adapters.request
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, collector, params, stop, adapter).run()
+            return VLLMRun(self.native, collector, params, stop, adapter, self.media).run()
+
+    def positions(self, request: Request) -> Tensor | None:
+        """Implement :meth:`~lightrft.rollout.engine.ShowsPositions.positions`, by drawing a token."""
+        model: Any = self.model
+        if not hasattr(model, "get_mrope_input_positions"):
+            return None
+        found, right = list[Tensor](), model.get_mrope_input_positions
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            positions, delta = right(*args, **kwargs)
+            found.append(positions)
+            return positions, delta
+
+        vars(model)["get_mrope_input_positions"] = noted
+        try:
+            self.generate([replace(request, seeds=[0], prefixes=[])], SamplingParams(1))
+        finally:
+            del vars(model)["get_mrope_input_positions"]
+        return found[0].long().cpu()
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -133,10 +192,11 @@ class VLLMEngine:
         if not self._ready:
             raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
         native = self.native.model_config
-        check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len)
+        check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len, self.media is not None)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load full weights under their HF names and drop every cached prefix and picture.
+        """Load full weights under their HF names and drop every cached prefix and picture; while it has weights, only
+        those that training changes.
 
         Raises:
             RuntimeError: while asleep.
@@ -144,28 +204,23 @@ class VLLMEngine:
         """
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
-        self._ready = False
-        alone = self.lora == "alone"
-        shapes = {name: shape for name, shape in self.shapes.items() if MARK in name or not alone}
-        base = self._without_adapters(checked(named_tensors, shapes))
-        if alone:
-            for name, _ in base:  # iterating fills the adapters
-                raise RuntimeError(f"{name} was sent again: the engine has the base weights")
-        else:
-            self._has_base = False
-            with bare(self.model):
-                vllm_weights.load(self.native, self.model, base, plain=not self._derived)
-            self._has_base = True
+        kept, self._ready, self._holds = self.holds_weights, False, False
+        stream = checked(named_tensors, self.weights.changing if kept else self.weights.shapes)
+        with bare(self.model):
+            base = chain(self._without_adapters(stream), self.buffers.items())
+            vllm_weights.load(self.native, self.model, base, plain=not self._derived, whole=not kept)
+        self._holds = True
         self.native.reset_encoder_cache()
         if not self.native.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which holds results of the old weights")
         self._ready, self.weight_version = True, version
 
     def sleep(self) -> None:
-        """Drop weights and cache; their device memory is free afterwards (CUDA). Base weights that would not be sent
-        again are kept in host memory."""
+        """Drop weights and cache; their device memory is free afterwards (CUDA). Next to adapters the base weights are
+        kept in host memory."""
         if self.sleeps and not self._asleep:
             self.native.sleep(level=1 if self.adapters else 2)
+            self._holds = self._holds and self.adapters is not None
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps
 
     def wake(self) -> None:
@@ -203,16 +258,21 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     """
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
-    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world)
+    media, kinds = actor.modality.media, actor.modality.kinds
+    refuse_media("vllm", {*kinds} & {"video"}, "videos reach the trainer in another form than vLLM")
+    refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways)
+    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device)
     group = None
     if cfg.engine_tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group
         group = get_tp_group().cpu_group
     try:
-        return VLLMEngine(native, exported_shapes(actor, not apart), eos_ids(actor.hf_model, tokenizer),
+        return VLLMEngine(native, manifest(actor, not apart), eos_ids(actor.hf_model, tokenizer),
                           arguments["enable_sleep_mode"], group, owns_world,
-                          Adapters(native, rank) if apart else None)
+                          Adapters(native, rank) if apart else None, media,
+                          vllm_weights.unused_prefixes(actor.hf_model.config),
+                          vllm_weights.saved_buffers(actor.hf_model))
     except UserError:
         end_native(native, owns_world)
         raise

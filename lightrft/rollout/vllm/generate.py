@@ -3,6 +3,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.types import MediaSource
+from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -19,12 +21,14 @@ class VLLMRun:
     Args:
         collector: has the requests, and gets the parts as they end.
         adapter: vLLM's ``LoRARequest`` of all requests, if any.
+        media: source of the media of requests.
     """
 
     def __init__(self, engine: "LLMEngine", collector: CompletionCollector, params: SamplingParams, stop_ids: list[int],
-                 adapter: Any = None) -> None:
+                 adapter: Any = None, media: MediaSource | None = None) -> None:
         self.engine, self.collector, self.params, self.stop_ids = engine, collector, params, stop_ids
-        self.adapter = adapter
+        self.adapter, self.media = adapter, media
+        self.rendered: dict[int, Any] = {}  # vLLM's form of the prompts with media, whose media it has processed
         self.drawing: dict[str, tuple[int, int, str]] = {}  # request, index among its seeds, vLLM's own name; by ours
 
     def run(self) -> list[list[Completion]]:
@@ -52,9 +56,31 @@ class VLLMRun:
         if self.params.first_temperature is not None and not begun:
             temperature, left = self.params.first_temperature, 1
         name, seed = f"{i}/{j}/{len(begun)}", (request.seeds[j] + len(begun)) % (1 << 63)
-        prompt: Any = {"prompt_token_ids": request.token_ids + begun}
+        prompt = self._prompt(i) | {"prompt_token_ids": request.token_ids + begun}
         native = self._native(temperature, left, seed)
         self.drawing[name] = i, j, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
+
+    def _prompt(self, i: int) -> Any:
+        """Return vLLM's form of the prompt of request ``i``, with its media: processed once for all its responses.
+
+        Raises:
+            UserError: vLLM expands the prompt to other tokens than the trainer.
+        """
+        request = self.collector.requests[i]
+        if not request.media or self.media is None:
+            return {}
+        if i not in self.rendered:
+            data: dict[str, list[Any]] = {}
+            for key in request.media:
+                kind = key.partition(":")[0]
+                data.setdefault(kind, []).append(_native_medium(kind, self.media.open(key)))
+            prompt: Any = {"prompt_token_ids": request.unexpanded, "multi_modal_data": data}
+            (self.rendered[i], ) = self.engine.renderer.render_cmpl([prompt])
+            if (tokens := list(self.rendered[i]["prompt_token_ids"])) != request.token_ids:
+                raise UserError(f"vLLM makes {len(tokens)} tokens of a prompt with {', '.join(data)} that has "
+                                f"{len(request.token_ids)} for the trainer: it processes media of this model in "
+                                "another way; use --engine_type hf")
+        return self.rendered[i]
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
         """Build vLLM's parameters, which are used once, so that vLLM need not copy them."""
@@ -84,6 +110,11 @@ class VLLMRun:
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
         return rest
+
+
+def _native_medium(kind: str, medium: Any) -> Any:
+    """Return a decoded medium in vLLM's form."""
+    return (medium.samples, medium.rate) if kind == "audio" else medium
 
 
 def _part(output: "RequestOutput") -> Completion:

@@ -3,6 +3,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,10 @@ import torch
 from transformers import PretrainedConfig
 
 from lightrft.config.engines import host_cache, INSTALL, native_arguments
-from lightrft.config.options import did_you_mean
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -30,9 +30,12 @@ _ENVIRONMENT = {
 }
 
 
-def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
-                     world: World) -> dict[str, Any]:
-    """Arguments that start vLLM for the model of ``config``. Its weights are random until the first sync."""
+def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool, world: World,
+                     media: dict[str, int] | None = None) -> dict[str, Any]:
+    """Arguments that start vLLM for the model of ``config``. Its weights are random until the first sync.
+
+    ``media``: most media of each kind in a prompt; vLLM keeps no memory for other kinds.
+    """
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
     arguments: dict[str, Any] = {
         "model": config.name_or_path,
@@ -57,9 +60,17 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     if not cuda and not cfg.engine_kv_mib:
         room = total_memory(device) / world.local_world_size
         arguments["kv_cache_memory_bytes"] = int(host_cache(cfg.engine_mem_util, room))
+    if config.get_text_config() is not config:
+        arguments |= _media_arguments(media or {})
     memory = total_memory(device) if cuda else 0
     return _at_once(arguments | native_arguments(cfg.engine_args), cfg,
                     sequences_at_once(cfg, world.world_size, memory))
+
+
+def _media_arguments(most: dict[str, int]) -> dict[str, Any]:
+    """Limits of media, and a hash for vLLM's cache of them that is installed."""
+    limits = {"limit_mm_per_prompt": {kind: most.get(kind, 0) for kind in ("image", "video", "audio")}}
+    return limits if find_spec("blake3") else limits | {"mm_hasher_algorithm": "sha256"}
 
 
 def _at_once(arguments: dict[str, Any], cfg: RolloutConfig, sequences: int) -> dict[str, Any]:

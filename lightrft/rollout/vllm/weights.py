@@ -5,6 +5,7 @@ from typing import Any, get_args, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
+from transformers import PretrainedConfig
 
 from lightrft.rollout.weight_sync.sync import Shapes
 from lightrft.utils.errors import UserError
@@ -26,6 +27,13 @@ def tie_head(model: nn.Module) -> None:
     heads = [layer for layer in tables if isinstance(layer, ParallelLMHead)]
     if len(heads) == 1 and len(tables) == 2:
         heads[0].tie_weights(next(table for table in tables if table is not heads[0]))
+
+
+def keep_expert_layout(model: nn.Module) -> None:
+    """Let joined experts be read as the trainer holds them, which checkpoints of some families (Qwen3-VL) transpose."""
+    for layer in model.modules():
+        if getattr(layer, "is_fused_checkpoint_transposed", False):
+            layer.is_fused_checkpoint_transposed = False  # type: ignore[assignment]
 
 
 def derived_layers(model: nn.Module) -> list[nn.Module]:
@@ -67,19 +75,57 @@ def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shap
     return {name: shape for name, shape in shapes.items() if layer_of(name) not in {None, *hidden}}
 
 
+_INNER_TOWER = {"model.vision_tower.": "model.vision_tower.vision_model."}  # of CLIP and SigLIP
+_NO_MAPPER = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
+              "model.": ""}  # yapf: disable
+
+
+def under_native_names(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of ``stream`` under the names that vLLM's loader of ``model`` reads, which for some models that
+    see or hear are older than those of transformers' modules."""
+    modules, prefixes = {name for name, _ in model.named_modules()}, {}
+    if "vision_tower.vision_model" in modules:
+        prefixes = _INNER_TOWER
+    elif "language_model.lm_head" in modules and not hasattr(model, "hf_to_vllm_mapper"):  # Qwen2-Audio
+        prefixes = _NO_MAPPER
+    for name, tensor in stream:
+        yield next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)),
+                   name), tensor
+
+
+def unused_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
+    """Prefixes of weights of a tower that nothing is computed with, and that vLLM does not hold: the head of SigLIP,
+    and what comes after the layer whose output is the features, where ``config`` names one."""
+    chosen, after = getattr(config, "vision_feature_layer", None), ["head"]
+    if chosen is not None:
+        layers = config.vision_config.num_hidden_layers
+        last = max(layer % (layers + 1) for layer in ([chosen] if isinstance(chosen, int) else chosen))
+        after += ["post_layernorm", *(f"encoder.layers.{i}" for i in range(last, layers))]
+    return tuple(f"model.vision_tower.{module}." for module in after)
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Floating-point buffers that checkpoints of ``model`` hold, by name."""
+    weights, saved = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    return {name: saved[name] for name, buffer in model.named_buffers()
+            if name in saved and name not in weights and buffer.is_floating_point()}  # yapf: disable
+
+
 def load_plain(engine: "LLMEngine", model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Run vLLM's own loader, which fills the existing tensors; return the names of those that it filled."""
     from vllm.config import set_current_vllm_config
     with set_current_vllm_config(engine.vllm_config):
-        return model.load_weights(named_tensors)
+        return model.load_weights(under_native_names(model, named_tensors))
 
 
 @torch.no_grad()
-def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], plain: bool) -> None:
+def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], plain: bool,
+         whole: bool) -> None:
     """Fill ``model``, the one ``engine`` runs, with full weights under HF names; vLLM's loaders fuse and shard them.
 
     Args:
         plain: there are no :func:`derived_layers`, so that all weights are filled in place.
+        whole: every weight comes, not only those that changed.
 
     Raises:
         ValueError: vLLM has a weight that was not sent.
@@ -93,7 +139,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
     except (AttributeError, KeyError) as error:  # of vLLM's loader, which knows no such layer
         raise UserError(f"vLLM cannot load the weights of this model: it has no {error}; use another --engine_type") \
             from error
-    if expected - filled:
+    if whole and expected - filled:
         raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
 
 
@@ -110,7 +156,7 @@ def load_layerwise(engine: "LLMEngine", model: Any, named_tensors: Iterable[tupl
     with set_current_vllm_config(engine.vllm_config):
         initialize_layerwise_reload(model)
         try:
-            filled = model.load_weights(named_tensors)
+            filled = model.load_weights(under_native_names(model, named_tensors))
         finally:  # after a stream that broke off too: the next one starts again
             finalize_layerwise_reload(model, engine.model_config)
         for layer in model.modules():

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
-from lightrft.ops.rounding import Arithmetic, engine_arithmetic, has_experts
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, TakesAdapters
+from lightrft.ops.rounding import Arithmetic
+from lightrft.rollout.engine import Completion, KeepsWeights, Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.optimizer import ParamSlice
@@ -26,10 +26,9 @@ from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
 Named = Iterator[tuple[str, Tensor]]
-REMEDY = (
-    "Nothing was learnt from these weights: --load_checkpoint resumes from the newest checkpoint. If this "
-    "happens again, this engine does not load this model correctly: see python -m lightrft.cli.doctor for the versions "
-    "that fit together, or choose another --engine_type")
+REMEDY = ("Nothing was learnt from these weights: --load_checkpoint resumes from the newest checkpoint. If this "
+          "happens again, this engine does not load this model correctly: see lightrft doctor for the versions "
+          "that fit together, or choose another --engine_type")
 
 
 class WeightSyncError(ExpectedError, RuntimeError):
@@ -48,7 +47,7 @@ class Fingerprints:
     def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, timer: Timer) -> None:
         self.strategy, self.prepared, self.engine, self.timer = strategy, prepared, engine, timer
         self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
-        apart = isinstance(engine, TakesAdapters) and engine.lora != "merged"
+        apart = isinstance(engine, KeepsWeights) and engine.apart
         self.merges = prepared.model.merges and not self.shared and not apart
         self.trainer: dict[str, int] = {}  # of the last sync
         self._seen: dict[str, Tensor] = {}  # of the last time that each weight was sent
@@ -147,18 +146,18 @@ class WeightSyncVerifier:
     """Verifier of the weights after every sync of one engine, as ``--sync_proof`` configures it.
 
     Args:
-        cfg: the options; ``bf16``: the trainer computes in bfloat16.
+        cfg: the options.
         prompts: of the training data; canaries are the first few.
+        arithmetic: of engine and trainer, whose rounding canaries may show.
         timer: counts the time as ``sync_proof``.
     """
 
     def __init__(self, cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
-                 prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> None:
+                 prompts: Sequence[Prompt], arithmetic: Arithmetic, timer: Timer) -> None:
         self.every, self.timer = cfg.sync_canary_every, timer
         self.wants_fingerprints = cfg.sync_proof in ("fingerprint", "both")
         self.wants_canary = cfg.sync_proof in ("canary", "both")
         self.fingerprints = Fingerprints(strategy, prepared, engine, timer)
-        arithmetic = engine_arithmetic(cfg, bf16, strategy.device.type, has_experts(prepared.model))
         self.canary = Canary(strategy, prepared, engine, prompts, cfg.generate_max_len, arithmetic)
 
     def watch(self, stream: Named) -> Named:
@@ -198,9 +197,10 @@ class WeightSyncVerifier:
 
 
 def get_weight_sync_verifier(cfg: RolloutConfig, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine,
-                             prompts: Sequence[Prompt], bf16: bool, timer: Timer) -> WeightSyncVerifier | None:
+                             prompts: Sequence[Prompt], arithmetic: Arithmetic,
+                             timer: Timer) -> WeightSyncVerifier | None:
     """Build the verifier that ``--sync_proof`` asks for; None where it is off."""
-    return None if cfg.sync_proof == "off" else WeightSyncVerifier(cfg, strategy, prepared, engine, prompts, bf16,
+    return None if cfg.sync_proof == "off" else WeightSyncVerifier(cfg, strategy, prepared, engine, prompts, arithmetic,
                                                                    timer)
 
 
@@ -224,15 +224,14 @@ class Canary:
         self.strategy, self.prepared, self.engine = strategy, prepared, engine
         self.at_start, self.least = arithmetic.canary_limits()
         chosen = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
-        self.requests = [Request(prompt.token_ids, [i], prompt.media) for i, prompt in enumerate(chosen)]
+        self.requests = [Request.of(prompt, [i]) for i, prompt in enumerate(chosen)]
         self.params = SamplingParams(min(NEW_TOKENS, new_tokens))
         self.band: float | None = None
 
     def measure(self) -> list[float]:
         """Measure the gap on every rank; a collective. The first call sets the band, if its gap allows."""
-        mine = torch.zeros(self.strategy.world_size, dtype=torch.float64)
-        mine[self.strategy.rank] = self._gap()
-        gaps = self.strategy.all_reduce(mine).tolist()
+        scored, reported = self.scores()
+        gaps = self.of_all_ranks((scored - reported).abs().mean().item())
         if self.band is None and max(gaps) <= self.at_start:
             self.band = max(self.least, SLACK * max(gaps))
         return gaps
@@ -242,9 +241,16 @@ class Canary:
         """The band, or the bound of the first gap."""
         return self.at_start if self.band is None else self.band
 
+    def of_all_ranks(self, gap: float) -> list[float]:
+        """Return the gap of every rank, in nats; infinite where it is not a number. A collective."""
+        mine = torch.zeros(self.strategy.world_size, dtype=torch.float64)
+        mine[self.strategy.rank] = gap if math.isfinite(gap) else math.inf
+        return self.strategy.all_reduce(mine).tolist()
+
     @torch.no_grad()
-    def _gap(self) -> float:
-        """Gap on this rank, in nats; infinite where a log-prob is not a number. The model's mode is restored."""
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """Log-probs of the tokens that the engine draws, by the trainer and by the engine: float64 [drawn] on the CPU.
+        The model's mode is restored."""
         completions = [group[0] for group in self.engine.generate(self.requests, self.params)]
         exp, model = self._packed(completions).to(self.strategy.device), self.prepared.model
         training = model.training
@@ -255,15 +261,12 @@ class Canary:
         reported = torch.tensor(
             [value for one in completions for value, drawn in zip(one.logprobs, one.drawn) if drawn],
             dtype=torch.float64)
-        gap = (scored - reported).abs().mean().item()
-        return gap if math.isfinite(gap) else math.inf
+        return scored, reported
 
     def _packed(self, completions: list[Completion]) -> Experience:
         """Pack prompts with their responses; the mask keeps the tokens that the engine drew."""
         parts = [(request.token_ids, one) for request, one in zip(self.requests, completions)]
-        lens = torch.tensor([0] + [len(prompt) + len(one.token_ids) for prompt, one in parts])
-        return Experience(
-            token_ids=torch.tensor([token for prompt, one in parts
-                                    for token in [*prompt, *one.token_ids]]), cu_seqlens=lens.cumsum(0).to(torch.int32),
-            loss_mask=torch.tensor([kept for prompt, one in parts for kept in [False] * len(prompt) + one.drawn]),
-            media=[request.media for request in self.requests])
+        return Experience.pack([[*prompt, *one.token_ids] for prompt, one in parts], [[False] * len(prompt) + one.drawn
+                                                                                      for prompt, one in parts],
+                               prompt_lens=[len(prompt) for prompt, _ in parts],
+                               media=[request.media for request in self.requests])

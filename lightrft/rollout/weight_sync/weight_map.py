@@ -157,7 +157,7 @@ class WeightMap:
             fault = f"{engine} does not hold {count} of the {self.shapes[name].numel()} elements of {name}{others}"
         return fault and (
             f"{fault}: it would generate with random values. This release does not load the model as the trainer holds "
-            "it; see python -m lightrft.cli.doctor for the versions that fit together, or use another --engine_type")
+            "it; see lightrft doctor for the versions that fit together, or use another --engine_type")
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Current fingerprints of the whole weights: int64 [names] on the CPU. A collective of the ranks of the group.

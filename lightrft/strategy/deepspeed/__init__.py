@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; run: pip install deepspeed==0.19.8"
 REDUCED_AT_ONCE = 50_000_000  # elements of gradients
-LIVE_AT_ONCE = 1_000_000_000  # weights that stay gathered with stage 3, because they will be used again soon
+LIVE_AT_ONCE = 1_000_000_000  # weights that stage 3 gathers ahead and keeps, unless activations are recomputed
 
 
 @dataclass(frozen=True)

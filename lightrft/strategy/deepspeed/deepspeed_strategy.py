@@ -2,7 +2,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
-from lightrft.strategy.base import Prepared, untied_state
+from lightrft.strategy.base import Prepared, named_in, untied_state
 from lightrft.strategy.deepspeed import LIVE_AT_ONCE, Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
-from lightrft.strategy.distributed import DistributedStrategy, shard_mesh
+from lightrft.strategy.distributed import DistributedStrategy, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
@@ -66,8 +66,20 @@ def divide(model: nn.Module, config: dict[str, Any]) -> None:
         init._convert_to_zero_parameters(model.parameters())
 
 
-def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model of ``numel`` parameters.
+def live_at_once(model: nn.Module) -> int:
+    """Return the elements up to which stage 3 gathers weights ahead of their use, and keeps those used again soon.
+
+    Where activations are recomputed, one layer: DeepSpeed then holds less than the two that
+    :func:`lightrft.strategy.memory.gathered_weights` counts, and still gathers a layer once for its recomputed and its
+    backward pass.
+    """
+    if not any(vars(module).get("gradient_checkpointing") for module in model.modules()):
+        return LIVE_AT_ONCE
+    return max((sum(param.numel() for param in layer.parameters()) for layer in transformer_blocks(model)), default=0)
+
+
+def settings(cfg: StrategyConfig, sizes: Sizes, model: nn.Module, trained: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for ``model``, which is not yet divided.
 
     Everything is float32, bfloat16 is left to :mod:`lightrft.strategy.mixed_precision`: DeepSpeed's own bf16 mode
     rounds the weights before it copies them, and its autocast mode sums gradients in bfloat16. Batches, clipping and
@@ -76,13 +88,14 @@ def settings(cfg: StrategyConfig, sizes: Sizes, numel: int, trained: bool) -> di
     zero: dict[str, Any] = {
         "stage": cfg.zero_stage,
         "overlap_comm": cfg.overlap_comm,
-        "reduce_bucket_size": max(1, min(sizes.reduce, numel)),
+        "reduce_bucket_size": max(1, min(sizes.reduce, sum(param.numel() for param in model.parameters()))),
         "allgather_bucket_size": sizes.reduce,
     }
     if cfg.zero_stage == 3:
+        live = live_at_once(model)
         zero |= {"zero_hpz_partition_size": cfg.zpg, "stage3_param_persistence_threshold": sizes.persist,
                  "stage3_prefetch_bucket_size": sizes.reduce, "memory_efficient_linear": False,
-                 "stage3_max_live_parameters": LIVE_AT_ONCE, "stage3_max_reuse_distance": LIVE_AT_ONCE}  # yapf: disable
+                 "stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}  # yapf: disable
     elif cfg.zero_stage and not cfg.adam_offload:
         zero["compute_grad_norm"] = False
     if cfg.adam_offload and cfg.zero_stage and trained:
@@ -138,7 +151,7 @@ class DeepspeedStrategy(DistributedStrategy):
             model.requires_grad_(False)
         if self.bf16 and (optim is None or not divided):  # stage 3 joins weights of one type only
             round_frozen(model)
-        config = settings(self.cfg, self.sizes, sum(param.numel() for param in model.parameters()), optim is not None)
+        config = settings(self.cfg, self.sizes, model, optim is not None)
         if divided:
             divide(model, config)
         materialize(model, self.device)
@@ -197,9 +210,10 @@ class DeepspeedStrategy(DistributedStrategy):
         if self._divides_weights():
             self.engines[model].empty_partition_cache()
 
-    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, model: nn.Module, bucket_bytes: int,
+                 names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Implement :meth:`StrategyBase.gathered`; with stage 3 the pieces of a bucket come in one all-gather."""
-        params: dict[str, Any] = {name: param for name, param in model.named_parameters() if of in name}
+        params: dict[str, Any] = dict(named_in(model, names))
         if not self._divides_weights():
             yield from ((name, param.detach()) for name, param in params.items())
             return
@@ -266,9 +280,12 @@ class DeepspeedStrategy(DistributedStrategy):
             prepared.optimizer.partitions.refresh()
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
-        """Move the weights; gradients and buffers for them are not kept."""
-        params: Iterator[Any] = prepared.model.parameters()
+        """Move the weights; gradients, buffers for them and the second copies of ``--zpg`` are not kept."""
+        self.free_full(prepared.model)
+        params: list[Any] = list(prepared.model.parameters())
         held = [param.ds_tensor if self._divides_weights() else param for param in params]
+        for param in params if self._divides_weights() else ():
+            param.ds_secondary_tensor = None  # DeepSpeed makes it again in the next pass
         if held[0].device == device:
             return
         if not self.cfg.zero_stage:
@@ -278,7 +295,6 @@ class DeepspeedStrategy(DistributedStrategy):
         def to(tensor: Tensor) -> Tensor:
             return self.host.store(tensor, tensor.detach()) if device.type == "cpu" else load(tensor.detach(), device)
 
-        self.free_full(prepared.model)
         if isinstance(prepared.optimizer, ZeroAdamW):
             prepared.optimizer.partitions.move(to)
             engine = self.engines[prepared.model]

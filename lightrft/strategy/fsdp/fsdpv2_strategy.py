@@ -1,8 +1,8 @@
 """Fully sharded data parallelism (torch FSDP2): every rank holds a part of each weight, gradient and optimizer
 moment."""
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,26 +12,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
-from lightrft.strategy.base import Prepared
-from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh
+from lightrft.strategy.base import Prepared, named_in
+from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
 from lightrft.utils.env import total_memory
+from lightrft.utils.module_tensors import keeps_float32
 
 MIB = 1 << 20
-
-
-@runtime_checkable
-class HasDecoderLayers(Protocol):
-    """A model that names its decoder layers."""
-    decoder_layers: Sequence[nn.Module]
-
-
-@runtime_checkable
-class HasNoSplitModules(Protocol):
-    """An HF model: class names of the modules that stay whole."""
-    _no_split_modules: Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -44,17 +33,6 @@ class WrapPolicy:
     """
     one_unit: int = 32 * MIB
     keep_full: int = 2048 * MIB
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """``model.decoder_layers``, else the modules whose class the HF model inside lists in ``_no_split_modules``."""
-    if isinstance(model, HasDecoderLayers):
-        return list(model.decoder_layers)
-    names: set[str] = set()
-    for module in model.modules():
-        if isinstance(module, HasNoSplitModules):
-            names.update(module._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 @dataclass
@@ -103,16 +81,18 @@ class Placement:
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cpu_offload: bool,
           every: bool = False) -> Placement:
-    """Apply ``fully_shard`` to each decoder layer and to ``model``; gradients will be summed over ranks, not
+    """Apply ``fully_shard`` to each Transformer block and to ``model``; gradients will be summed over ranks, not
     averaged, with ``every`` in every micro-batch."""
     nbytes = sum(param.numel() * param.element_size() for param in model.parameters())
-    layers = decoder_layers(model) if nbytes > policy.one_unit else []
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32,
-                                     cast_forward_inputs=False)
+    layers = transformer_blocks(model) if nbytes > policy.one_unit else []
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = replace(whole, param_dtype=torch.bfloat16) if bf16 else whole
+    heads = [module for module in model.modules() if bf16 and keeps_float32(module)]
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for module in (*layers, model):
+    for module in (*heads, *layers, model):
         free = nbytes > policy.keep_full and module is not model
-        fully_shard(module, mesh=mesh, reshard_after_forward=free, mp_policy=precision, offload_policy=offload)
+        fully_shard(module, mesh=mesh, reshard_after_forward=free, mp_policy=whole if module in heads else precision,
+                    offload_policy=offload)
     found = units(model)
     for unit in found:
         unit.set_gradient_divide_factor(1.0)
@@ -189,11 +169,11 @@ class FSDPV2Strategy(DistributedStrategy):
         """Implement :meth:`StrategyBase.free_full`."""
         self._placements[model].free_full()
 
-    def gathered(self, model: nn.Module, bucket_bytes: int, of: str = "") -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, model: nn.Module, bucket_bytes: int,
+                 names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Implement :meth:`StrategyBase.gathered`; one all-gather per bucket."""
         self.free_full(model)
-        named = ((name, param) for name, param in model.named_parameters() if of in name)
-        for bucket in collectives.buckets(named, bucket_bytes):
+        for bucket in collectives.buckets(named_in(model, names), bucket_bytes):
             yield from collectives.gather_bucket(bucket, self.device)
 
     def own_slices(self, model: nn.Module) -> Iterator[tuple[str, ParamSlice]]:

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import strategy_conformance
 from lightrft.tests.support.strategy_conformance import Case, assert_same
+from lightrft.tests.support.tiny_lm import SPEC
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def check(folder: Path, *options: str, ranks: int) -> None:
 def test_two_ranks(folder: Path) -> None:
     check(folder, ranks=2)
     read_by_one_process(folder, list(strategy_conformance.variants(2)))
+    eight_bits_read_by_one_process(folder, list(strategy_conformance.variants(2)))
 
 
 @pytest.mark.dist
@@ -75,3 +78,15 @@ def read_by_one_process(folder: Path, names: list[str]) -> None:
         _, rank_states = manager.load(manager.latest(), {"actor": prepared})
         assert rank_states == [{"rank": 0}, {"rank": 1}]
         assert_same(case.state(prepared), torch.load(folder / f"{name}_on_2" / "ours.pt"))
+
+
+def eight_bits_read_by_one_process(folder: Path, names: list[str]) -> None:
+    """One process loads bitwise the codes and scales that two ranks saved."""
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    strategy.setup()
+    case = Case(strategy, folder, replace(SPEC, eight_bit=True))
+    for name in names:
+        prepared = case.prepare(seed=5, hidden=64, tied=False)
+        manager = CheckpointManager(strategy, folder / f"{name}_on_2" / "eight_bit", asynchronous=False)
+        manager.load(manager.latest(), {"actor": prepared})
+        assert_same(case.state(prepared), torch.load(folder / f"{name}_on_2" / "eight_bit.pt"))

@@ -6,7 +6,8 @@ import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models import attention
-from lightrft.models.loader import load_actor, load_critic, load_tokenizer
+from lightrft.models.loader import load_actor, load_critic
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import _inference
@@ -77,7 +78,7 @@ def test_attention_gets_bfloat16_from_passes_and_generation(folder, options, mon
     strategy.backward(found[0].sum(), prepared)  # with checkpointing it runs the layers again
     assert seen == {(HALF, HALF, HALF)} and all(values.dtype == torch.float32 for values in found)
     engine.generate([Request([5, 6, 7], [1])], SamplingParams(2))
-    assert seen == {(HALF, HALF, HALF)} and engine._spec.dtype == HALF
+    assert seen == {(HALF, HALF, HALF)} and engine._probe()[0].dtype == HALF
 
 
 def test_the_engine_has_the_logits_of_the_trainer(folder):
@@ -86,7 +87,7 @@ def test_the_engine_has_the_logits_of_the_trainer(folder):
     hf, exp = prepared.model.hf_model, naive_model.experience([30])
     head, trained = hf.get_output_embeddings(), prepared.model(exp)[0][exp.loss_mask]
     with _inference(hf):
-        logits = hf(**prepared.model.modality.inputs(exp)).logits[0]
+        logits = hf(**prepared.model.modality.inputs(exp, hf)).logits[0]
     assert logits.dtype == torch.float32 and "forward" not in vars(head)
     logprobs = logits.log_softmax(-1)[:-1].gather(-1, exp.token_ids[1:, None])[:, 0]
     torch.testing.assert_close(logprobs[exp.loss_mask[1:]], trained[-int(exp.loss_mask[1:].sum()):], atol=1e-5, rtol=0)

@@ -1,5 +1,6 @@
 """Moves between the device and host memory: what is on the device when, and which buffers hold the rest."""
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ from torch import Tensor
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import optimizer as optimizers
-from lightrft.strategy.host_buffers import HostBuffers, Slabs
+from lightrft.strategy.host_buffers import HostBuffers, SLAB_BYTES, Slabs, pinned
 from lightrft.strategy.optimizer import MOMENTS
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.strategy_case import assert_same, Case
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES
+from lightrft.utils.errors import ExpectedError
 
 
 class OnGpu(Tensor):
@@ -109,6 +111,34 @@ def test_pinned_buffers_take_little_more_than_the_tensors() -> None:
     moments, alone = 14336 * sum(sizes), sum(1 << (14336 * rows - 1).bit_length() for rows in sizes)
     assert all(nbytes & (nbytes - 1) == 0 for nbytes in taken), "torch rounds others up"
     assert moments <= sum(taken) <= 1.1 * moments and alone > 1.8 * moments
+
+
+def test_a_large_tensor_takes_its_own_size() -> None:
+    """As the flat weights of ZeRO-1 do: a power of two above 4 GiB would be up to twice as much."""
+    taken: list[int] = []
+    slabs = Slabs(lambda nbytes: taken.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    sizes = [SLAB_BYTES + 512, 9 << 30, SLAB_BYTES]
+    for nbytes in sizes:
+        slabs.like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    assert taken == sizes
+
+
+def test_other_sizes_than_powers_of_two_are_pinned_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By CUDA's own call, which has not run here; the memory is released with the last tensor that uses it."""
+    calls: list[tuple[object, ...]] = []
+    cudart = SimpleNamespace(cudaHostRegister=lambda *args: calls.append(args) or int(args[1] == 12288),
+                             cudaHostUnregister=lambda *args: calls.append(args))  # yapf: disable
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = pinned(5000)
+    view = memory[1000:2000].view(torch.float32).fill_(1.0)
+    address = memory.data_ptr()
+    del memory
+    assert view.sum() == 250 and calls == [(address, 5000, 1)]
+    del view
+    assert calls == [(address, 5000, 1), (address, )]
+    with pytest.raises(ExpectedError, match="cannot be pinned .CUDA error 1.: .* without --adam_offload"):
+        pinned(12288)
 
 
 def test_buffers_of_one_slab_do_not_overlap() -> None:

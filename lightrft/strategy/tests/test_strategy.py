@@ -2,21 +2,22 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM, Qwen2ForCausalLM
 
 from lightrft.config.schema import StrategyConfig
 from lightrft import strategy as package
 from lightrft.strategy import strategy
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
-from lightrft.strategy.distributed import local_world_size, shard_mesh
+from lightrft.strategy.distributed import local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
-from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, decoder_layers
+from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
 from lightrft.strategy.optimizer import OptimSpec, create_optimizer
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
@@ -112,10 +113,19 @@ def test_what_is_decayed() -> None:
         create_optimizer(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
 
 
-def test_decoder_layers_by_attribute_or_hf_class() -> None:
-    model = TinyLM()
-    assert decoder_layers(model) == decoder_layers(model.model) == list(model.model.model.layers)
-    assert decoder_layers(torch.nn.Linear(2, 2)) == []
+@pytest.mark.parametrize("family, blocks", [
+    ("qwen2_5_omni_thinker", {"Qwen2_5OmniAudioEncoderLayer": 32, "Qwen2_5OmniVisionBlock": 32,
+                              "Qwen2_5OmniDecoderLayer": 28}),
+    ("smolvlm", {"SmolVLMEncoderLayer": 12, "LlamaDecoderLayer": 32}),
+    ("mistral3", {"PixtralAttentionLayer": 24, "MistralDecoderLayer": 40}),
+])  # yapf: disable
+def test_blocks_of_towers_and_decoders(family: str, blocks: dict[str, int]) -> None:
+    """Hugging Face names whole towers of the first one, and of the second one the attention alone."""
+    config = AutoConfig.for_model(family, pad_token_id=0)
+    with torch.device("meta"):
+        found = transformer_blocks(AutoModelForMultimodalLM.from_config(config))
+    assert Counter(type(block).__name__ for block in found) == blocks
+    assert transformer_blocks(torch.nn.Linear(2, 2)) == []
 
 
 def test_safetensors_in_several_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 import gc
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.tests.support.strategy_case import Case, assert_same
-from lightrft.tests.support.tiny_lm import TinyLM
+from lightrft.tests.support.tiny_lm import TinyLM, share
 
 HERE = "."  # no check here writes
 
@@ -48,13 +49,46 @@ def divided(stage: int) -> list[int]:
     return [weights, sum(grad.numel() for grad in case.strategy.gradients(prepared).values()), moments]
 
 
-def second_copies(zpg: int) -> int:
-    """Parameters of which the ranks hold a second copy for the backward pass; what is learnt is the same."""
+def second_copies(zpg: int) -> list[list[int]]:
+    """Parameters of which the ranks hold a second copy after a backward pass and after the weights have left the
+    device, of a trained and of a frozen model; what is learnt is the same."""
     plain, case = case_of(zero_stage=3), case_of(zero_stage=3, zpg=zpg)
     expected, prepared = plain.prepare(), case.prepare()
+    frozen, batch = case.strategy.prepare(TinyLM()), share(0, 0, 1, case.strategy.device)[0]
     assert case.train(prepared, range(2)) == plain.train(expected, range(2))
     case.backward(prepared, 2)
-    return sum(param.ds_secondary_tensor is not None for param in prepared.model.parameters())
+    before = frozen.model(*batch)
+    found = [[sum(param.ds_secondary_tensor is not None for param in model.parameters())]
+             for model in (prepared.model, frozen.model)]  # yapf: disable
+    for one, counts in zip((prepared, frozen), found):
+        case.strategy.offload(one)
+        counts.append(sum(param.ds_secondary_tensor is not None for param in one.model.parameters()))
+        case.strategy.reload(one)
+    assert torch.equal(frozen.model(*batch), before)
+    return found
+
+
+def gathered_at_most(recomputing: bool) -> tuple[int, int, list[float]]:
+    """Most elements that are whole or on their way at once in passes without gradients and in three steps, of a model
+    of eight layers, and the norms of the gradients. DeepSpeed knows the order of passes from the third one on."""
+    case, found = case_of(zero_stage=3), [0]
+    prepared = case.prepare(layers=8, recomputing=recomputing)
+    params: list[Any] = list(prepared.model.parameters())
+
+    def look(*_) -> None:
+        live = (param.ds_numel for param in params if param.ds_status.name != "NOT_AVAILABLE")
+        found[-1] = max(found[-1], sum(live))
+
+    for module in prepared.model.modules():
+        module.register_forward_pre_hook(look)
+    for param in params:
+        param.register_post_accumulate_grad_hook(look)
+    with torch.no_grad():
+        for batch in share(0, 0, 1, case.strategy.device):
+            prepared.model(*batch)
+    found.append(0)
+    norms = case.train(prepared, range(3))
+    return *found, norms
 
 
 def collecting_buffers(overlap: bool) -> int:
@@ -83,6 +117,19 @@ def unused_gradients_are_not_used_again() -> None:
             assert torch.equal(after[f"{other}.weight"], before[f"{other}.weight"]), (stage, layer)
 
 
+def decays_what_no_pass_reads() -> list[bool]:
+    """True, by stage, if a step decays weights that have no gradients."""
+    found = []
+    for stage in range(4):
+        case = case_of(zero_stage=stage)
+        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, weight_decay=0.5))
+        before = case.weights(prepared)["second.weight"]
+        case.strategy.backward(prepared.model("first"), prepared)
+        case.strategy.optimizer_step(prepared)
+        found.append(not torch.equal(case.weights(prepared)["second.weight"], before))
+    return found
+
+
 def moved_weights_are_the_same() -> None:
     """Weights that leave the device and return have other storage; masters must follow it."""
     for options in (dict(zero_stage=2), dict(zero_stage=3), dict(zero_stage=3, adam_offload=True)):
@@ -109,7 +156,8 @@ if __name__ == "__main__":
     holder = case_of()
     found = {
         "divided": [divided(stage) for stage in range(4)], "second": [second_copies(zpg) for zpg in (1, 2)], "buffers":
-        [collecting_buffers(overlap) for overlap in (False, True)]
+        [collecting_buffers(overlap) for overlap in (False, True)], "gathered":
+        [gathered_at_most(recomputing) for recomputing in (False, True)], "decays": decays_what_no_pass_reads()
     }
     unused_gradients_are_not_used_again()
     moved_weights_are_the_same()

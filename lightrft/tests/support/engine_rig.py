@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.models.loader import load_tokenizer
+from lightrft.models.loader import freeze
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
-from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.rollout.weight_sync.sync import manifest, sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
@@ -36,7 +37,7 @@ class EngineRig:
         """Weights as after training steps."""
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
-            for parameter in self.actor.parameters():
+            for parameter in (one for one in self.actor.parameters() if one.requires_grad):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
 
     def sync(self):
@@ -142,6 +143,46 @@ def reports_responses_as_they_end(engine, asked, params):
         assert max(turns, default=-1) < when[i, None][0], "the request was reported before its last response"
         early += len(set(turns)) > 1
     assert early, "no response was reported before the last one of its request had ended"
+
+
+def frozen_weights_come_once(rig, word, frozen):
+    """Those of ``--freeze_prefix word``, ``frozen`` among them, and again once the engine has lost them; they are
+    compared after every sync. Bytes are counted where they reach the engine."""
+    engine, right, every, sizes = rig.engine, rig.engine.update_weights, rig.engine.weights, []
+    freeze(rig.actor.model, [word], rig.actor.modality)
+    engine.weights = manifest(rig.actor)._replace(names=every.names)
+    fixed = sum(4 * every.shapes[name].numel() for name in engine.weights.frozen)
+    total = sum(4 * shape.numel() for shape in every.shapes.values())
+    assert frozen in engine.weights.frozen and 0 < fixed < total
+
+    def counted(stream, version):
+        sizes.append(0)
+
+        def weights():
+            for name, tensor in stream:
+                sizes[-1] += tensor.nbytes
+                yield name, tensor
+
+        right(weights(), version)
+
+    with pytest.raises(ValueError, match="did not arrive"):  # whatever it had, it has lost
+        right(iter(()), 98)
+    engine.update_weights, engine.sleeps = counted, True  # on a CPU nothing is freed
+    for _ in range(3):
+        assert rig.sync() < 1e-5
+        assert set(rig.proof.fingerprints.trainer) == every.shapes.keys()
+        rig.learn()
+    engine.sleep()
+    engine.wake()
+    rig.sync()
+    weight = rig.actor.hf_model.get_parameter(frozen)
+    weight.data, before = weight.data + 1e-3, weight.data
+    with pytest.raises(WeightSyncError, match=f": {frozen}.* differs .* still has the values of the previous sync"):
+        rig.sync()
+    weight.data = before
+    assert sizes == [total, total - fixed, total - fixed, total, total - fixed]
+    engine.update_weights, engine.sleeps, engine.weights = right, False, every
+    rig.actor.requires_grad_(True)
 
 
 EXPERT_FAULTS = {

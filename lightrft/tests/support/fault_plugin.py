@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.base import POLICY_LOSSES, policy_loss
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.ops.aggregate import Denominators
+from lightrft.preflight.hardware import Device, Machine
+from lightrft.trainer import session
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.replay_buffer import MiniBatch
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 _CALLS = count(1)
 
@@ -59,6 +63,43 @@ def own_denominators(self: MiniBatch, kept: Tensor, norm: float, all_seqs: bool 
     return Denominators(counts.sum().item(), ((counts > 0) | all_seqs).sum().item(), norm)
 
 
+def old_machine(ranks: int, *_: int) -> Machine:
+    """A machine whose GPU lacks bfloat16."""
+    return Machine(ranks, Device("cuda:0", 1 << 40, 1 << 40), "Tesla T4", bf16=False)
+
+
+def lacks_data(*_: object) -> None:
+    """A machine on which the data are not."""
+    raise ConfigError("--prompt_data train.jsonl: no such file or folder")
+
+
+def lacks_gpu(local_rank: int, local_ranks: int) -> torch.device:
+    """A machine with fewer GPUs than ranks, as :func:`lightrft.utils.gpu.rank_device` says it."""
+    raise UserError(f"{local_ranks} processes on this machine (LOCAL_RANK {local_rank}), but torch sees 1 GPU")
+
+
+class LateStore(torch.distributed.PrefixStore):
+    """A store from which a rank reads late."""
+
+    def get(self, key: str) -> bytes:
+        """Wait, and read."""
+        time.sleep(0.5)
+        return super().get(key)
+
+    def wait(self, keys: list[str]) -> None:
+        """Wait twice."""
+        time.sleep(0.5)
+        super().wait(keys)
+
+
+if os.environ.get("LATE") == os.environ.get("RANK", "0"):
+    torch.distributed.PrefixStore = LateStore  # type: ignore[misc]
+if os.environ.get("FAULT") == f"old_machine@{os.environ.get('RANK')}":
+    Machine.here = old_machine  # type: ignore[assignment,method-assign]
+if os.environ.get("FAULT") == f"invalid@{os.environ.get('RANK')}":
+    session.validate = lacks_data  # type: ignore[attr-defined]
+if os.environ.get("FAULT") == f"no_gpu@{os.environ.get('RANK')}":
+    session.rank_device = lacks_gpu  # type: ignore[attr-defined]
 if os.environ.get("FAULT") == f"reference@{os.environ.get('RANK')}":
     LogprobPass._ref = failing_reference  # type: ignore[assignment,method-assign]
 if os.environ.get("FAULT") == "denominators":

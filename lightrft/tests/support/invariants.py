@@ -48,7 +48,8 @@ def make_rollout(trainer: SPMDPPOTrainer) -> Rollout:
 
 
 def gradients(trainer: SPMDPPOTrainer, rollout: Rollout) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Update on ``rollout``; returns the metrics and the whole gradient of the first optimizer step of each model."""
+    """Update on ``rollout``; returns its metrics, without those of speed, and the whole gradient of the first optimizer
+    step of each model."""
     strategy, found = trainer.strategy, {}
     original = strategy.optimizer_step
 
@@ -62,7 +63,7 @@ def gradients(trainer: SPMDPPOTrainer, rollout: Rollout) -> tuple[dict[str, floa
     strategy.optimizer_step = spy
     metrics = trainer.update.run(rollout, 0, trainer.kl.value)
     strategy.optimizer_step = original
-    return metrics, found
+    return {key: value for key, value in metrics.items() if not key.startswith("perf/")}, found
 
 
 def updated(trainer: SPMDPPOTrainer) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""``lightrft.cli.train`` in real processes, for tests that kill and break runs.
+"""``lightrft.cli.train`` and other commands in real processes, for tests that kill and break runs.
 
 Processes are forked from one server that has imported everything, so a start takes a fraction of a second; otherwise
 they are what torchrun starts (environment, store, process groups of their own, output in files).
@@ -8,10 +8,12 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ def flags(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _child(argv: list[str], environ: dict[str, str], folder: str, log: str, limits: dict[int, int]) -> None:
-    """Become the process that ``python -m lightrft.cli.train`` would be."""
+def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, log: str,
+           limits: dict[int, int]) -> None:
+    """Become the process that ``python -m MODULE`` would be."""
     os.setpgid(0, 0)
     for which, most in limits.items():
         resource.setrlimit(which, (most, most))
@@ -55,8 +58,7 @@ def _child(argv: list[str], environ: dict[str, str], folder: str, log: str, limi
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from lightrft.cli.train import main
-    main(argv)
+    import_module(module).main(argv)
 
 
 @dataclass
@@ -106,20 +108,31 @@ class Launched:
         return "\n".join(f"--- rank {rank} ---\n{self.log(rank)}" for rank in range(len(self.logs)))
 
 
+def free_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def launch(folder: Path, options: dict[str, Any], ranks: int = 1, limits: dict[int, int] | None = None,
-           **environ: str) -> Launched:
-    """Start ``lightrft.cli.train`` in ``folder`` on ``ranks`` ranks, under resource ``limits``."""
+           by_hand: bool = False, module: str = "lightrft.cli.train", **environ: str) -> Launched:
+    """Start ``module`` in ``folder`` on ``ranks`` ranks, under resource ``limits``; ``by_hand``: each on a
+    machine of its own, without torchrun and its store, so that the first rank has to serve one."""
     folder.mkdir(parents=True, exist_ok=True)
     common, store = {"OMP_NUM_THREADS": "1", **environ}, None
     if ranks > 1:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                   "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}  # yapf: disable
+        store = None if by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port) if store else free_port(), "WORLD_SIZE":
+            str(ranks), "LOCAL_WORLD_SIZE": "1" if by_hand else str(ranks), "TORCHELASTIC_USE_AGENT_STORE":
+            str(not by_hand)
+        }
     number = len(list(folder.glob("*_rank_0.log")))
     run = Launched([], [folder / f"{number}_rank_{rank}.log" for rank in range(ranks)], store)
     for rank in range(ranks):
-        own = common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-        arguments = (flags(options), own, str(folder), str(run.logs[rank]), limits or {})
+        own = common | ({"RANK": str(rank), "LOCAL_RANK": "0" if by_hand else str(rank)} if ranks > 1 else {})
+        arguments = (module, flags(options), own, str(folder), str(run.logs[rank]), limits or {})
         process = _CONTEXT.Process(target=_child, args=arguments)
         process.start()
         run.processes.append(process)

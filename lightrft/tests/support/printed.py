@@ -115,7 +115,8 @@ class Program:
     def _main(self, words: list[str]) -> Any:
         if not self.target.endswith(".py"):
             return import_module(self.target).main(words)
-        with mock.patch.object(sys, "argv", [self.target, *words]):
+        here = [str(Path(self.target).resolve().parent), *sys.path]  # as Python starts a script
+        with mock.patch.object(sys, "argv", [self.target, *words]), mock.patch.object(sys, "path", here):
             return runpy.run_path(self.target, run_name="__main__") and 0
 
 
@@ -150,10 +151,10 @@ class Workplace:
         return done.stdout + done.stderr
 
     def script(self, command: str) -> None:
-        """Run a script that starts ranks; if they are not for this machine, plan what it starts."""
+        """Run a script that starts ranks; plan what it starts on its GPUs if the command does not say ``NPROC``."""
         self.shell(command, records=True)
         program = Program.of(["torchrun", *self.words.read_text(encoding="utf-8").splitlines()])
-        if program.ranks * program.nodes <= 2:
+        if "NPROC=" in command:
             self.shell(command)
         else:
             program.plan()

@@ -11,7 +11,7 @@ import torch
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.models.loader import load_tokenizer
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
@@ -20,6 +20,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
 from lightrft.trainer import run_log
+from lightrft.trainer.base_trainer import open_media
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.utils.env import World, seed_everything
 
@@ -101,13 +102,13 @@ def trainer_of(config: Config, strategy: StrategyBase, rewards: RewardManager | 
     """The trainer exactly as ``lightrft.cli.train`` builds it; rewards by :func:`letters` unless given or asked for."""
     seed_everything(config.train.seed + strategy.rank)
     tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
-    prompts = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len)
-    held_out = PromptsDataset(config.data, tokenizer, config.rollout.prompt_max_len,
-                              "eval") if config.data.held_out else []
+    limit, media = config.rollout.prompt_max_len, open_media(config.model.pretrain, tokenizer, config.data)
+    prompts = PromptsDataset(config.data, tokenizer, limit, media=media)
+    held_out = PromptsDataset(config.data, tokenizer, limit, "eval", media) if config.held_out else []
     if rewards is None and not (config.reward.reward or config.reward.remote_rm_url):
         rewards = Judge(config.reward)
     return SPMDPPOTrainer(config, strategy, build_models(config, strategy), tokenizer, prompts, held_out,
-                          rewards=rewards)
+                          rewards=rewards, media=media)
 
 
 @dataclass

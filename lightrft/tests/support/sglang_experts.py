@@ -7,32 +7,29 @@ import multiprocessing
 import pytest
 
 from lightrft.rollout import SamplingParams
-from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import EXACT, NEW, names_faults_of_experts, requests
-from lightrft.tests.support.sglang_rig import SIZES, Rig
-from lightrft.types import Prompt
+from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, verifier
 from lightrft.utils.errors import UserError
-from lightrft.utils.timer import Timer
 
 MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
 
 
 def started(folder, monkeypatch, tied):
     monkeypatch.setitem(tiny.FAMILIES, "moe", ("qwen3_moe", MOE | {"tie_word_embeddings": tied}))
-    return Rig(tiny.save_model(folder, "moe", **SIZES))
+    with forked():
+        return Rig(tiny.save_model(folder, "moe", **SIZES))
 
 
 def test_experts_arrive_and_a_wrong_one_is_named(tmp_path, monkeypatch):
     rig = started(tmp_path, monkeypatch, tied=False)
-    rig.proof = get_weight_sync_verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine, PROMPTS, False, Timer())
+    rig.proof = verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine)
     for _ in range(2):
         assert rig.sync() < 1e-5
         mean, largest = rig.gap(requests(1), SamplingParams(NEW))
         assert mean < EXACT and largest < 2e-5, (mean, largest)
         rig.learn()
-    assert set(rig.engine.weight_dtypes()) == set(rig.engine.shapes) == set(rig.proof.fingerprints.trainer)
+    assert set(rig.engine.weight_dtypes()) == set(rig.engine.weights.shapes) == set(rig.proof.fingerprints.trainer)
     names_faults_of_experts(rig)
     rig.engine.shutdown()
 

@@ -6,25 +6,25 @@ from dataclasses import replace
 import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
+from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.faulty_sync import TARGET, break_sync
+from lightrft.tests.support.sglang_rig import verifier
 from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
 from lightrft.tests.support.weight_sync_ranks import changed
-from lightrft.types import Experience, Prompt
-from lightrft.utils.timer import Timer
+from lightrft.types import Experience
 
 OPTIONS = {"engine_type": "sglang", "prompt_max_len": 32, "generate_max_len": 32, "engine_kv_mib": 4,
            "sync_bucket_mib": 1, "sync_canary_every": 1}  # yapf: disable
-PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
 EXACT = 2e-6  # nats, mean over the tokens; float32
 
 
@@ -45,7 +45,7 @@ class Ranks:
         """SGLang and the proof of its syncs."""
         cfg = RolloutConfig(engine_tp_size=tp_size, **OPTIONS)
         engine = get_engine(cfg, self.prepared.model, self.strategy, self.tokenizer)
-        return engine, get_weight_sync_verifier(cfg, self.strategy, self.prepared, engine, PROMPTS, False, Timer())
+        return engine, verifier(cfg, self.strategy, self.prepared, engine)
 
     def sync(self, engine, proof):
         """The gap of the canaries."""

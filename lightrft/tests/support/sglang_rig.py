@@ -5,17 +5,29 @@ import os
 import random
 import signal
 
+from contextlib import contextmanager
+
 import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import get_engine
+from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.tests.support import engine_rig
 from lightrft.tests.support.engine_rig import LIMIT, NEW
+from lightrft.types import Prompt
+from lightrft.utils.timer import Timer
 
 SIZES = engine_rig.SIZES | {"max_position_embeddings": 64}
 CFG = RolloutConfig(engine_type="sglang", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=8,
                     sync_bucket_mib=1, sync_canary_every=1)  # yapf: disable
+PROMPTS = [Prompt(str(i), list(range(40 + i, 60 + 3 * i)), "") for i in range(4)]
+
+
+def verifier(cfg, strategy, prepared, engine):
+    """The verifier of weights of an engine in float32; its canaries are ``PROMPTS``."""
+    return get_weight_sync_verifier(cfg, strategy, prepared, engine, PROMPTS, Arithmetic("cpu", "float32"), Timer())
 
 
 class Rig(engine_rig.EngineRig):
@@ -33,3 +45,19 @@ def state():
     return (environment, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT),
             multiprocessing.get_start_method(), logging.getLogger().handlers[:], logging.getLogger().level,
             torch.get_rng_state().tolist(), torch.get_num_threads(), random.getstate())  # yapf: disable
+
+
+@contextmanager
+def forked():
+    """Fork schedulers from this process, which has imported SGLang: a start takes seconds, not tens of them. Engines
+    in other tests start as users' do."""
+    right = multiprocessing.set_start_method
+
+    def forking(method, force=False):
+        right("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = forking
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method = right

@@ -9,20 +9,21 @@ from torch.distributed.tensor import DTensor
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
-from lightrft.strategy.optimizer import full_shape
+from lightrft.strategy.optimizer import full_shape, OptimSpec
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 
 
 @dataclass
 class Case:
-    """A strategy that is set up, and a folder all ranks see."""
+    """A strategy that is set up, a folder all ranks see, and the optimizer."""
     strategy: StrategyBase
     folder: Path
+    spec: OptimSpec = SPEC
 
     def prepare(self, **options) -> Prepared:
         with self.strategy.init_model_context():
             model = TinyLM(**options)
-        return self.strategy.prepare(model, SPEC)
+        return self.strategy.prepare(model, self.spec)
 
     def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
         strategy = self.strategy
@@ -59,9 +60,12 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float
 def whole_gradients(strategy: StrategyBase, prepared: Prepared) -> dict[str, Tensor]:
     """Every gradient, put together from the ranks' parts; a collective."""
     if not isinstance(prepared.optimizer, ZeroAdamW):
-        return {name: full(param.grad) for name, param in prepared.model.named_parameters()}
+        named = prepared.model.named_parameters()
+        return {name: full(param.grad) for name, param in named if param.grad is not None}
     parts, slices, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}
     for name, shape in shapes(prepared).items():
+        if name not in slices:  # frozen
+            continue
         whole = torch.zeros(shape, device=strategy.device)
         if name in parts:
             whole.view(-1)[slices[name].start:slices[name].start + len(parts[name])] = parts[name]

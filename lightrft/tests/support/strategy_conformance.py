@@ -17,6 +17,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
+from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
 from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
@@ -166,6 +167,8 @@ def full_params(case: Case) -> None:
         assert ("lm_head.weight" in expected) is not tied
         for bucket_bytes in (1, 20_000, 1 << 30):
             assert_same({n: v.clone() for n, v in case.strategy.full_params(prepared.model, bucket_bytes)}, expected)
+        some = {f"model.{name}": expected[name] for name in list(expected)[1:3]}
+        assert_same({n: v.clone() for n, v in case.strategy.gathered(prepared.model, 20_000, some)}, some)
         slices = case.strategy.own_slices(prepared.model)
         assert_same({name: case.strategy.all_reduce(placed(one)) for name, one in slices}, expected)
 
@@ -366,6 +369,8 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 function(case)
             except AssertionError as error:
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
+        if not isinstance(sizes, Sizes):
+            eight_bit_moments(case)
         low = Case(get_strategy(cfg, bf16=True), own)
         low.strategy.setup()
         bf16_computes_low_and_keeps_float32(low)

@@ -1,4 +1,5 @@
 """Tiny random models and a character tokenizer, built through the public Hugging Face classes, for every test."""
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte and four special tokens, with eos, pad and a ChatML template.
+def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
+    """One token per byte and four special tokens, with eos, pad and a ChatML template; then ``marks``, more special
+    tokens by name.
 
     It is a byte-level BPE without merges in Qwen2's public class, because ``AutoTokenizer`` forces that class on every
     folder that holds a qwen2 model.
@@ -42,7 +44,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(SPECIAL + letters)}
     return Qwen2Tokenizer(vocab=vocab, merges=[], pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>",
-                          additional_special_tokens=["<|im_start|>"], chat_template=CHATML)
+                          additional_special_tokens=["<|im_start|>"], chat_template=CHATML,
+                          model_specific_special_tokens=marks)
 
 
 def config(family: str = "qwen2", **overrides: Any) -> Any:
@@ -70,3 +73,9 @@ def save_model(folder: Path | str, family: str = "qwen2", seed: int = 0, **overr
     hf.save_pretrained(path)
     tok.save_pretrained(path)
     return path
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Set the keys ``changes`` in a JSON file of a saved model; those that are None disappear."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))

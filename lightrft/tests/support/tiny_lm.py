@@ -13,16 +13,15 @@ VOCAB = 65  # odd, as is the width of the MLP: shards of unequal size
 class TinyLM(nn.Module):
     """An HF model inside a module of ours, as actors are."""
 
-    def __init__(self, layers: int = 2, hidden: int = 32, tied: bool = True, seed: int = 0) -> None:
+    def __init__(self, layers: int = 2, hidden: int = 32, tied: bool = True, seed: int = 0,
+                 recomputing: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.model = Qwen2ForCausalLM(
             Qwen2Config(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=51, num_hidden_layers=layers,
                         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.1))
-
-    @property
-    def decoder_layers(self):
-        return self.model.model.layers
+        if recomputing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Log-probs of the masked tokens."""
@@ -31,6 +30,9 @@ class TinyLM(nn.Module):
 
     def export_params(self, stream, merge=True):
         return ((name.removeprefix("model."), tensor) for name, tensor in stream)
+
+    def trained_names(self, merge=True):
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
 
 def micro_batch(step: int, index: int, device: torch.device, empty: bool = False) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from lightrft.tests.support import tiny
 
 REWARD = '''
@@ -41,3 +44,22 @@ def write_home(folder: Path) -> Path:
     write_rows(folder / "test.jsonl", rows(6, start=50))
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     return folder
+
+
+def write_geo3k(folder: Path, seen: list[dict[str, Any]]) -> None:
+    """Raw problems with figures, as the hub has Geometry3K, from rows of ``examples/quickstart_vl``."""
+    folder.mkdir(parents=True)
+    raw = [{"images": [{"bytes": row["images"][0]["bytes"], "path": None}], "problem": "<image>Find $x$.",
+            "answer": "7"} for row in seen]  # yapf: disable
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(raw), folder / f"{split}-00000-of-00001.parquet")
+
+
+def write_avqa(file: Path, sounds: Path, heard: list[dict[str, Any]]) -> None:
+    """Raw questions of AVQA, the last one without its sound, from rows of ``examples/quickstart_audio``."""
+    sounds.mkdir(parents=True)
+    raw = [{"question_text": "What beeps?", "multi_choice": ["A dog", "a high tone"], "answer": 1,
+            "audio_path": f"{i}.wav"} for i in range(len(heard) + 1)]  # yapf: disable
+    for i, row in enumerate(heard):
+        (sounds / f"{i}.wav").write_bytes(row["audios"][0]["bytes"])
+    write_rows(file, raw)

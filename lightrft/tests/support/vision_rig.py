@@ -1,50 +1,85 @@
-"""A trainer of models that see, for an engine on its weights."""
-import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+"""A trainer of models that see or hear, for an engine on its weights."""
+from types import SimpleNamespace
 
-from lightrft.models.actor_language import ActorLanguage
-from lightrft.rollout import SamplingParams
+import torch
+
+from lightrft.config.schema import ModelConfig
+from lightrft.models.loader import load_actor
+from lightrft.rollout import Request, SamplingParams
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.engine_rig import EXACT, NEW, STOPS, requests
+from lightrft.tests.support.media_rig import MediaRig, ProcessedMedia
 
 TOWER = "model.visual.blocks.1.attn.qkv.weight"
+PROJECTORS = {"qwen2_5_vl": "model.visual.merger.mlp.2.weight", "qwen3_vl": "model.visual.merger.linear_fc2.weight"}
 PROMPT = f"<|im_start|>a {tiny_vision.PICTURE} b?"
+ROWS = [(PROMPT, ("image:0", )), (f"{tiny_vision.PICTURE}{tiny_vision.PICTURE} c", ("image:1", "image:2")),
+        ("no picture?", ())]  # yapf: disable
+
+
+class RawMedia(ProcessedMedia):
+    """For engines that process media themselves; ``opened`` counts the media that they asked for."""
+    most, opened = {"image": 2}, 0
+
+    def open(self, key):
+        self.opened += 1
+        kind, _, index = key.partition(":")
+        medium = self.media[kind][int(index)]
+        return SimpleNamespace(samples=medium, rate=16000) if kind == "audio" else medium
 
 
 class Sees:
-    """For an :class:`~lightrft.tests.support.engine_rig.EngineRig`, which says by ``continued`` how its engine goes on
-    from ``PROMPT`` and a picture: tokens and log-probs."""
+    """For an :class:`~lightrft.tests.support.engine_rig.EngineRig`. ``rows``: texts of prompts and their media."""
+    rows, placeholders = ROWS, {"image": tiny_vision.PICTURE}
 
     def load(self, folder):
-        hf = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="packed", dtype=torch.float32)
-        self.processor = AutoProcessor.from_pretrained(folder)
-        return ActorLanguage(hf)
+        actor = load_actor(ModelConfig(pretrain=str(folder)))
+        self.source = actor.modality.media = RawMedia(folder, self.placeholders)
+        return actor
 
-    def naive(self, ids, positions=None, **media):
+    def naive(self, ids, positions=None):
         hf = self.actor.hf_model
         hf.set_attn_implementation("eager")
-        logits = hf(input_ids=ids, position_ids=positions, use_cache=False, **media).logits
-        hf.set_attn_implementation("packed")
+        logits = hf(input_ids=ids, position_ids=positions, use_cache=False).logits
+        hf.set_attn_implementation(self.actor.modality.attention(hf.config))
+        self.actor.modality.adapt(hf)
         return logits
 
     @torch.no_grad()
+    def scores(self, samples):
+        """The trainer's log-probs of each token of packed samples (prompt, response, keys of media)."""
+        return self.actor(MediaRig.pack(samples))[0]
+
+    def asked(self, seeds, prefixes=()):
+        """Requests for ``rows``."""
+        tokenizer = self.source.processor.tokenizer
+        return [Request(self.source.prompt(text, media)["input_ids"][0].tolist(), list(seeds), media, list(prefixes),
+                        tokenizer(text).input_ids if media else []) for text, media in self.rows]  # yapf: disable
+
+    def answers(self):
+        """Samples as :meth:`MediaRig.pack` takes them, and the engine's log-probs of each."""
+        asked = self.asked(range(3))
+        found = self.engine.generate(asked, SamplingParams(NEW, stop_token_ids=STOPS))
+        return [((request.token_ids, one.token_ids, request.media), one.logprobs)
+                for request, some in zip(asked, found) for one in some]  # yapf: disable
+
+    @torch.no_grad()
     def picture_gap(self):
-        """Largest difference of log-probs after a picture, and what it would be with another."""
-        noise = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-        picture = Image.fromarray(noise.numpy())
-        response, logprobs = self.continued(picture)
-        media = dict(self.processor(text=[PROMPT], images=[picture], return_tensors="pt"))
-        prompt, kinds, _ = (media.pop(name) for name in ("input_ids", "mm_token_type_ids", "attention_mask"))
-        ids = torch.cat([prompt, response[None]], 1)
-        media["mm_token_type_ids"] = torch.cat([kinds, torch.zeros_like(response)[None]], 1)
-        gaps = []
-        pixels = media.pop("pixel_values")
-        for seen in (pixels, torch.zeros_like(pixels)):
-            logits = self.naive(ids, pixel_values=seen, **media)[0, prompt.shape[1] - 1:-1]
-            scored = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-            gaps.append((scored - logprobs).abs().max().item())
-        return gaps
+        """Largest difference of log-probs after ``rows``, and what it would be with other media."""
+        found = self.answers()
+        drawn = torch.tensor([value for _, logprobs in found for value in logprobs])
+
+        def gap(samples):
+            exp = MediaRig.pack(samples)
+            return (self.actor(exp)[0][exp.loss_mask] - drawn).abs().max().item()
+
+        right = self.source.tensors
+        seen = gap([sample for sample, _ in found])
+        self.source.tensors = lambda key: type(one := right(key))(
+            one.kind, {name: -t if t.is_floating_point() else t for name, t in one.tensors.items()}, one.text)
+        unseen = gap([sample for sample, _ in found])
+        self.source.tensors = right
+        return seen, unseen
 
 
 def weights_arrive(rig):
@@ -55,5 +90,20 @@ def weights_arrive(rig):
         assert mean < EXACT and largest < 2e-5, (mean, largest)
         seen, unseen = rig.picture_gap()
         assert seen < 2e-5 and unseen > 1e-2, (seen, unseen)
-        assert set(rig.proof.fingerprints.trainer) == set(rig.engine.shapes), "not all weights are compared"
+        assert set(rig.proof.fingerprints.trainer) == set(rig.engine.weights.shapes), "not all weights are compared"
         rig.learn()
+
+
+def parts_change_apart(rig):
+    """Tower, projector and text, one after another; the others keep their weights."""
+    named = dict(rig.actor.hf_model.named_parameters())
+    parts = rig.actor.modality.parts(rig.actor.hf_model, named)
+    assert {*parts} == {"visual", "projector", "language"}
+    for names in parts.values():
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in names)
+        rig.learn()
+        rig.actor.requires_grad_(True)
+        assert rig.sync() < 1e-5
+        seen, unseen = rig.picture_gap()
+        assert seen < 2e-5 and unseen > 1e-2, (names[0], seen, unseen)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.engine import Completion

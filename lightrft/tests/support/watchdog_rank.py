@@ -13,7 +13,7 @@ from lightrft.utils.watchdog import (Watchdog, connect_store, install_signal_han
 
 def misbehave(mode: str) -> None:
     time.sleep(1.5)  # long enough for a beat in this phase
-    if mode == "exit":
+    if mode in ("exit", "async"):
         os._exit(1)
     if mode == "raise":
         raise ValueError("the reward of sample 17 is broken")
@@ -40,6 +40,8 @@ def main() -> None:
                 time.sleep(0.05)
         elif world.rank == 1:
             misbehave(mode)
+        elif mode == "async":
+            dist.all_reduce(torch.zeros(1), async_op=True).wait()
         dist.barrier()
     dist.destroy_process_group()
     get_logger().warning(f"rank {world.rank} is done")

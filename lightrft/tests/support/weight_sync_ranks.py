@@ -4,7 +4,9 @@ import sys
 import torch
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -37,16 +39,16 @@ def changed(model):
 
 def proof_of(strategy, prepared, engine):
     prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
-    return get_weight_sync_verifier(RolloutConfig(sync_canary_every=1), strategy, prepared, engine, prompts, False,
-                                    Timer())
+    return get_weight_sync_verifier(RolloutConfig(sync_canary_every=1), strategy, prepared, engine, prompts,
+                                    Arithmetic("cpu", "float32"), Timer())
 
 
 def faulty_gather(strategy, prepared, engine, proof):
     """A wrong row in what one rank gathers, and sends: the proof looks at what the trainer holds. Both ranks stop."""
     gathered = strategy.gathered
 
-    def gather(model, bucket_bytes, *of):
-        for name, tensor in gathered(model, bucket_bytes, *of):
+    def gather(model, bucket_bytes, *names):
+        for name, tensor in gathered(model, bucket_bytes, *names):
             if strategy.rank == 1 and "1.mlp.down_proj" in name:
                 tensor = tensor.roll(1, 0)
             yield name, tensor

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightrft.config.schema import Config
 from lightrft.ops.divergence import gap_metrics, gap_sums, mismatch_metrics, mismatch_sums
-from lightrft.ops.rounding import engine_arithmetic, trainer_arithmetic
+from lightrft.ops.rounding import RunArithmetic
 from lightrft.ops.segment import shift_right
 from lightrft.trainer.logprob_pass import on_update_packs
 from lightrft.trainer.metric_sums import MetricSums
@@ -37,16 +37,15 @@ class Fact(NamedTuple):
     stops: bool = True
 
 
-def step_facts(config: Config, fresh: bool, device: str, experts: bool, dropped: bool) -> list[Fact]:
+def step_facts(config: Config, fresh: bool, arithmetic: RunArithmetic, dropped: bool) -> list[Fact]:
     """Return what must hold in the first step in which a process trains the policy.
 
     Engine and trainer agree on the tokens of the policy in training (:class:`SamePolicy`). The ratio of the first
     optimizer step is 1 (not with dropout). In a ``fresh`` run with a reference the KL to it is 0 as well. The old
     log-probs and the update forward the same packs unless samples were ``dropped`` in between or the options differ.
     """
-    bf16 = bool(config.model.bf16)
-    engine = engine_arithmetic(config.rollout, bf16, device, experts)
-    passes = trainer_arithmetic(bf16, device, experts).pass_limits(on_update_packs(config) and not dropped)
+    engine = arithmetic.engine
+    passes = arithmetic.passes.pass_limits(on_update_packs(config) and not dropped)
     dropout = config.model.lora_dropout > 0  # the update then computes other numbers than the passes before it
     full_support = config.rollout.top_p == 1 and not config.rollout.top_k and not config.rollout.min_p
     facts = []
@@ -64,13 +63,13 @@ def step_facts(config: Config, fresh: bool, device: str, experts: bool, dropped:
     return facts
 
 
-def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, device: str, experts: bool) -> None:
+def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, arithmetic: RunArithmetic) -> None:
     """Check :func:`step_facts` on the metrics of a step.
 
     Raises:
         StepFactError: names the number, its limit and the likely cause.
     """
-    facts = step_facts(config, fresh, device, experts, bool(metrics.get("rollout/dropped_samples", 0)))
+    facts = step_facts(config, fresh, arithmetic, bool(metrics.get("rollout/dropped_samples", 0)))
     unknown = [fact.key for fact in facts if fact.key not in metrics]
     if unknown:
         raise StepFactError(f"step 1: {', '.join(unknown)}: not measured")

@@ -4,12 +4,14 @@ from math import inf, isnan, nan
 from typing import Any
 
 from lightrft.utils.errors import ExpectedError
+from lightrft.utils.tables import unscored_causes
 
 # steps (evaluations for held_out) in a row until the warning
 PATIENCE = {
     "zero_spread": 5,
     "constant_reward": 20,
     "unscored": 1,
+    "partly_unscored": 5,
     "entropy_collapse": 5,
     "kl_explosion": 3,
     "ratio_explosion": 3,
@@ -20,6 +22,7 @@ ENTROPY, ENTROPY_SHARE = 0.001, 0.05  # nats per token; share of the run's first
 KL_OLD, KL_REF = 0.5, 2.0  # nats per token
 RATIO, RATIO_MAX = 2.0, 1e4  # the mean is 1 in expectation; single tokens of a large batch reach hundreds
 TRUNCATED = 0.9
+UNSCORED = 0.1
 HELD_OUT = 0.02  # total fall, so that one prompt more or less does not count
 
 WORDS = {
@@ -34,6 +37,10 @@ WORDS = {
     "unscored":
     "no response of this step could be scored ({causes}), so nothing is learnt. Look at the reward and its server; "
     "--reward_timeout_s is the time one response may take",
+    "partly_unscored":
+    "in each of the last {steps} steps at least {limit:.0%} of the responses could not be scored (now {unscored:.0%}: "
+    "{causes}). They are left out, so the run learns from the others alone, which may be the easier ones. Look at the "
+    "reward and its server; --reward_timeout_s is the time one response may take",
     "entropy_collapse":
     "the entropy has been low for {steps} steps: {entropy:.3g} nats per token, {start:.3g} in the first "
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
@@ -91,7 +98,9 @@ class Tripwires:
             "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
             "unscored": unscored,
         }  # yapf: disable
-        if not isnan(_truncated(m)):  # a wire without a measurement keeps its count
+        if not isnan(_unscored_share(m)):  # a wire without a measurement keeps its count
+            found["partly_unscored"] = UNSCORED <= _unscored_share(m) and not unscored
+        if not isnan(_truncated(m)):
             found["length_limit"] = _truncated(m) >= TRUNCATED
         if not isnan(_entropy(m)):
             self.entropy = self.entropy or _entropy(m)
@@ -139,15 +148,16 @@ class Tripwires:
     def _words(self, name: str, m: _Numbers) -> str:
         scores = ", ".join(f"{score:.3g}" for _, score in self.evaluations)
         return WORDS[name].format(m=m, steps=PATIENCE[name], start=self.entropy, kl=_kls(m), reward=_reward(m),
-                                  entropy=_entropy(m), truncated=_truncated(m), causes=_causes(m), scores=scores)
+                                  entropy=_entropy(m), truncated=_truncated(m), causes=_causes(m), scores=scores,
+                                  unscored=_unscored_share(m), limit=UNSCORED)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
         return {name: value for name, value in vars(self).items() if name not in ("grouped", "max_unscored_steps")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        vars(self).update(state)
+        """Continue from :meth:`state_dict`; a wire that an older release did not have starts."""
+        vars(self).update(state | {"counts": self.counts | state["counts"]})
 
 
 def _unscored(m: _Numbers) -> bool:
@@ -155,6 +165,13 @@ def _unscored(m: _Numbers) -> bool:
     if m["rollout/rounds"] > 0:
         return m["reward/generated_scored"] == 0
     return m["rollout/samples"] > 0 and m["reward/unscored"] == m["rollout/samples"]
+
+
+def _unscored_share(m: _Numbers) -> float:
+    """Return the share of unscored responses among all generated ones; NaN without any."""
+    unscored = sum(unscored_causes(m).values())
+    generated = unscored + m["reward/generated_scored"] if m["rollout/rounds"] > 0 else m["rollout/samples"]
+    return unscored / generated if generated else nan
 
 
 def _truncated(m: _Numbers) -> float:
@@ -188,7 +205,4 @@ def _kl_ref(m: _Numbers) -> float:
 
 def _causes(m: _Numbers) -> str:
     """Return the causes of unscored responses among all generated ones as text, most frequent first."""
-    prefix = "reward/generated_unscored/" if m["rollout/rounds"] > 0 else "reward/unscored/"
-    causes = {name.removeprefix(prefix): count for name, count in m.items() if name.startswith(prefix) and count}
-    return ", ".join(f"{name}: {causes[name]:.0f}"
-                     for name in sorted(causes, key=lambda n: -causes[n])) or "no cause given"
+    return ", ".join(f"{name}: {count:.0f}" for name, count in unscored_causes(m).items()) or "no cause given"

@@ -3,6 +3,7 @@ import pytest
 
 from lightrft.config.schema import Config
 from lightrft.models import actor_language
+from lightrft.ops.rounding import RunArithmetic
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny
 from lightrft.trainer import ppo_trainer
@@ -34,21 +35,26 @@ def config(**options) -> Config:
     return found
 
 
+def check_facts(metrics, cfg, fresh=True, device="cpu", experts=False):
+    """Check the facts with the arithmetic of a device."""
+    check_step_facts(metrics, cfg, fresh, RunArithmetic.of(cfg.rollout, bool(cfg.model.bf16), device, experts))
+
+
 def test_good_numbers_pass():
-    check_step_facts(GOOD, config(), True, "cpu", False)
+    check_facts(GOOD, config())
 
 
 @pytest.mark.parametrize("key", list(GOOD))
 @pytest.mark.parametrize("value", [2e-4, float("nan")])
 def test_each_violation_is_named(key, value):
     with pytest.raises(StepFactError, match=f"step 1: {key} is"):
-        check_step_facts({**GOOD, key: value}, config(), True, "cpu", False)
+        check_facts({**GOOD, key: value}, config())
 
 
 @pytest.mark.parametrize("key", list(GOOD))
 def test_a_fact_that_was_not_measured_is_no_fact(key):
     with pytest.raises(StepFactError, match=f"{key}.*not measured"):
-        check_step_facts({name: value for name, value in GOOD.items() if name != key}, config(), True, "cpu", False)
+        check_facts({name: value for name, value in GOOD.items() if name != key}, config())
 
 
 @pytest.mark.parametrize("key,value,options,fresh", [
@@ -65,15 +71,15 @@ def test_a_fact_that_was_not_measured_is_no_fact(key):
     ("policy/first_ratio_gap", 0.5, {"rollout_correction": "bypass"}, True),
 ])
 def test_what_need_not_hold(key, value, options, fresh):
-    check_step_facts({**GOOD, key: value}, config(**options), fresh, "cpu", False)
+    check_facts({**GOOD, key: value}, config(**options), fresh)
 
 
 @pytest.mark.parametrize("key", list(ON_GPUS))
 def test_gpus_may_round(key):
     """Also where passes forward the same rows. The largest gap of a token decides nothing."""
-    check_step_facts({**ON_GPUS, **GOOD, key: 9e-5, "policy/first_ratio_gap": 9.0}, config(), True, "cuda", False)
+    check_facts({**ON_GPUS, **GOOD, key: 9e-5, "policy/first_ratio_gap": 9.0}, config(), device="cuda")
     with pytest.raises(StepFactError, match=f"step 1: {key} is"):
-        check_step_facts({**ON_GPUS, key: 2e-3}, config(), True, "cuda", False)
+        check_facts({**ON_GPUS, key: 2e-3}, config(), device="cuda")
 
 
 def dropped(value):
@@ -82,9 +88,9 @@ def dropped(value):
 
 
 def test_dropped_samples_are_other_packs():
-    check_step_facts(dropped(5e-4), config(), True, "cpu", False)
+    check_facts(dropped(5e-4), config())
     with pytest.raises(StepFactError, match="first_ratio_gap"):
-        check_step_facts(dropped(2e-3), config(), True, "cpu", False)
+        check_facts(dropped(2e-3), config())
 
 
 def odd_ones_lost(item):
@@ -146,7 +152,7 @@ def device(request, monkeypatch):
     """The limits of a device, for numbers that were measured on a CPU."""
     monkeypatch.setattr(
         ppo_trainer, "check_step_facts",
-        lambda metrics, cfg, fresh, _, experts: check_step_facts(metrics, cfg, fresh, request.param, experts))
+        lambda metrics, cfg, fresh, found: check_facts(metrics, cfg, fresh, request.param, found.engine.experts))
     return request.param
 
 

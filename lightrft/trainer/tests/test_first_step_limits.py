@@ -10,8 +10,8 @@ from lightrft.ops.divergence import gap_metrics, gap_sums, mismatch_metrics, mis
 from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.ops.rounding import BANDS, EXPERTS, Arithmetic, has_experts
 from lightrft.tests.support.recorded_gaps import in_fp8, KINDS, LEARNING_RATE, model, Recording
-from lightrft.trainer.checks.first_step import StepFactError, check_step_facts
-from lightrft.trainer.tests.test_first_step import config, GOOD, ON_GPUS
+from lightrft.trainer.checks.first_step import StepFactError
+from lightrft.trainer.tests.test_first_step import check_facts, config, GOOD, ON_GPUS
 
 TENSOR = "layers.1.self_attn.o_proj.weight"
 # arithmetic of the engine, device, options
@@ -49,7 +49,7 @@ def metrics_of(trainer, engine):
 
 
 def check(trainer, engine, experts, device, **options):
-    check_step_facts(metrics_of(trainer, engine), config(**options), True, device, experts)
+    check_facts(metrics_of(trainer, engine), config(**options), True, device, experts)
 
 
 def check_case(recorded, kind, setting, trainer):
@@ -144,11 +144,11 @@ def test_one_broken_token_is_no_fault_except_on_a_cpu_in_float32(recorded, setti
 def test_a_quantized_engine_is_a_warning(recorded, caplog):
     metrics = metrics_of(recorded["dense"]["stale"], recorded["dense"]["fp8"])
     quantized = config(**SETTINGS["fp8"][2])
-    check_step_facts(metrics, quantized, True, "cuda", False)
+    check_facts(metrics, quantized, device="cuda")
     assert "--engine_quantization none" in caplog.text and "abs_logp_mean" in caplog.text
     for broken in ({"rollout/mismatch/abs_logp_mean": float("nan")}, {"policy/first_kl_ref_mean": 1.0}):
         with pytest.raises(StepFactError):
-            check_step_facts({**metrics, **broken}, quantized, True, "cuda", False)
+            check_facts({**metrics, **broken}, quantized, device="cuda")
 
 
 def passes(trainer, other):
@@ -167,13 +167,13 @@ def test_passes_of_the_trainer(recorded, kind, setting, monkeypatch):
     rounded, device, options = SETTINGS[setting]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high" if rounded == "tf32" else "highest")
     cfg = config(**options, micro_rollout_batch_size=1)
-    check_step_facts(passes(recorded[kind]["right"], recorded[kind][rounded]), cfg, True, device, kind == "experts")
+    check_facts(passes(recorded[kind]["right"], recorded[kind][rounded]), cfg, True, device, kind == "experts")
     if setting == "bfloat16, CPU":
         with pytest.raises(StepFactError, match="first_ratio_gap is"):
-            check_step_facts(passes(recorded[kind]["right"], recorded[kind][rounded]), config(**options), True, device,
-                             kind == "experts")
+            check_facts(passes(recorded[kind]["right"], recorded[kind][rounded]), config(**options), True, device,
+                        kind == "experts")
     with pytest.raises(StepFactError, match="policy/first_ratio_gap"):
-        check_step_facts(passes(recorded[kind]["stale"], recorded[kind][rounded]), cfg, True, device, kind == "experts")
+        check_facts(passes(recorded[kind]["stale"], recorded[kind][rounded]), cfg, True, device, kind == "experts")
 
 
 @pytest.mark.parametrize("kind", KINDS)

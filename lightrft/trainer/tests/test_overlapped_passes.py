@@ -55,7 +55,7 @@ def count_steps(engine):
         step = engine.native.step
         engine.native.step = lambda: (step(), steps.append(steps.pop() + 1))[0]
     else:
-        engine.model.model.register_forward_pre_hook(
+        engine.model.model.layers[0].register_forward_pre_hook(
             lambda *_: steps.append(steps.pop() + (threading.current_thread() is threading.main_thread())))
     return steps
 

@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-from lightrft.trainer.replay_buffer import (MicroBatchLimits, ReplayBuffer, karmarkar_karp, mini_batches,
-                                            plan_mini_batch, take)
+from lightrft.trainer.replay_buffer import (karmarkar_karp, MicroBatchLimits, mini_batches, Near, pass_tokens,
+                                            plan_mini_batch, rank_tokens, ReplayBuffer, take)
 from lightrft.types import Experience
 
 
@@ -72,3 +72,50 @@ def test_an_empty_part_is_a_sequence_without_rows(versions):
     assert dummy.token_ids.tolist() == [0, 1], "the shortest"
     assert not dummy.loss_mask.any() and not dummy.drawn.any()
     assert exp.loss_mask.sum() == 3 == exp.drawn.sum(), "the batch itself stays"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("rows", [0, 8, 3])
+def test_samples_of_one_prompt_stay_near_each_other(world, rows):
+    """As far as limits and balance allow, so that a tower runs once for them; others are planned as before."""
+    lens = [20 + i % 5 for i in range(64)]
+    near, limits = [i // 8 if i < 32 else -1 - i for i in range(64)], MicroBatchLimits(rows, 400)
+    order = random.Random(3).sample(range(64), 64)
+    plan = plan_mini_batch(order, lens, world, limits, near=Near(near, [0] * 64))
+    assert sorted(i for parts in plan for part in parts for i in part) == list(range(64))
+    assert all(limits.fit([[i] for i in part], lens) for parts in plan for part in parts)
+    loads = [sum(lens[i] for part in parts for i in part) for parts in plan]
+    assert max(loads) < 1.2 * min(loads)
+    passes = [len({n for n, part in enumerate(sum(plan, [])) if any(near[i] == group for i in part)})
+              for group in range(4)]  # yapf: disable
+    assert max(passes) <= (1 if rows != 3 else 3)
+    apart = plan_mini_batch(order, lens, world, limits)
+    spread = [len({n for n, part in enumerate(sum(apart, [])) if any(near[i] == group for i in part)})
+              for group in range(4)]  # yapf: disable
+    assert sum(spread) > sum(passes)
+
+
+def test_one_prompt_is_divided_between_ranks():
+    lens, near = [10] * 8, [0] * 8
+    plan = plan_mini_batch(list(range(8)), lens, 4, MicroBatchLimits(0, 1000), near=Near(near, [0] * 8))
+    assert [[len(part) for part in parts] for parts in plan] == [[2]] * 4
+
+
+def test_a_shared_prompt_counts_once():
+    near = Near([0, 0, 1, 0], [6, 6, 7, 6])
+    assert pass_tokens([[0], [1, 2], [3]], [10] * 4, near) == 40 - 12 and pass_tokens([[1, 2]], [10] * 4, near) == 20
+    plan, = plan_mini_batch([0, 1, 2, 3], [10] * 4, 1, MicroBatchLimits(0, 18), near=near)
+    assert sorted(map(sorted, plan)) == [[0, 1, 3], [2]], "three samples of one prompt are 6 + 3 * 4 tokens"
+
+
+@pytest.mark.parametrize("lens,near,together", [
+    ([30] * 16, Near([i // 8 for i in range(16)], [20] * 16), True),
+    ([11, 11, 11, 11, 12, 12, 12, 80], Near([0] * 4 + [1] * 4, [1] * 8), False),  # one token is not worth a slow rank
+], ids=["long prompts", "short prompts"])  # yapf: disable
+def test_prompts_are_shared_unless_the_busiest_rank_computes_more(lens, near, together):
+    samples, limits = list(range(len(lens))), MicroBatchLimits(0, 1000)
+    plan = plan_mini_batch(samples, lens, 2, limits, near=near)
+    apart = plan_mini_batch(samples, lens, 2, limits)
+    assert max(rank_tokens(plan, lens, near)) <= max(rank_tokens(apart, lens, near))
+    halves = [samples[:len(samples) // 2], samples[len(samples) // 2:]]
+    assert (sorted(sorted(part) for part, in plan) == halves) == together

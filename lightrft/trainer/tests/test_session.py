@@ -1,10 +1,15 @@
 """Around a run: what ends it before any process group exists, and what is left beside it."""
+import json
+import re
+
 import pytest
 import torch
 
 from lightrft.cli import train, train_sft
 from lightrft.config.cli import parse_config
+from lightrft.preflight.hardware import unlike_gpus
 from lightrft.tests.support import runs
+from lightrft.tests.support.launch import launch
 from lightrft.trainer import session
 from lightrft.trainer.session import training_session
 
@@ -86,6 +91,20 @@ def test_dry_run_of_supervised_fine_tuning(home, tmp_path, capsys, no_strategy):
     assert error.value.code == 0 and "learning_rate" in out and f"data: 6 rows of {home}/train.jsonl" in out
 
 
+def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, no_strategy):
+    """As reinforcement learning is: a table, a verdict, and an error with the remedy for what does not fit."""
+    sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen2", "num_attention_heads": 28}))
+    sft = ["--pretrain", str(tmp_path), "--train_data", str(home / "train.jsonl"), "--dry_run", "--plan_gpus"]
+    for gpus, code in (("8xH100", 0), ("1xH100", 2)):
+        with pytest.raises(SystemExit) as error:
+            train_sft.main([*sft, gpus])
+        said = capsys.readouterr()
+        assert error.value.code == code and re.search("^ +log-probs +backward +optimizer$", said.out, re.M), said
+        assert "fits: " in said.out if code == 0 else "--gradient_checkpointing" not in said.err, said
+    assert "the run does not fit" in said.err and re.search("--.* brings it to ", said.err), said.err
+
+
 @pytest.mark.parametrize("options,told", [({"train_batch_size": 3}, "--train_batch_size 3"),
                                           ({"advantage_estimator": "grop"}, "did you mean"),
                                           ({"pretrain": "/nowhere/at/all"}, "no such folder"),
@@ -116,6 +135,40 @@ def test_a_folder_that_cannot_be_made_exits_with_2(home, tmp_path, capsys, no_st
         assert error.value.code == 2 and f"--save_path {path}" in said and told in said and "give a folder" in said
 
 
+@pytest.mark.parametrize("fault, told", [
+    ("old_machine", "--bf16 true: Tesla T4 has no bfloat16 in hardware"),
+    ("invalid", "--prompt_data train.jsonl: no such file or folder"),
+    ("no_gpu", "2 processes on this machine (LOCAL_RANK 1), but torch sees 1 GPU"),
+])  # yapf: disable
+def test_what_one_machine_refuses_ends_the_ranks_of_all(home, tmp_path, fault, told):
+    """Rank 1 has a GPU without bfloat16, lacks the data, or has no GPU of its own; rank 0 does not wait for it."""
+    options = runs.BASE | {
+        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "save_path": tmp_path / "run", "reward":
+        "format", "bf16": "True", "use_liger": "False", "plugin": "lightrft.tests.support.fault_plugin"
+    }
+    run = launch(tmp_path, options, 2, FAULT=f"{fault}@1")
+    assert run.wait(60.0) == [2, 2] and "Traceback" not in run.output, run.output
+    assert f"error: rank 1: {told}" in run.log(0) and run.output.count("error: ") == 1, run.output
+
+
+@pytest.mark.dist
+def test_ranks_that_were_started_by_hand(home, tmp_path):
+    """Their variables are those of torchrun, but the first rank serves the store: it must not end before all have read
+    what one refused, and the process group meets at the same port."""
+    options = runs.BASE | {
+        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "save_path": tmp_path / "run", "reward":
+        "format"
+    }
+    faulty = options | {"plugin": "lightrft.tests.support.fault_plugin"}
+    for rank in (0, 1):
+        run = launch(tmp_path / str(rank), faulty, 2, by_hand=True, FAULT=f"invalid@{rank}", LATE="1")
+        assert run.wait(60.0) == [2, 2], run.output
+        assert all(f"error: rank {rank}: --prompt_data" in run.log(reader) for reader in (0, 1)), run.output
+    run = launch(tmp_path, options, 2, by_hand=True)
+    assert run.wait(90.0) == [0, 0], run.output
+    assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
 def test_an_impossible_sft_configuration_exits_with_2(home, capsys, no_strategy):
     with pytest.raises(SystemExit) as error:
         train_sft.main(["--pretrain", str(home / "model")])
@@ -140,7 +193,23 @@ def test_a_session_warns_of_what_is_seldom_meant(home, tmp_path, capsys):
             assert ("has no ratio" in "".join(capsys.readouterr())) == (epochs == 2)
 
 
+def test_a_session_warns_of_unlike_gpus(home, tmp_path, capsys, monkeypatch):
+    for other in ("", "Tesla T4"):
+        monkeypatch.setattr(session, "unlike_gpus", lambda names, other=other: unlike_gpus([*names, other]))
+        with training_session(parse_config(words(home, tmp_path))):
+            assert ("(a CPU on rank 0, Tesla T4 on rank 1)" in "".join(capsys.readouterr())) == bool(other)
+
+
 def test_the_command_line_trains(home, tmp_path):
     train.main([*words(home, tmp_path / "run"), "--reward", "format"])
     assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("words", [["--pretrian", "x"], ["--pretrain", "org/model", "--prompt_data", "absent.jsonl"]])
+def test_an_error_has_the_name_of_the_program_wherever_it_is_found(words, capsys):
+    """In the command line, and in what it names."""
+    for command, name in ((train.main, "lightrft train"), (train_sft.main, "lightrft sft")):
+        with pytest.raises(SystemExit):
+            command([word.replace("prompt_data", "train_data") if "sft" in name else word for word in words])
+        assert capsys.readouterr().err.startswith(f"{name}: error: ")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from lightrft.config.schema import CheckpointConfig, PolicyModelConfig, SinkConfig
 from lightrft.config.sft_schema import SFTConfig, SFTDataConfig, SFTTrainConfig
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.models.loader import load_actor, load_tokenizer
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows

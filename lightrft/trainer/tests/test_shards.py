@@ -12,11 +12,13 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.tests.support.ragged import ours
 from lightrft.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from lightrft.rollout.engine import Completion
+from lightrft.strategy.base import Prepared
 from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.dynamic_sampling import ScoredGroups
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
@@ -24,6 +26,7 @@ from lightrft.trainer.samples import pack_samples, ResponseGroup
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
 from lightrft.types import Prompt, Sample
+from lightrft.utils.timer import Timer
 
 GROUPS, SIZE = 5, 2
 LENGTHS = [3, 9, 4, 4, 7, 1, 12, 2, 5, 6]  # response tokens
@@ -114,6 +117,40 @@ def test_an_epoch_borrows_what_it_trains_and_returns_it(ranks):
 def test_a_few_sequences_can_be_everywhere():
     for exp in World(3).run(lambda strategy: shards_of(strategy)[0].collect([8, 0, 3])):
         check(exp, [8, 0, 3])
+
+
+class Tenth(torch.nn.Module):
+    """A policy whose log-probs are a tenth of the tokens."""
+
+    def forward(self, exp, temperature):
+        return exp.token_ids / 10.0, None
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
+    config = Config(algorithm=AlgorithmConfig(init_kl_coef=kl, use_kl_loss=True),
+                    rollout=RolloutConfig(n_samples_per_prompt=SIZE))
+
+    def work(strategy):
+        exchanges, exchange = [], strategy.exchange
+        strategy.exchange = lambda outgoing: exchanges.append(1) or exchange(outgoing)
+        idle = SimpleNamespace(sleep=lambda: None, reload=lambda: None)
+        logprobs = LogprobPass(config, strategy, Prepared(Tenth()), None, Prepared(Tenth()), idle)
+        calculator = get_advantage_calculator(config.algorithm, config.reward, 14)
+        maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs, calculator, Timer())
+        samples = [sample(number) for number in reversed(mine(strategy))]
+        rollout = maker.complete(pack_samples(samples, SIZE), lambda: [score(s.group_id * SIZE + s.index)
+                                                                       for s in samples], 0)  # yapf: disable
+        before = len(exchanges)
+        rollout.shards.borrow(rollout.buffer.homes())
+        for number in rollout.buffer.homes()[strategy.rank]:
+            found = rollout.shards.take([number])
+            assert found.token_ids.tolist() == sample(number).token_ids
+            assert kl == 0.0 or torch.equal(found.ref_logprobs, found.token_ids / 10.0)
+        return before, len(exchanges) - before, rollout.exp.sample_ids.tolist() == mine(strategy)
+
+    assert World(3).run(work) == [(1, 0, False) if kl else (0, 1, True)] * 3
+    assert World(1).run(work) == [(0, 0, True)]
 
 
 @pytest.mark.parametrize("more", [{}, {"reward_clip": 0.5, "overlong_buffer": True, "mask_truncated": True}], ids=str)

@@ -29,6 +29,7 @@ CASES = {
     "zero_spread": [{"group/zero_spread_frac": 1.0}, NOTHING_ACCEPTED],
     "constant_reward": [FLAT],
     "unscored": [FAILED, NOTHING_ACCEPTED | {"reward/generated_scored": 0}],
+    "partly_unscored": [{"reward/unscored/timeout": 1}, NOTHING_ACCEPTED | {"reward/generated_unscored/none": 1}],
     "entropy_collapse": [{"policy/entropy": 0.04}, {"policy/entropy": None, "rollout/entropy_estimate": 0.04},
                          NOTHING_ACCEPTED | {"rollout/entropy_estimate": 0.04}],
     "kl_explosion": [{"policy/kl_old": 0.6}, {"policy/kl_ref": 2.1}, {"reward/kl": 2.1}],
@@ -73,6 +74,7 @@ LIMITS = {  # the last value that is good, and the first that is bad
     "ratio_explosion": [("policy/ratio", 2.0, 2.001), ("policy/ratio", 0.5, 0.499),
                         ("policy/ratio_max", 1e4, 10001.0)],
     "length_limit": [("rollout/truncated_frac", 0.899, 0.9), ("rollout/generated_truncated_frac", 0.899, 0.9)],
+    "partly_unscored": [("reward/unscored/timeout", 0.79, 0.8)],
     "zero_spread": [("group/zero_spread_frac", 0.999, 1.0)],
 }  # yapf: disable
 
@@ -147,6 +149,20 @@ def test_unscored_steps_end_the_run_in_time():
     told, wires = watched([rejected])[1], Tripwires(True, 1)
     watched([rejected], wires)
     assert "(timeout: 24)" in told[0] and "(timeout: 24)" in wires.fatal(rejected)
+
+
+def test_the_share_of_unscored_responses_is_told():
+    bad = GOOD | {"reward/unscored/timeout": 2, "reward/unscored/none": 1}
+    told = watched([bad] * 5)[1]
+    assert len(
+        told) == 1 and "at least 10% of the responses could not be scored (now 38%: timeout: 2, none: 1)" in told[0]
+
+
+def test_a_state_of_a_release_without_a_wire_is_read():
+    wires, old = Tripwires(True, 0), Tripwires(True, 0).state_dict()
+    wires.load_state_dict(old | {"counts": {"zero_spread": 3}})
+    assert wires.counts["zero_spread"] == 3 and wires.counts["partly_unscored"] == 0
+    watched([GOOD], wires)
 
 
 def evaluated(pairs, wires=None):

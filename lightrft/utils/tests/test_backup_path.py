@@ -2,7 +2,7 @@
 from lightrft.utils.sinks import backup_path
 
 
-def test_files_and_folders_move_to_the_first_free_name(tmp_path):
+def test_files_and_folders_move_to_the_first_free_name(tmp_path, capsys):
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(str(number))
         assert backup_path(tmp_path / "metrics.jsonl") == tmp_path / f"metrics.{number}.jsonl"
@@ -11,3 +11,6 @@ def test_files_and_folders_move_to_the_first_free_name(tmp_path):
         assert backup_path(tmp_path / "rollouts") == tmp_path / f"rollouts.{number}"
     assert (tmp_path / "metrics.1.jsonl").read_text() == "1" and (tmp_path / "rollouts.2" / "x").read_text() == "2"
     assert backup_path(tmp_path / "metrics.jsonl") is None
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'metrics.jsonl'} is of an earlier run: it is now metrics.2.jsonl" in said
+    assert said.count("earlier run") == 4

@@ -41,6 +41,18 @@ def test_panels_follow_the_metrics(tmp_path):
     assert 3 not in series(lines, "policy/kl_ref")[0], "null is no number"
 
 
+def test_a_reward_of_0_throughout_is_drawn_and_a_kl_of_0_is_not():
+    lines = [{"step": step, "reward/mean": 0.0, "reward/a/mean": 0.0, "reward/b/mean": 0.0, "policy/kl_old": 0.0}
+             for step in (1, 2)]  # yapf: disable
+    assert [title for title, _ in panels(lines)] == ["reward", "parts of the reward"]
+
+
+def test_the_legend_has_the_last_held_out_number():
+    lines = [{"step": 5, "eval/all/pass@1": 0.5}, {"step": 10, "eval/all/pass@1": 1.0}]
+    legend = draw(lines, panels(lines)).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["pass@1, last 1.000"]
+
+
 def test_the_picture_is_a_png_and_needs_no_display(tmp_path):
     path = plot_curve(write(tmp_path / "metrics.jsonl", rows()), tmp_path / "learning_curve.png", "GRPO")
     assert path == tmp_path / "learning_curve.png", path

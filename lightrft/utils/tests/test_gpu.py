@@ -1,6 +1,7 @@
 """A GPU that torch cannot use stops a run, with the remedy; so do more ranks than GPUs, and ranks that cannot meet."""
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from lightrft.preflight.checks.machine import check_devices
 from lightrft.strategy import distributed
@@ -81,6 +82,7 @@ def test_every_strategy_and_the_doctor_refuse_it(machine, monkeypatch, strategy)
     ((0, 4), "4 processes on this machine (LOCAL_RANK 0), but torch sees 2 GPUs"),
 ])
 def test_more_ranks_than_gpus_are_refused_on_every_rank(monkeypatch, ranks, words):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
@@ -91,8 +93,31 @@ def test_more_ranks_than_gpus_are_refused_on_every_rank(monkeypatch, ranks, word
     assert str(error.value).endswith("(CUDA_VISIBLE_DEVICES is 4,5)")
 
 
+@pytest.mark.parametrize("capability, built, runs", [
+    ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120", "compute_120"], False),
+    ((8, 9), ["sm_75", "sm_86"], True), ((8, 0), ["sm_86"], False), ((9, 0), ["sm_90a"], True),
+    ((12, 1), ["sm_90", "compute_120"], True), ((10, 3), ["sm_100f"], True), ((12, 1), ["sm_90", "sm_100"], False),
+    ((7, 0), [], True), ((9, 4), ["gfx942"], True),
+])  # yapf: disable
+def test_a_gpu_that_torch_was_not_built_for_stops_the_run(capability, built, runs, monkeypatch):
+    """Its first kernel would fail: no kernel image is available."""
+    fakes = {"is_available": True, "device_count": 1, "get_device_capability": capability, "get_arch_list": built,
+             "get_device_name": "Tesla V100", "mem_get_info": (80 << 30, 80 << 30)}  # yapf: disable
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
+    verdict = [*check_devices()][-1]
+    if runs:
+        assert gpu.rank_device(0, 1) == torch.device("cuda", 0) and verdict.verdict == "ok"
+        return
+    with pytest.raises(UserError, match=r"has no kernels for Tesla V100 \(compute capability .*: install a torch that"):
+        gpu.rank_device(0, 1)
+    assert verdict.verdict == "fail" and "has no kernels for Tesla V100" in verdict.text
+
+
 def test_ranks_that_cannot_meet_are_told_of_the_interface(monkeypatch):
     world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    monkeypatch.setattr(distributed_c10d, "_group_count", 0)  # the failed group takes a number
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -45,6 +45,13 @@ def test_the_lines_are_plain_without_a_terminal_and_coloured_on_one(monkeypatch)
     assert "\x1b[1m" in "".join(summary_lines(summary, {}))
 
 
+def test_unscored_responses_are_counted_by_cause():
+    some = [{"step": 1, "reward/unscored/none": 1, "reward/unscored/timeout": 1000}, {"step": 2},
+            {"step": 3, "rollout/rounds": 1, "reward/generated_unscored/timeout": 200}]  # yapf: disable
+    assert "unscored  1,201 responses: timeout 1,200, none 1" in summary_lines(RunSummary.of(some), {})
+    assert not any(line.startswith("unscored") for line in summary_lines(RunSummary.of(list(rows())), {}))
+
+
 def test_durations():
     texts = {4.21: "4.2 s", 59.96: "60.0 s", 200: "3 min 20 s", 3599.6: "1 h 0 min", 18420: "5 h 7 min"}
     assert {seconds: duration(seconds) for seconds in texts} == texts

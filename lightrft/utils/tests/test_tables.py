@@ -6,8 +6,13 @@ import sys
 
 import pytest
 
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
+from lightrft.config.sft_schema import SFTConfig
 from lightrft.tests.support.launch import ROOT
 from lightrft.utils import tables
+from lightrft.utils.run_summary import RunSummary
 from lightrft.utils.tables import evaluation_table, HEADER_EVERY, StepTable
 
 TIMES = {
@@ -54,6 +59,15 @@ def test_the_header_comes_again_every_so_often_and_with_a_new_column():
     assert len(alone) == 1 and alone[0].split() == ["100", "0.500", "|"], alone
 
 
+def test_unscored_responses_have_a_column_once_there_are_some():
+    table, late = StepTable(120), RL | {"reward/unscored": 3, "reward/unscored/timeout": 1, "reward/unscored/none": 2}
+    assert "unscored" not in table.lines(1, RL | {"reward/unscored": 0})[0]
+    header, row = table.lines(2, late)
+    assert row.split()[header.split().index("unscored")] == "3"
+    rejected = RL | {"rollout/rounds": 2, "reward/generated_unscored/none": 7, "reward/unscored": 0}
+    assert "7" in table.lines(3, rejected)[-1].split()
+
+
 def test_terminal_codes_are_for_terminals():
     assert "\x1b" not in "".join(StepTable(120).lines(1, RL)) and "\x1b[1m" in StepTable(120, True).lines(1, RL)[0]
 
@@ -88,3 +102,14 @@ def test_an_evaluation_of_several_sources_has_a_table_with_intervals():
     assert "0.500 [0.33, 0.67]  0.900 [0.70, 0.97]" in lines[1] and len(lines[1]) <= 80
     assert lines[0].index("pass@1") < lines[0].index("pass@16")
     assert evaluation_table({name: value for name, value in metrics.items() if "aime24" not in name}) == []
+
+
+@pytest.mark.parametrize("tree", [SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig])
+def test_trainers_on_fixed_data_show_what_they_learn(tree):
+    name = tree.METRICS[0]
+    metrics = {f"{name}/loss": 1.5, f"{name}/accuracy": 0.625, "eval/accuracy": 0.75, f"{name}/tokens": 30}
+    text = "\n".join(StepTable(120).lines(1, metrics))
+    assert "1.5" in text and "0.625" in text and "0.750" in text
+    summary = RunSummary.of([{"step": step, **metrics} for step in (1, 2)])
+    assert summary.tokens == 60
+    assert {each.name for each in summary.changes} == {f"{name}/loss", f"{name}/accuracy", "eval/accuracy"}

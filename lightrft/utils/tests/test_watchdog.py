@@ -1,21 +1,23 @@
 """Two real ranks under torchrun: one dies, raises or hangs; the other says which, where, and leaves."""
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from lightrft.tests import support
 from lightrft.utils import watchdog
 from lightrft.utils.watchdog import Watchdog
 
 WORKER = Path(support.__file__).with_name("watchdog_rank.py")
-MODES = ("fine", "exit", "raise", "hang", "stop")
+MODES = ("fine", "exit", "async", "raise", "hang", "stop")
 
 
 def launch(mode: str):
@@ -64,6 +66,14 @@ def test_a_rank_that_dies_is_named_with_its_phase(runs):
     assert code != 0, output
     assert "rank 1 died without a word" in output and "in phase fault" in output, output
     assert "-- rank 0 stops for that reason, in phase waiting" in output, output
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_is_named_by_a_wait_outside_of_torch(runs):
+    """As DeepSpeed waits for what it has gathered ahead: no frame of torch.distributed is in the traceback."""
+    code, output = runs["async"]
+    assert code != 0 and "rank 1 died without a word" in output, output
+    assert "rank 0 raised" not in output and re.search("rank 0 stops for that reason, in phase waiting", output), output
 
 
 @pytest.mark.dist
@@ -132,14 +142,31 @@ def test_before_its_first_step_a_rank_may_be_silent_for_longer(starting, seconds
     assert not watched._is_silent(b"another"), "it speaks again"
 
 
-@pytest.mark.parametrize("raised_in, blamed", [("torch/distributed/distributed_c10d.py", True),
-                                               ("lightrft/datasets/rows.py", False)])
-def test_a_silent_rank_is_blamed_for_errors_of_collectives_alone(raised_in, blamed, monkeypatch):
+def raised(error, file):
+    """The error and its traceback, which ends in ``file``."""
+    try:
+        exec(compile("raise error", file, "exec"), {"error": error})
+    except Exception as caught:
+        return caught, "".join(traceback.format_exception(caught))
+
+
+@pytest.mark.parametrize("error, file, blamed", [
+    (ValueError("no"), "torch/distributed/distributed_c10d.py", True),
+    (ValueError("no"), "deepspeed/runtime/zero/partition_parameters.py", True),
+    (DistNetworkError("recvValue failed"), "a.py", True),
+    (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "a.py", True),
+    (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), "a.py", True),
+    (RuntimeError("NCCL error: remote process exited"), "a.py", True),
+    (RuntimeError("index out of range"), "a.py", False),
+    (ConnectionResetError("Connection reset by peer"), "lightrft/rewards/remote.py", False),
+    (ValueError("no"), "lightrft/datasets/rows.py", False),
+])  # yapf: disable
+def test_a_silent_rank_is_blamed_for_errors_of_collectives_alone(error, file, blamed, monkeypatch):
     """A rank that loads a library is silent too, and is not why another one cannot read its data."""
     monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
     store = HashStore()
     Watchdog(1, 2, lambda: "loading", 100.0, store, started=lambda: False)._beat(1, 0.0)
-    first = Watchdog(0, 2, lambda: "", 100.0, store)._cause_elsewhere(f'File "{raised_in}", line 1')
+    first = Watchdog(0, 2, lambda: "", 100.0, store)._cause_elsewhere(*raised(error, file))
     assert (first is not None and first["rank"] == 1) == blamed
 
 

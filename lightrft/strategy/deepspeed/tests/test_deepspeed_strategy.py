@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.memory import gathered_weights, ModelSize
 from lightrft.tests.support.tiny_lm import TinyLM
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_what_the_options_do(tmp_path: Path) -> None:
-    """Each stage divides one thing more by two; the second copy and the second buffer are there when asked for. Nothing
-    is written, compiled or said."""
+    """Each stage divides one thing more by two; the second copy and the second buffer are there when asked for; where
+    activations are recomputed, no more weights are whole than the plan counts. Nothing is written, compiled or said."""
     home = tmp_path / "home"
     home.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(home)}
@@ -26,6 +28,15 @@ def test_what_the_options_do(tmp_path: Path) -> None:
     whole = sum(param.numel() for param in TinyLM().parameters())
     shares = [[round(count / whole, 1) for count in counts] for counts in found["divided"]]
     assert shares == [[1, 1, 1], [1, 0.5, 0.5], [1, 0.5, 0.5], [0.5, 0.5, 0.5]]
-    assert found["second"] == [0, 26] and found["buffers"] == [1, 2]
+    assert found["second"] == [[[0, 0]] * 2, [[26, 0]] * 2] and found["buffers"] == [1, 2]
+    assert found["decays"] == [True] * 4, "docs/strategies.md names it"
+    kept, freed = found["gathered"]
+    layer, total = (sum(param.numel() for param in TinyLM(layers=count).parameters()) for count in (1, 8))
+    layer -= (outside := sum(param.numel() for param in TinyLM(layers=0).parameters()))
+    planned = gathered_weights(StrategyConfig(strategy="deepspeed", zero_stage=3), 2, ModelSize(total, layer, outside),
+                               bf16=False, gradient_checkpointing=True)  # yapf: disable
+    for phase in (0, 1):
+        assert 4 * freed[phase] <= planned[phase] < 4 * kept[phase]
+    assert kept[2] == freed[2], "the gradients are the same"
     assert not list(home.iterdir()), "files were left"
     assert "DeepSpeed" not in done.stdout + done.stderr and "Warning" not in done.stderr, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Operators that exist on CUDA only, computed on the CPU: attention of torch's varlen kernel, products into float32."""
+"""Operators, or types of them, that exist on CUDA only, computed on the CPU: torch's varlen attention, products into
+float32, histograms of integers."""
 from collections.abc import Callable
 from typing import Any
 
@@ -11,29 +12,36 @@ aten = torch.ops.aten
 Window = list[int] | None
 
 
-def _sight(length: int, window: Window) -> Tensor:
-    """Bool [length, length]: causal, and at most ``window[0]`` tokens back unless that is negative."""
-    back = torch.arange(length)[:, None] - torch.arange(length)
-    seen = back >= 0
-    return seen & (back <= window[0]) if window and window[0] >= 0 else seen
+def _sight(queries: int, keys: int, window: Window) -> Tensor:
+    """Bool [queries, keys], the last query at the last key: as far as ``window`` (back, ahead) reaches; a negative
+    number is no limit."""
+    behind, ahead = window or (-1, 0)
+    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    seen = torch.ones_like(back, dtype=torch.bool) if ahead < 0 else back >= -ahead
+    return seen & (back <= behind) if behind >= 0 else seen
+
+
+def _spans(cu: Tensor) -> list[slice]:
+    """Tokens of each sequence."""
+    ends = cu.tolist()
+    return [slice(start, end) for start, end in zip(ends, ends[1:])]
 
 
 def _check(query: Tensor, cu: Tensor, window: Window) -> None:
     """Refuse what the real kernel refuses."""
     assert query.dtype in (torch.bfloat16, torch.float16), f"flash attention takes half precision, not {query.dtype}"
     assert cu.dtype == torch.int32 and query.is_contiguous() and query.shape[-1] <= 256
-    assert window is None or window[1] == 0, "this emulation is causal"
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, cu_keys: Tensor, max_q: int, max_k: int,
            causal: bool = False, scale: float | None = None, window: Window = None, *rest:
            Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend causally within each sequence; queries [T, h, d], keys and values [T, hk, d]."""
+    """Attend within each sequence, as far as ``window`` reaches; queries [T, h, d], keys and values [T, hk, d]."""
     _check(query, cu, window)
-    outs, ends = [], cu.tolist()
-    for start, end in zip(ends, ends[1:]):
-        q, k, v = (x[start:end].transpose(0, 1)[None].float() for x in (query, key, value))
-        seen = _sight(end - start, window)
+    outs = []
+    for asked, held in zip(_spans(cu), _spans(cu_keys)):
+        q, k, v = (x[span].transpose(0, 1)[None].float() for x, span in ((query, asked), (key, held), (value, held)))
+        seen = _sight(q.shape[2], k.shape[2], window)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
     lse = torch.zeros(query.shape[1], len(query))  # never read here
@@ -45,15 +53,16 @@ def varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out
                     window: Window = None) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate :func:`varlen`; dS = P * (dP - sum(dP * P)), with P = softmax(S) and dP = G V^T."""
     scale = query.shape[-1]**-0.5 if scale is None else scale
-    ends, grads = cu.tolist(), [torch.zeros(x.shape) for x in (query, key, value)]
-    for start, end in zip(ends, ends[1:]):
-        q, k, v, g = (x[start:end].transpose(0, 1).float() for x in (query, key, value, grad))
+    grads = [torch.zeros(x.shape) for x in (query, key, value)]
+    for asked, held in zip(_spans(cu), _spans(cu_keys)):
+        q, k, v, g = (x[span].transpose(0, 1).float()
+                      for x, span in ((query, asked), (key, held), (value, held), (grad, asked)))
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        probs = (q @ k.mT * scale).masked_fill(~_sight(end - start, window), -torch.inf).softmax(-1)
+        probs = (q @ k.mT * scale).masked_fill(~_sight(q.shape[1], k.shape[1], window), -torch.inf).softmax(-1)
         slope = g @ v.mT
         slope = probs * (slope - (slope * probs).sum(-1, keepdim=True)) * scale
-        for whole, part in zip(grads, (slope @ k, slope.mT @ q, probs.mT @ g)):
-            whole[start:end] = part.unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
+        for whole, span, part in zip(grads, (asked, held, held), (slope @ k, slope.mT @ q, probs.mT @ g)):
+            whole[span] = part.unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
@@ -63,5 +72,6 @@ EMULATED: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
     aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a.to(dtype), b.to(dtype)),
     aten.mm.dtype_out: lambda a, b, dtype, out: torch.mm(a.to(dtype), b.to(dtype), out=out),
+    aten.histc.default: lambda x, *rest, **named: torch.histc(x.float(), *rest, **named).to(x.dtype),
     aten.bmm.dtype_out: lambda a, b, dtype, out: torch.bmm(a.to(dtype), b.to(dtype), out=out),
 }

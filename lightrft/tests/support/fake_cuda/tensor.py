@@ -228,8 +228,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     """Attend with the kernel that a CPU tensor would get; torch itself would take the operators one by one."""
     if query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    bias = None
-    if attn_mask is not None:
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     attend = aten._scaled_dot_product_flash_attention_for_cpu
     return attend(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]

@@ -1,0 +1,56 @@
+"""A chat in the terminal: ``lightrft chat --pretrain MODEL``; ``MODEL`` may be a checkpoint of a run, too."""
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lightrft.config.chat_schema import ChatConfig
+from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
+    parsed = parse_config(argv, prog="lightrft chat", tree=ChatConfig,
+                          description="Talk to a model: a line is a message; /help shows the commands.")
+    with exported(parsed):
+        chat(parsed)
+
+
+@contextmanager
+def exported(parsed: ParsedConfig) -> Iterator[None]:
+    """Export the model of a checkpoint to a folder that lasts as long as the chat."""
+    path = Path(parsed.config.model.pretrain or "")
+    if not parsed.config.model.pretrain or not path.is_dir() or (path / "config.json").is_file():
+        yield
+        return
+    from lightrft.cli.export import export
+    with TemporaryDirectory() as folder:
+        with exit_on_config_error("lightrft chat"):
+            export(path, Path(folder) / "model")
+        parsed.config.model.pretrain = str(Path(folder) / "model")
+        yield
+
+
+def chat(parsed: ParsedConfig) -> None:
+    """Talk with parsed options, on stdin and stdout."""
+    # imported after the command line is read: --help and mistakes do not wait for torch
+    from lightrft.inference.conversation import Conversation, HELP, talk
+    from lightrft.inference.loading import LoadedModel
+    from lightrft.trainer.session import training_session
+    with training_session(parsed) as session:
+        model = LoadedModel.open(parsed.config.as_config(), session.strategy)
+        engine = model.start()
+        shown = f"{HELP}\n" if sys.stdin.isatty() else ""
+        sys.stdout.write(shown)
+
+        def write(text: str) -> None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        talk(Conversation(model, engine, parsed.config.seed), sys.stdin, write, "> " if shown else "")
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Turn a checkpoint into a Hugging Face model: ``lightrft convert CHECKPOINT OUT --pretrain MODEL``.
+
+CHECKPOINT is one of this library (as for ``lightrft export``), a DeepSpeed folder, or a folder that
+``torch.distributed.checkpoint`` wrote.
+"""
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.export import check_empty, export
+from lightrft.config.cli import exit_on_config_error
+from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PROG = "lightrft convert"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog=PROG, description="Turn a checkpoint into a Hugging Face model.")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
+                        help="checkpoint or run of this library, DeepSpeed folder, or DCP folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the model; it must not exist or be empty")
+    parser.add_argument(
+        "--pretrain", default="", metavar="MODEL",
+        help="the model that the run started from: its architecture, tokenizer and processor. A "
+        "checkpoint of this library knows it")
+    words = parser.parse_args(argv)
+    with exit_on_config_error(PROG):
+        convert(words.checkpoint, words.out, words.pretrain)
+    print(f"model written: {words.out}")
+
+
+def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
+    """Write the model of a checkpoint to ``out``, with tokenizer and processor.
+
+    Raises:
+        UserError: there is no checkpoint of a known kind, the model does not fit it, or ``out`` is not empty.
+    """
+    from lightrft.models.loader import load_exported
+    from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
+    from lightrft.strategy.foreign_checkpoints import match_names, open_checkpoint
+    check_empty(out)
+    foreign = open_checkpoint(checkpoint) if checkpoint.is_dir() else None
+    if foreign is None:
+        export(checkpoint, out, pretrain)
+        return
+    if not pretrain:
+        raise UserError(f"{checkpoint} is a {foreign.kind} folder, which does not say what model it is of; give the "
+                        "model that it was trained from with --pretrain")
+    model = load_exported(pretrain)
+    try:
+        names = match_names(foreign.names, model.state_dict(), model.all_tied_weights_keys)
+    except UserError as error:
+        raise UserError(f"{checkpoint}: {error}") from None
+    tensors = foreign.read(list(names.values()))
+    _fill(model, {name: tensors[there] for name, there in names.items()}, checkpoint)
+    model.save_pretrained(out)
+    save_tokenizer(load_tokenizer(pretrain), out, pretrain)
+
+
+def _fill(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint: Path) -> None:
+    """Give the weights of ``state`` to ``model``."""
+    shapes = model.state_dict()
+    for name, tensor in state.items():
+        if tensor.shape != shapes[name].shape:
+            raise UserError(f"{checkpoint} is of another model: {name} has shape {list(tensor.shape)} there and "
+                            f"{list(shapes[name].shape)} in --pretrain")
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Batch inference: ``lightrft generate --pretrain MODEL --prompt_data DATA --output_path OUT.jsonl``."""
+from collections.abc import Sequence
+
+from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.config.generate_schema import GenerateConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
+    generate(
+        parse_config(argv, prog="lightrft generate", tree=GenerateConfig,
+                     description="Answer many prompts, score the responses and make training rows of them."))
+
+
+def generate(parsed: ParsedConfig, exits: bool = True) -> None:
+    """Generate with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
+    # imported after the command line is read: --help and mistakes do not wait for torch
+    from lightrft.inference.batch import run
+    from lightrft.trainer.session import training_session
+    with training_session(parsed, exits) as session:
+        run(parsed.config, session.strategy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Options of batch inference: prompts or responses in, responses, scores and training rows out."""
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrft.config.engine_schema import EngineConfig
+from lightrft.config.inference_schema import InferenceModelConfig, InferenceTree, ScoreConfig, shared
+from lightrft.config.options import COUNT, NON_NEGATIVE, option
+from lightrft.config.prompt_schema import PromptDataConfig
+from lightrft.config.schema import Config, DataConfig
+from lightrft.config.shared_schema import LaunchConfig
+from lightrft.config.tree import group
+
+TASKS = ("generate", "generate_vllm", "rm")
+POST_PROCESSORS = ("rs", "csft", "iter_dpo")
+
+
+@dataclass
+class SampledEngineConfig(EngineConfig):
+    """The engine, and the sampling of the responses."""
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy", within=NON_NEGATIVE, common=True)
+    best_of_n: int = option(1, "responses per prompt", within=COUNT, common=True)
+
+
+@dataclass
+class GenerateDataConfig(PromptDataConfig):
+    """Sources of the prompts or responses, and the conversion of a row."""
+    output_key: str = option("output", "--eval_task rm: column that holds the response")
+    iter: int | None = option(
+        None, "number of an iteration, from 0 on: use the rows from ITER * ROLLOUT_BATCH_SIZE on, one batch of them",
+        within=NON_NEGATIVE)
+    rollout_batch_size: int = option(2048, "--iter: rows of an iteration", within=COUNT)
+    enable_csft: bool = option(False, "conditional SFT: append --csft_prompt to every prompt")
+    csft_prompt: str = option("<rm_score>: 5.00", "the wish that a model of conditional SFT is prompted with",
+                              needs="enable_csft")
+
+
+@dataclass
+class PostProcessConfig(ScoreConfig):
+    """Scoring of the responses, and what is made of them."""
+    post_processor: str | None = option(
+        None, "rows to write: rs the best response to each prompt (rejection sampling), csft every response with its "
+        "reward in the prompt (conditional SFT), iter_dpo the best and the worst response to each prompt (default: "
+        "every response)", POST_PROCESSORS, common=True)
+    normalize_reward: bool = option(False, "shift and scale the rewards of all responses to mean 0 and deviation 1")
+    reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
+                                  needs="post_processor csft")
+
+
+@dataclass
+class OutputConfig:
+    """Task, output and reproducibility."""
+    output_path: str = option(
+        "./generated.jsonl", "jsonl file of the result; OUTPUT_PATH.parts holds that of an "
+        "unfinished run, which the same command resumes", common=True)
+    eval_task: str = option(
+        "generate", "generate: answer prompts; generate_vllm: the same with --engine_type vllm; rm: score the "
+        "responses that rows have", TASKS, common=True)
+    seed: int = option(1234, "seed of the samples; a sample depends on it, its prompt and its number alone",
+                       within="[0, 4294967295]")
+
+
+@dataclass
+class GenerateConfig(InferenceTree):
+    """The whole option tree of ``lightrft.cli.generate``."""
+    model: InferenceModelConfig = group(InferenceModelConfig)
+    strategy: LaunchConfig = group(LaunchConfig, free=True)
+    engine: SampledEngineConfig = group(SampledEngineConfig)
+    data: GenerateDataConfig = group(GenerateDataConfig)
+    score: PostProcessConfig = group(PostProcessConfig)
+    output: OutputConfig = group(OutputConfig)
+
+    SYNONYMS = {
+        "dataset": "prompt_data",
+        "dataset_probs": "prompt_data_probs",
+        "max_new_tokens": "generate_max_len",
+        "tp_size": "engine_tp_size",
+        "max_num_seqs": "engine_max_seqs",
+        "greedy_sampling": "temperature=0",
+    }
+
+    @property
+    def out(self) -> Path:
+        """File of the result."""
+        return Path(self.output.output_path)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of what an unfinished run has made."""
+        return self.out.with_name(f"{self.out.name}.parts")
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything random."""
+        return self.output.seed
+
+    @property
+    def generates(self) -> bool:
+        """True if the responses are generated, and not those of the rows."""
+        return self.output.eval_task != "rm"
+
+    def as_config(self) -> Config:
+        """Convert to the tree of the RL trainer."""
+        data = DataConfig(**shared(PromptDataConfig, self.data), shuffle=False)
+        config = self._as_config(self.model.pretrain, data, self.engine.best_of_n, self.engine.temperature,
+                                 self.score.as_reward_config())
+        if self.output.eval_task == "generate_vllm":
+            config.rollout.engine_type = "vllm"
+        return config

@@ -1,0 +1,77 @@
+"""Option groups of the commands that generate without training, and the base of their option trees."""
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.engine_schema import EngineConfig
+from lightrft.config.options import option
+from lightrft.config.reward_schema import RewardConfig, ScoringConfig
+from lightrft.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from lightrft.config.shared_schema import LaunchConfig, StrategyConfig, Tree
+
+RECIPE = "recipe"  # a --score that is no reward: each row has its own
+
+
+@dataclass
+class InferenceModelConfig:
+    """The model that generates."""
+    pretrain: str | None = option(None, "HF folder or hub id of the model that generates", common=True)
+    bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
+
+
+@dataclass
+class ScoreConfig(ScoringConfig):
+    """Scoring of the responses."""
+    score: list[str] = option(
+        [], "what scores responses: rewards 'name' or 'name=weight', a python file 'path.py[:function][=weight]', the "
+        "URL of a reward server, or 'recipe', that of each row's label or data source; several are added", common=True)
+
+    @property
+    def urls(self) -> list[str]:
+        """Reward servers among the entries of ``score``."""
+        return [entry for entry in self.score if "://" in entry]
+
+    def as_reward_config(self) -> RewardConfig:
+        """Convert to the reward group of the RL trainer, which the reward manager reads."""
+        names = [entry for entry in self.score if "://" not in entry and entry != RECIPE]
+        return RewardConfig(**shared(ScoringConfig, self), reward=names, remote_rm_url=self.urls)
+
+
+def shared(group: type, values: Any) -> dict[str, Any]:
+    """Collect the values of the options that ``values``, of a group derived from ``group``, shares with it."""
+    return {field.name: vars(values)[field.name] for field in fields(group)}
+
+
+class InferenceTree(Tree):
+    """Base of the option trees of commands that generate."""
+    strategy: LaunchConfig  # type: ignore[assignment]  # nothing is trained, so the placement has no options
+    model: InferenceModelConfig  # type: ignore[assignment]
+    engine: EngineConfig
+    LENGTHS = ("prompt_max_len", "generate_max_len")
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """Folder of what an unfinished run has generated; None: it writes nothing."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Seed of everything random."""
+
+    @property
+    def placement(self) -> StrategyConfig:
+        """Distribution of the model over the ranks: with several, each holds a part until the engine has it."""
+        return StrategyConfig(dist_timeout_s=self.strategy.dist_timeout_s)
+
+    @abstractmethod
+    def as_config(self) -> Config:
+        """Convert to the tree of the RL trainer, whose groups models, engines, data sets and rewards read."""
+
+    def _as_config(self, pretrain: str | None, data: DataConfig, samples: int, temperature: float,
+                   reward: RewardConfig) -> Config:
+        rollout = RolloutConfig(**shared(EngineConfig, self.engine), n_samples_per_prompt=samples,
+                                temperature=temperature)
+        model = ModelConfig(pretrain=pretrain, bf16=self.model.bf16)
+        return Config(model=model, strategy=self.placement, rollout=rollout, data=data, reward=reward)

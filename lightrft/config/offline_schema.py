@@ -1,0 +1,91 @@
+"""Options that all trainers on fixed data share: rows, their rendering, the optimizer and the length of the run."""
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+from lightrft.config.media_schema import MediaConfig
+from lightrft.config.options import COUNT, NON_NEGATIVE, option
+from lightrft.config.schema import DataConfig
+from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
+                                           Tree)
+from lightrft.config.tree import group
+
+
+@dataclass
+class OfflineDataConfig(MediaConfig):
+    """Rows and their rendering."""
+    train_data: list[str] = option([],
+                                   "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
+                                   common=True)
+    eval_data: list[str] = option([], "held-out rows, same forms", free=True, common=True)
+    train_split: str = option("train", "split of --train_data to use")
+    eval_split: str = option("test", "split of --eval_data to use", free=True)
+    max_len: int = option(
+        2048, "longest sequence, prompt and answer, in tokens; rows with a longer one are dropped "
+        "and counted", within=COUNT, common=True)
+    max_samples: int = option(0, "use at most this many training rows; 0: all", within=NON_NEGATIVE)
+    chat_template: str | None = option(
+        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
+    system_prompt: str | None = option(None, "system message of every chat; it replaces the one a row brings")
+    shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
+
+    def as_data_config(self) -> DataConfig:
+        """Convert to the data group of the RL trainer, which the data sets read."""
+        media = {field.name: vars(self)[field.name] for field in fields(MediaConfig)}
+        return DataConfig(**media, prompt_data=self.train_data, eval_data=self.eval_data, prompt_split=self.train_split,
+                          eval_split=self.eval_split, max_samples=self.max_samples, chat_template=self.chat_template,
+                          system_prompt=self.system_prompt, max_eval_samples=0)
+
+
+@dataclass
+class OfflineTrainConfig(OptimConfig):
+    """The optimizer, its batches and the length of the run."""
+    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True)
+    max_epochs: int = option(1, "passes over the training rows", within=COUNT, free=True, common=True)
+    eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",
+                             within="[-1, inf)", free=True, common=True)
+
+
+@dataclass
+class OfflineConfig(Tree):
+    """Base of the option trees of trainers on fixed data; a tree replaces the groups to which it adds options."""
+    model: PolicyModelConfig = group(PolicyModelConfig)
+    strategy: StrategyConfig = group(StrategyConfig, free=True)
+    data: OfflineDataConfig = group(OfflineDataConfig)
+    train: OfflineTrainConfig = group(OfflineTrainConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
+    log: SinkConfig = group(SinkConfig, free=True)
+
+    BATCH = "train_batch_size"
+    LENGTHS = ("max_len", )
+    ROWS: ClassVar[str]  # the word for its rows
+
+
+@dataclass
+class PairDataConfig(OfflineDataConfig):
+    """Pairs of a better and a worse answer, and their rendering."""
+    prompt_key: str = option(
+        "prompt", "column that holds the prompt (text or chat messages); without it, the "
+        "beginning that both answers share")
+    chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
+    rejected_key: str = option("rejected", "column that holds the worse answer")
+    apply_chat_template: bool = option(
+        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
+        common=True)
+    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
+    pair_policy: str = option(
+        "error", "a row whose answers are equal, or one of them missing or empty, stops the run, or is left out and "
+        "counted", ("error", "skip"))
+
+    def as_data_config(self) -> DataConfig:
+        """Extend :meth:`OfflineDataConfig.as_data_config`."""
+        return replace(super().as_data_config(), apply_chat_template=self.apply_chat_template,
+                       input_template=self.input_template)
+
+
+@dataclass
+class PairConfig(OfflineConfig):
+    """Base of the option trees of trainers on pairs."""
+    data: PairDataConfig = group(PairDataConfig)
+
+    SEQUENCES = 2
+    ROWS = "pairs"

@@ -1,0 +1,97 @@
+"""Options of training on preferences against a reference model: pairs (DPO and its relatives), judged answers (KTO)."""
+from dataclasses import dataclass, replace
+
+from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
+from lightrft.config.options import NON_NEGATIVE, option, POSITIVE
+from lightrft.config.schema import DataConfig
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.config.tree import group
+
+PAIR_LOSSES = ("sigmoid", "ipo_sum", "ipo_mean", "hinge", "robust", "simpo", "orpo", "apo_zero", "apo_down", "sppo",
+               "aot", "exo")
+
+
+@dataclass
+class ReferenceModelConfig(PolicyModelConfig):
+    """The trained model and its reference: weights, precision and adapters."""
+    ref_pretrain: str | None = option(
+        None, "HF folder or hub id of the reference model (default: --pretrain; with LoRA "
+        "the policy without its adapters, of which there is no second copy)")
+    ref_offload: bool = option(False, "keep the reference in host memory except while it computes", free=True)
+    ref_cache_dir: str | None = option(
+        None, "folder in which log-probs of the reference are kept: computed once, before the first step, after which "
+        "the reference is freed; a later run on the same model and data reads them", free=True)
+
+
+@dataclass
+class PreferenceConfig:
+    """The loss of a pair."""
+    loss: str = option("sigmoid", "loss of a pair (sigmoid: DPO); see the table of losses", PAIR_LOSSES, common=True)
+    ipo: bool = option(False, "OpenRLHF's flag for --loss ipo_sum")
+    beta: float = option(
+        0.1, "strength of the loss: of the pull to the reference, where there is one (tau of IPO, "
+        "lambda of ORPO, 1 / eta of SPPO; SimPO's is about 2)", within=POSITIVE, common=True)
+    label_smoothing: float = option(
+        0.0, "share of pairs whose labels are taken to be wrong: conservative DPO, robust, "
+        "simpo, aot, exo", within="[0, 0.5]")
+    simpo_gamma: float = option(0.5, "reward margin of --loss simpo", within=NON_NEGATIVE)
+    nll_loss_coef: float = option(0.0, "weight of the chosen response's NLL per token, beside the loss of the pair",
+                                  within=NON_NEGATIVE)
+
+    @property
+    def chosen_loss(self) -> str:
+        """The loss that ``loss`` and ``ipo`` ask for."""
+        return "ipo_sum" if self.ipo else self.loss
+
+
+@dataclass
+class DPOTrainConfig(OfflineTrainConfig):
+    """The optimizer, its batches and the length of the run."""
+    learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True)
+
+
+@dataclass
+class DPOConfig(PairConfig):
+    """The whole option tree of ``lightrft.cli.train_dpo``."""
+    model: ReferenceModelConfig = group(ReferenceModelConfig)
+    preference: PreferenceConfig = group(PreferenceConfig)
+    train: DPOTrainConfig = group(DPOTrainConfig)
+
+    METRICS = ("dpo", "eval")
+
+
+@dataclass
+class JudgedDataConfig(OfflineDataConfig):
+    """Answers that are good or bad, each on its own, and their rendering."""
+    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
+    output_key: str = option(
+        "completion", "column that holds the answer; of a row without it, response, output, answer or "
+        "solution")
+    label_key: str = option("label", "column that says if the answer is desirable: true or false, 1 or 0")
+    apply_chat_template: bool = option(
+        False, "render text prompts as one user turn with the tokenizer's chat template "
+        "(message lists always are)", common=True)
+
+    def as_data_config(self) -> DataConfig:
+        """Extend :meth:`OfflineDataConfig.as_data_config`."""
+        return replace(super().as_data_config(), input_key=self.input_key, apply_chat_template=self.apply_chat_template)
+
+
+@dataclass
+class JudgedConfig:
+    """The loss of an answer."""
+    beta: float = option(0.1, "strength of the pull to the reference", within=POSITIVE, common=True)
+    desirable_loss_weight: float = option(1.0, "weight of the loss of desirable answers", within=NON_NEGATIVE)
+    undesirable_loss_weight: float = option(1.0, "weight of the loss of undesirable answers", within=NON_NEGATIVE)
+
+
+@dataclass
+class KTOConfig(OfflineConfig):
+    """The whole option tree of ``lightrft.cli.train_kto``."""
+    model: ReferenceModelConfig = group(ReferenceModelConfig)
+    data: JudgedDataConfig = group(JudgedDataConfig)
+    preference: JudgedConfig = group(JudgedConfig)
+    train: DPOTrainConfig = group(DPOTrainConfig)
+
+    METRICS = ("kto", "eval")
+    ROWS = "judged answers"

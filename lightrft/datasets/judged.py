@@ -1,0 +1,138 @@
+"""Judged answers: a prompt with one answer and whether it is desirable, as KTO learns from them."""
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.preference_schema import JudgedDataConfig
+from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.prompts_dataset import fitting, load_specs
+from lightrft.datasets.records import missing
+from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.sft_dataset import (check_learnable, Conversation, encode_all, SFTExample, to_conversation,
+                                           with_media)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One row, tokenized; ``mismatched`` is its prompt with the answer of a later row to another prompt."""
+    uid: str
+    answer: SFTExample
+    mismatched: SFTExample
+    desirable: bool
+
+
+def desirable(row: Row, key: str, where: str) -> bool:
+    """Read the label of a row.
+
+    Raises:
+        DataError: it is missing, or neither true nor false.
+    """
+    label = row.get(key)
+    if isinstance(label, (bool, int, float)) and label in (0, 1):
+        return bool(label)
+    raise DataError(f"{where}: the column {key!r} is {label!r}: expected true or false, or 1 or 0. Correct it, or name "
+                    "another column with --label_key")
+
+
+def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str) -> Conversation:
+    """Recognise a row as supervised fine-tuning does; of a chat only the last turn is in the loss.
+
+    Raises:
+        DataError: the row has no prompt, or no answer at its end.
+    """
+    if not missing(row.get(cfg.output_key)):
+        row = {**row, "completion": row[cfg.output_key]}
+    chat = to_conversation(row, renderer, where)
+    if chat.first or not chat.messages:
+        return chat
+    if chat.messages[-1]["role"] != "assistant" or missing(chat.messages[-1]["content"]):
+        raise DataError(f"{where}: the chat does not end with an answer. Complete or remove the row")
+    return replace(chat, first=len(chat.messages) - 1)
+
+
+class JudgedDataset(MixedDataset[Judged]):
+    """Judged answers of one split, tokenized at construction.
+
+    Args:
+        cfg: selects the data, its columns and the rendering of a row.
+        tokenizer: tokenizer of the policy.
+        split: "train" or "eval".
+        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
+
+    Attributes:
+        dropped: rows left out because they are too long.
+
+    Raises:
+        DataError: data, rows or templates cannot be used, or all prompts are the same.
+    """
+
+    def __init__(self, cfg: JudgedDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
+                 media: MediaStore | None = None) -> None:
+        data = cfg.as_data_config()
+        parts, self.probs = load_specs(data, split)
+        self._renderer, self._media, self._max_len = Renderer(data, tokenizer), media, cfg.max_len
+        self._answers: list[SFTExample] = []
+        self._good: list[bool] = []
+        self.sizes, self.dropped = [], 0
+        for entry, rows in enumerate(parts):
+            before = len(self._answers)
+            self._add(entry, rows, cfg)
+            self.sizes.append(len(self._answers) - before)
+            self.dropped += len(rows) - self.sizes[-1]
+        if not self._answers:
+            raise DataError(f"all {self.dropped} answers are longer than --max_len {cfg.max_len} tokens. Raise it")
+        self._others = others(self._answers)
+
+    def _add(self, entry: int, rows: Rows, cfg: JudgedDataConfig) -> None:
+        good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
+        chats = [last_answer(row, cfg, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+        found = with_media(rows, chats, self._renderer.cfg, self._media)
+        rows, chats, good = rows.pick(found), [*found.values()], [good[i] for i in found]
+        encoded = encode_all(chats, self._renderer, self._media)
+        check_learnable(rows, encoded)
+        kept = fitting(rows, [len(ids) for ids, _ in encoded], cfg.max_len, self._renderer.cfg.overlong_prompt,
+                       "--max_len")
+        self._answers += [SFTExample(f"{entry}:{rows.number(i)}", *encoded[i], chats[i].media) for i in kept]
+        self._good += [good[i] for i in kept]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def item(self, index: int) -> Judged:
+        """The row at ``index``."""
+        answer, other = self._answers[index], self._answers[self._others[index]]
+        return Judged(answer.uid, answer, mismatched(answer, other, self._max_len), self._good[index])
+
+
+def prompt_len(row: SFTExample) -> int:
+    """Count the tokens before the answer."""
+    return row.loss_mask.index(True)
+
+
+def mismatched(row: SFTExample, other: SFTExample, max_len: int) -> SFTExample:
+    """Join the prompt of ``row`` with the answer of ``other``, up to ``max_len`` tokens."""
+    start, answer = prompt_len(row), slice(prompt_len(other), None)
+    ids, mask = row.token_ids[:start] + other.token_ids[answer], row.loss_mask[:start] + other.loss_mask[answer]
+    return SFTExample(row.uid, ids[:max_len], mask[:max_len], row.media)
+
+
+def others(rows: Sequence[SFTExample]) -> list[int]:
+    """Return for each row the next one with another prompt; after the last row comes the first.
+
+    Raises:
+        DataError: there is none.
+    """
+    prompts = [(tuple(row.token_ids[:prompt_len(row)]), row.media) for row in rows]
+    found, following = [0] * len(rows), next((i for i, each in enumerate(prompts) if each != prompts[-1]), None)
+    if following is None:
+        raise DataError(
+            f"{len(rows)} judged answers to one prompt: KTO estimates its KL from answers to other prompts. "
+            "Give rows of several prompts")
+    for i in reversed(range(len(rows))):
+        if i + 1 < len(rows) and prompts[i + 1] != prompts[i]:
+            following = i + 1
+        found[i] = following
+    return found

@@ -1,0 +1,86 @@
+"""Prompts with pictures, videos and sounds: which media a record has, and the tokens that stand for them."""
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.media import MediaError
+from lightrft.datasets.media_rows import find_media, media_columns
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.records import Message, Record
+from lightrft.datasets.rows import DataError, Rows
+from lightrft.utils.logging import get_logger
+from lightrft.utils.progress import phase
+
+Paired = tuple[list[Message], tuple[str, ...]]
+AHEAD = 64  # records whose media are processed in the background while others are tokenized
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Text and tokens of a prompt; ``unexpanded`` has one placeholder per medium, and is empty without media."""
+    text: str
+    ids: np.ndarray
+    unexpanded: list[int]
+
+
+def with_media(rows: Rows, records: list[Record], cfg: DataConfig, store: MediaStore) -> tuple[Rows, list[Record]]:
+    """Pair the records of one entry with their media, which the store then knows; see :func:`pair_media`."""
+    chats = [[{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
+             for record in records]  # yapf: disable
+    found, columns = pair_media(rows, chats, cfg, store), media_columns(cfg)
+
+    def paired(record: Record, messages: list[Message], media: tuple[str, ...]) -> Record:
+        rest = {name: value for name, value in record.columns.items() if name not in columns}
+        return replace(record, prompt=messages, media=media, columns=rest) if media else record
+
+    return rows.pick(found), [paired(records[i], *chat) for i, chat in found.items()]
+
+
+def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore) -> dict[int, Paired]:
+    """Find, decode and process the media of the rows of one entry; ``chats`` holds their messages.
+
+    Returns:
+        By index of the row the messages, with a part for each medium, and the keys of the media. Rows with a medium
+        that cannot be used, or with a token of media in a text, are left out and counted under
+        ``--media_policy skip``.
+
+    Raises:
+        DataError: a medium cannot be used, under the policy "error"; or no row is left.
+    """
+    found = {i: (messages, store.register(media)) for i, each in enumerate(find_media(rows, chats, cfg))
+             if each is not None for messages, media in [each]}  # yapf: disable
+    order, errors = list(found), []
+    for number, i in enumerate(phase(order, "media", "row")):
+        store.prefetch_texts(key for ahead in order[number:number + AHEAD] for key in found[ahead][1])
+        try:
+            store.check_words(found[i][0], rows.where(i))
+            for key in found[i][1]:
+                store.text(key)
+        except MediaError as error:
+            if cfg.media_policy == "error":
+                raise
+            errors.append(error)
+            del found[i]
+    if errors:
+        get_logger().warning(f"{len(errors)} of {len(rows)} rows have media that cannot be read (the first: "
+                             f"{errors[0]}): left out")
+    if not found:
+        raise DataError(f"{rows.where(0)}: no row has media that can be read")
+    return found
+
+
+def expand_media(records: list[Record], plain: list[tuple[str, list[int]]],
+                 store: MediaStore | None) -> list[EncodedPrompt]:
+    """Give every medium in rendered prompts as many tokens as it has features.
+
+    Args:
+        plain: text and tokens of each record, with one placeholder per medium.
+    """
+
+    def expanded(record: Record, text: str, ids: list[int]) -> EncodedPrompt:
+        if store is None or not record.media:
+            return EncodedPrompt(text, np.asarray(ids, dtype=np.int32), [])
+        return EncodedPrompt(text, np.asarray(store.encode(text, record.media), dtype=np.int32), ids)
+
+    return [expanded(record, *each) for record, each in zip(records, plain)]

@@ -1,0 +1,262 @@
+"""Store of the pictures, videos and sounds of a run by key: decoded, processed and cached where they are used.
+
+Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
+"""
+import math
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from PIL import Image
+from transformers import AutoProcessor, ProcessorMixin
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.media_schema import MediaConfig
+from lightrft.datasets.decoding import decode, image_size, Video
+from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, shorten
+from lightrft.datasets.media_cache import DiskCache, settings_of
+from lightrft.datasets.processing import Decoded, MediumProcessor
+from lightrft.datasets.records import Message
+from lightrft.datasets.rows import DataError
+from lightrft.types import MediaTensors
+from lightrft.utils.byte_cache import ByteCache
+from lightrft.utils.errors import first_line, install_command, UserError
+
+_MIB = 1 << 20
+_SEVERAL = "+"  # ends the key of a picture that is processed as one of several
+Replaced = tuple[tuple[int, int], tuple[int, int]]
+
+
+def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, token_frames: int = 0) -> "MediaStore":
+    """Open the store for the model at ``path``, whose processor gets ``tokenizer``; ``token_frames`` as for
+    :class:`~lightrft.datasets.processing.MediumProcessor`.
+
+    Raises:
+        UserError: the processor cannot be loaded.
+    """
+    try:
+        processor: Any = AutoProcessor.from_pretrained(path)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor files "
+                        f"there; what a package lacks comes with {install_command('vl')}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise UserError(f"{path!r} has no processor, only {type(processor).__name__}: copy the processor files of the "
+                        "model there (processor_config.json or preprocessor_config.json)")
+    processor.tokenizer = tokenizer
+    rules, pixels, disk = MediaRules.of(cfg), (cfg.min_pixels, cfg.max_pixels), None
+    if cfg.media_cache_dir is not None:
+        settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
+        disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, settings)
+    return MediaStore(processor, rules, pixels, cfg.media_cache_mib, headers=cfg.media_check == "header", disk=disk,
+                      token_frames=token_frames)
+
+
+class MediaStore:
+    """Decodes and processes media, each once while it is in the cache.
+
+    Args:
+        processor: of the model.
+        rules: limits of decoding.
+        pixels: least and most pixels of a picture or frame, to which others are resized; 0: no limit.
+        cache_mib: MiB of processed tensors that are kept.
+        workers: threads that decode and process ahead.
+        headers: take the text of a picture from its header, where the processor has a function for sizes.
+        disk: keeps processed media for other ranks and runs.
+        token_frames: as for :class:`~lightrft.datasets.processing.MediumProcessor`.
+
+    Attributes:
+        decoded: media decoded so far.
+        most: most media of each kind in one row.
+    """
+
+    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int,
+                                                                                   int] = (0, 0), cache_mib: int = 1024,
+                 workers: int = 2, headers: bool = False, disk: DiskCache | None = None, token_frames: int = 0) -> None:
+        self.processor: Any = processor
+        self.single = MediumProcessor(processor, token_frames)
+        self.headers, self.disk = headers, disk
+        self._texts: dict[str, str] = {}
+        self._distinct: dict[str, str] = {}
+        self.rules, self.pixels = rules, pixels
+        self.decoded = 0
+        self.most: dict[str, int] = {}
+        self._media: dict[str, Medium] = {}
+        self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
+        self._pool = ThreadPoolExecutor(workers, "media")
+        self._ahead: dict[str, Future[MediaTensors]] = {}
+        self.blank = lru_cache(self.single.blank)
+
+    def register(self, media: Iterable[Medium]) -> tuple[str, ...]:
+        """Make the media of one row known; return their keys."""
+        found = tuple(media)
+        several = self.single.by_number and sum(one.kind == "image" for one in found) > 1
+        keys = tuple(one.key + _SEVERAL * (several and one.kind == "image") for one in found)
+        self._media.update(zip(keys, found))
+        for kind in {one.kind for one in found}:
+            count = sum(one.kind == kind for one in found)
+            self.most[kind] = max(count, self.most.get(kind, 0))
+        return keys
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the media of all rows, sorted."""
+        return tuple(sorted(self.most))
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """Tokens of the model that stand for media, which no text of a row may hold."""
+        tokenizer, names = self.processor.tokenizer, []
+        for kind in KINDS:
+            ids = [
+                index for index in (*getattr(self.processor, f"{kind}_token_ids", ()),
+                                    getattr(self.processor, f"{kind}_start_id", None),
+                                    getattr(self.processor, f"{kind}_end_id", None)) if index is not None
+            ]
+            names += [getattr(self.processor, f"{kind}_token", None), *tokenizer.convert_ids_to_tokens(ids)]
+        return tuple(name for name in dict.fromkeys(names) if name in tokenizer.get_vocab())
+
+    def check_words(self, messages: list[Message], where: str) -> None:
+        """Raise :class:`MediaError` if a text holds a token that stands for media."""
+        for message in messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            text = "".join(str(part.get("text") or "") for part in parts)
+            found = next((token for token in self.tokens if token in text), None)
+            if found is not None:
+                raise MediaError(f"{where}: a text holds {found}, which this model reads as a picture, video or sound: "
+                                 f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row, and "
+                                 f"no {found} of your own")
+
+    def open(self, key: str) -> Decoded:
+        """Decode the medium ``key``, in a size within the limits.
+
+        Raises:
+            UserError: no rank's data hold it, or it cannot be decoded.
+        """
+        if key not in self._media:
+            raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
+        self.decoded += 1
+        medium = decode(self._media[key], self.rules, self.single.rate)
+        if isinstance(medium, Image.Image):
+            return resized(medium, *self.pixels)
+        if isinstance(medium, Video):
+            return replace(medium, frames=[resized(frame, *self.pixels) for frame in medium.frames])
+        return medium
+
+    def tensors(self, key: str) -> MediaTensors:
+        """Implement :meth:`~lightrft.types.MediaSource.tensors`."""
+        with self._lock:
+            kept = self._cache.get(key)
+            coming = self._ahead.pop(key, None) if kept is None else None
+        if kept is not None:
+            return kept
+        made = self._made(key) if coming is None else coming.result()
+        self._keep_text(key, made.text)
+        return self._cache.keep(key, made)
+
+    def text(self, key: str) -> str:
+        """Return what stands for the medium ``key`` in a prompt, from its header alone where that is enough."""
+        if key not in self._texts:
+            found = self._text_of_header(key) if self.headers else None
+            self._keep_text(key, self.tensors(key).text if found is None else found)
+        return self._texts[key]
+
+    def prefetch_texts(self, keys: Iterable[str]) -> None:
+        """Process media in the background whose texts will be asked for and take more than headers."""
+        if not self.headers:
+            self.prefetch(key for key in keys if key not in self._texts)
+
+    def _text_of_header(self, key: str) -> str | None:
+        medium = self._media[key]
+        if medium.kind != "image" or key.endswith(_SEVERAL):
+            return None
+        height, width = image_size(medium, self.rules)
+        width, height = fitted((width, height), *self.pixels)
+        try:
+            return self.single.text_of_size(height, width)
+        except (ValueError, ArithmeticError) as error:
+            raise self._refused(key, error) from error
+
+    def _keep_text(self, key: str, text: str) -> None:
+        """Remember a text; most media of a run have one of few."""
+        known = self._texts.setdefault(key, self._distinct.setdefault(text, text))
+        if known != text:
+            raise UserError(f"{self._media[key].where}: the processor makes {len(text)} characters of it, and said "
+                            f"{len(known)} for its size. Read all media at the start: --media_check all")
+
+    def _refused(self, key: str, error: Exception) -> MediaError:
+        return MediaError(f"{self._media[key].where}: the processor of the model refuses it: {first_line(error)}. "
+                          "Change or remove the row")
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Process media in the background, before they are asked for."""
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                if key not in self._cache and key not in self._ahead:
+                    self._ahead[key] = self._pool.submit(self._made, key)
+
+    def _made(self, key: str) -> MediaTensors:
+        """Make the tensors of a medium, from the disk where they are."""
+        disk = self.disk
+        path = disk.path(key, self._media[key]) if disk is not None and key in self._media else None
+        if disk is None or path is None:
+            return self._processed(key)
+        made = disk.read(path)
+        if made is None:
+            made = self._processed(key)
+            disk.write(path, made)
+        return made
+
+    def _processed(self, key: str) -> MediaTensors:
+        decoded = self.open(key)
+        try:
+            return self.single.process(key.partition(":")[0], decoded, key.endswith(_SEVERAL))
+        except (ValueError, RuntimeError, ArithmeticError) as error:  # e.g. Qwen's, of a picture of 1 x 300 pixels
+            raise self._refused(key, error) from error
+
+    def expand(self, text: str, keys: tuple[str, ...]) -> tuple[str, list[Replaced]]:
+        """Replace the placeholder of each medium in a rendered prompt by what stands for its features.
+
+        Returns:
+            The text, and the replaced ranges [start, end) of characters with those that took their place.
+
+        Raises:
+            DataError: the prompt has more or fewer placeholders than media, or a medium is broken.
+        """
+        texts = {kind: [self.text(key) for key in keys if key.startswith(f"{kind}:")] for kind in KINDS}
+        for kind, found in texts.items():
+            token = getattr(self.processor, f"{kind}_token", None)
+            if token in self.tokens and text.count(token) != len(found):
+                raise DataError(f"the chat template wrote {text.count(token)} {token} for {len(found)} media of kind "
+                                f"{kind}: {shorten(text)}. Give the model's own with --chat_template")
+        (expanded, ), offsets = self.processor.get_text_with_replacements([text], *texts.values())
+        return expanded, [(each["span"], each["new_span"]) for each in offsets[0]] if offsets else []
+
+    def encode(self, text: str, keys: tuple[str, ...]) -> list[int]:
+        """Tokenize the expanded text of a rendered prompt (:meth:`expand`)."""
+        expanded, _ = self.expand(text, keys)
+        return self.processor.tokenizer(expanded, add_special_tokens=False, verbose=False).input_ids
+
+
+def fitted(size: tuple[int, int], least: int, most: int) -> tuple[int, int]:
+    """Return ``size`` scaled to at least ``least`` and at most ``most`` pixels (0: no limit); its shape stays."""
+    pixels = size[0] * size[1]
+    wanted = most if 0 < most < pixels else least if pixels < least else pixels
+    if wanted == pixels:
+        return size
+    scale, rounded = math.sqrt(wanted / pixels), math.ceil if wanted > pixels else int
+    return max(1, rounded(size[0] * scale)), max(1, rounded(size[1] * scale))
+
+
+def resized(picture: Image.Image, least: int, most: int) -> Image.Image:
+    """Resize a picture to at least ``least`` and at most ``most`` pixels (:func:`fitted`)."""
+    size = fitted(picture.size, least, most)
+    return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
+
+
+def _size(made: MediaTensors) -> int:
+    return sum(tensor.nbytes for tensor in made.tensors.values())

@@ -1,0 +1,197 @@
+"""Preference data: pairs of a better and a worse answer to one prompt, from rows of any known schema.
+
+Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
+keys), and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejected_messages}``. A row may have a
+``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which answer ("chosen", "rejected" or
+"tie") is better by other standards.
+"""
+import re
+from dataclasses import dataclass, field
+from os.path import commonprefix
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.offline_schema import PairDataConfig
+from lightrft.config.options import finite
+from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.prompts_dataset import fitting, load_specs
+from lightrft.datasets.records import Message, missing, to_messages
+from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample, with_media)
+from lightrft.utils.logging import get_logger
+
+Answer = str | list[Message]
+_BETTER = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}  # probability that the chosen answer is better
+
+
+class PairError(DataError):
+    """The answers of one row cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row, tokenized. The sequences end with the last token of the answer, which alone is in the loss.
+
+    Attributes:
+        margin: by how much the chosen answer is better, on the scale of rewards; 0 where the row does not say.
+        tie: the answers are equally good.
+        heads: probability that the chosen answer is better by other standards, by their names.
+    """
+    uid: str
+    chosen: SFTExample
+    rejected: SFTExample
+    margin: float = 0.0
+    tie: bool = False
+    heads: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PairRecord:
+    """One row in our schema."""
+    prompt: Answer
+    chosen: Answer
+    rejected: Answer
+    margin: float
+    tie: bool
+    heads: dict[str, float]
+
+
+def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
+    """Recognise one row. ``where`` names it in messages.
+
+    Raises:
+        PairError: an answer is missing or empty, or both are equal.
+        DataError: an answer is text and the other one messages, the margin is no number, or messages are not valid.
+    """
+    chosen, rejected = _answers(row, cfg, where)
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant"
+                                                            or missing(answer[-1]["content"])):
+            raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
+                            f"column with --{key}_key, remove the row, or use --pair_policy skip")
+    tie, margin = bool(row.get("tie")), finite(row.get("margin") or 0.0)
+    if chosen == rejected and not tie:
+        raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
+                        "use --pair_policy skip")
+    if margin is None:
+        raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
+    return PairRecord(*_parted(row.get(cfg.prompt_key), chosen, rejected, where), margin, tie, _heads(row, where))
+
+
+def _heads(row: Row, where: str) -> dict[str, float]:
+    found = row.get("heads") or {}
+    wrong = [] if isinstance(found, dict) else [found]
+    wrong = wrong or [f"{name}: {better}" for name, better in found.items() if better not in (None, *_BETTER)]
+    if wrong:
+        raise DataError(f"{where}: the column 'heads' has {wrong[0]!r}. Write {{name: one of {', '.join(_BETTER)}}}")
+    return {name: _BETTER[better] for name, better in found.items() if better is not None}
+
+
+def _answers(row: Row, cfg: PairDataConfig, where: str) -> tuple[Answer, Answer]:
+    """Return both answers, perhaps with the prompt before them; an empty text stands for one that is missing."""
+    chosen, rejected = row.get(cfg.chosen_key), row.get(cfg.rejected_key)
+    if missing(chosen) and not missing(row.get("messages")):
+        chosen, rejected = to_messages(row["messages"], where), row.get("rejected_messages")
+        if missing(rejected) and not missing(row.get("rejected_response")):
+            rejected = [*chosen[:-1], {"role": "assistant", "content": row["rejected_response"]}]
+    if missing(chosen) or missing(rejected):
+        return chosen or "", rejected or ""
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{where}: mixed schema: one answer is text, the other one messages. Write both in one form")
+    better, worse = (each if isinstance(each, str) else to_messages(each, where) for each in (chosen, rejected))
+    return better, worse
+
+
+def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
+    """Return prompt and answers; answers that hold the prompt are parted where they begin to differ."""
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        if missing(prompt) or chosen[0]["role"] != "assistant":
+            at = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), len(chosen) - 1)
+            return chosen[:at], chosen[at:], rejected[at:]
+    elif missing(prompt):
+        at = len(re.sub(r"\S*$", "", commonprefix([str(chosen), str(rejected)])))  # words stay whole
+        return chosen[:at], chosen[at:], rejected[at:]
+    return prompt if isinstance(prompt, str) else to_messages(prompt, where), chosen, rejected
+
+
+class PairDataset(MixedDataset[Pair]):
+    """Pairs of one split, tokenized at construction.
+
+    Args:
+        cfg: selects the data, its columns and the rendering of a row.
+        tokenizer: tokenizer of the model.
+        split: "train" or "eval".
+        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
+
+    Attributes:
+        dropped: rows left out because a sequence is too long, or for ``--pair_policy skip``.
+
+    Raises:
+        DataError: data, rows or templates cannot be used.
+    """
+
+    def __init__(self, cfg: PairDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
+                 media: MediaStore | None = None) -> None:
+        data = cfg.as_data_config()
+        parts, self.probs = load_specs(data, split)
+        self._renderer, self._media, self._pairs = Renderer(data, tokenizer), media, list[Pair]()
+        self.sizes, self.dropped = [], 0
+        for entry, rows in enumerate(parts):
+            found = self._pairs_of(entry, rows, cfg)
+            self._pairs += found
+            self.sizes.append(len(found))
+            self.dropped += len(rows) - len(found)
+        if not self._pairs:
+            raise DataError(f"none of {self.dropped} pairs can be used: they are longer than --max_len {cfg.max_len} "
+                            "tokens, or left out for another reason, which the log has")
+
+    def _pairs_of(self, entry: int, rows: Rows, cfg: PairDataConfig) -> list[Pair]:
+        records = find_pairs(rows, cfg)
+        rows = rows.pick(records)
+        pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
+        for answers in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs]):
+            chats = [answered(pair.prompt, answer, self._renderer, rows.where(i))
+                     for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
+            sides.append(with_media(rows, chats, data, self._media))
+        both = [i for i in sides[0] if i in sides[1]]
+        rows, pairs = rows.pick(both), [pairs[i] for i in both]
+        chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)
+        lens = [max(len(a.token_ids), len(b.token_ids)) for a, b in zip(chosen, rejected)]
+        kept = fitting(rows, lens, cfg.max_len, data.overlong_prompt, "--max_len")
+        return [
+            Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads) for i in kept
+        ]
+
+    def _encoded(self, entry: int, rows: Rows, chats: list[Conversation]) -> list[SFTExample]:
+        """Tokenize one side of all pairs, up to the last token of the answer."""
+        encoded = encode_all(chats, self._renderer, self._media)
+        check_learnable(rows, encoded)
+        ends = [len(mask) - mask[::-1].index(True) for _, mask in encoded]
+        return [SFTExample(f"{entry}:{rows.number(i)}", ids[:end], mask[:end], chat.media)
+                for i, ((ids, mask), end, chat) in enumerate(zip(encoded, ends, chats))]  # yapf: disable
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def item(self, index: int) -> Pair:
+        """The pair at ``index``."""
+        return self._pairs[index]
+
+
+def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:
+    """Recognise the rows of one entry, by index; those left out under ``--pair_policy skip`` are counted in the log."""
+    found: dict[int, PairRecord] = {}
+    errors: list[PairError] = []
+    for i, row in enumerate(rows.rows):
+        try:
+            found[i] = to_pair(row, cfg, rows.where(i))
+        except PairError as error:
+            if cfg.pair_policy == "error":
+                raise
+            errors.append(error)
+    if errors:
+        get_logger().warning(f"{len(errors)} of {len(rows)} rows have answers that cannot be compared (the first: "
+                             f"{errors[0]}): left out")
+    return found

@@ -1,0 +1,155 @@
+"""Processing of one picture, video or sound as the processor of a model does it inside of a prompt."""
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from lightrft.datasets.decoding import Video
+from lightrft.datasets.waveform import Waveform
+from lightrft.types import MediaTensors
+from lightrft.utils.errors import UserError
+
+Decoded: TypeAlias = Image.Image | Waveform | Video
+_BLANK = (56, 56)  # pixels of a blank picture; a blank sound lasts a second
+_PROBES = ((56, 56), (200, 320))  # sizes of pictures for which the processor's own function is tried
+_ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}  # of a processor
+
+
+class MediumProcessor:
+    """Makes the tensors of one medium, and the text that takes the place of its placeholder.
+
+    Args:
+        token_frames: frames of a sound for each token, where the processor cuts sounds into whole windows and writes no
+            tokens for them; 0: it writes them.
+
+    Attributes:
+        by_number: a picture beside others in a prompt has other tensors than alone (LLaVA-OneVision).
+        rate: samples per second of sounds.
+    """
+
+    def __init__(self, processor: ProcessorMixin, token_frames: int = 0) -> None:
+        self.processor: Any = processor
+        self.token_frames = token_frames
+        pictures = getattr(processor, "image_processor", None)
+        self.by_number = "batch_num_images" in getattr(pictures, "model_input_names", ())
+        self.rate = int(getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16000))
+
+    def blank(self, kind: str) -> MediaTensors:
+        """Process a small medium of ``kind``."""
+        if kind == "audio":
+            return self.process(kind, Waveform(np.zeros(self.rate, np.float32), self.rate))
+        picture = Image.new("RGB", _BLANK)
+        return self.process(kind, picture if kind == "image" else Video([picture] * 2, 1.0, [0.0, 0.5]))
+
+    def process(self, kind: str, medium: Decoded, several: bool = False) -> MediaTensors:
+        """Process one medium; ``several``: a picture of a prompt with others, where :attr:`by_number` says so.
+
+        Raises:
+            ValueError, RuntimeError, ArithmeticError: the processor refuses the medium.
+            UserError: the model's processor takes no media of this kind.
+        """
+        content, options = _content(medium), self._options(medium)
+        if getattr(self.processor, f"{kind}_token", None) is None:
+            raise UserError(f"{type(self.processor).__name__} takes no media of kind {kind}")
+        if kind == "audio" and self.token_frames:
+            tensors, text = self._windows(content)
+        elif getattr(type(self.processor), f"replace_{kind}_token") is getattr(ProcessorMixin, f"replace_{kind}_token"):
+            tensors, text = self._prompt(kind, content, options)
+        else:
+            given = [[content, content]] if several else [content]
+            name = kind if kind == "audio" else f"{kind}s"
+            tensors, (text, *_) = getattr(self.processor, f"_process_{name}")(given, **options)
+        held = {name: torch.as_tensor(value) for name, value in tensors.items() if _is_numbers(value)}
+        return MediaTensors(kind, {name: value[:1] for name, value in held.items()} if several else held, text)
+
+    def text_of_size(self, height: int, width: int) -> str | None:
+        """Compute the text of a picture from its size; None: it takes the pixels, or the processor has no function for
+        its own sizes.
+
+        Raises:
+            ValueError: the processor refuses this size.
+        """
+        if self._around is None:
+            return None
+        first, token, last, more = self._around
+        return f"{first}{token * (self._count(height, width) - more)}{last}"
+
+    def _count(self, height: int, width: int) -> int:
+        """Number of tokens of a picture, by the processor's own function."""
+        return int(self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+
+    @cached_property
+    def _around(self) -> tuple[str, str, str, int] | None:
+        """Text before the tokens of a picture, the token, the text after them, and how many tokens of these texts the
+        processor's function counts; all are the same for two sizes."""
+        found = {self._split_text(*size) for size in _PROBES}
+        return found.pop() if len(found) == 1 else None
+
+    def _split_text(self, height: int, width: int) -> tuple[str, str, str, int] | None:
+        if not hasattr(self.processor, "_get_num_multimodal_tokens"):
+            return None
+        text = self.process("image", Image.new("RGB", (width, height))).text
+        ids = [index for index in self.processor.image_token_ids if index is not None]
+        names = {self.processor.image_token, *self.processor.tokenizer.convert_ids_to_tokens(ids)}
+        token = max(names, key=text.count)
+        count = text.count(token)
+        first, *rest = text.split(token * count)
+        return (first, token, rest[0], self._count(height, width) - count) if rest else None
+
+    def _options(self, medium: Decoded) -> dict[str, Any]:
+        """Options of the processor, with the times of the frames of a video."""
+        own, kind = self.processor, _option_group(medium)
+        options = own._merge_kwargs(own.valid_processor_kwargs, tokenizer_init_kwargs=own.tokenizer.init_kwargs,
+                                    return_tensors="pt")[kind]
+        if isinstance(medium, Video):
+            options |= {"video_metadata": [_metadata(medium)], "do_sample_frames": False}
+        return options
+
+    def _prompt(self, kind: str, content: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Process a prompt of one placeholder, for processors that take whole prompts only (Qwen2.5-Omni)."""
+        token, timed = getattr(self.processor, f"{kind}_token"), {}
+        if kind == "video":
+            metadata, = options["video_metadata"]
+            timed = {"fps": metadata.sampled_fps, "do_sample_frames": False}
+        found = dict(self.processor(text=[token], **{_ARGUMENT[kind]: [content]}, return_tensors="pt", **timed))
+        ids, mark = found.pop("input_ids")[0], self.processor.tokenizer.convert_tokens_to_ids(token)
+        found.pop("attention_mask", None)
+        return found, token * int((ids == mark).sum())
+
+    def _windows(self, samples: np.ndarray) -> tuple[dict[str, Any], str]:
+        """Process a sound in whole windows, :attr:`token_frames` a token."""
+        extractor = self.processor.feature_extractor
+        mel = self.processor._retrieve_input_features([samples], extractor.nb_max_frames, sampling_rate=self.rate,
+                                                      padding=True, truncation=False, return_tensors="pt",
+                                                      pad_to_multiple_of=extractor.n_samples)
+        tokens = len(mel) * extractor.nb_max_frames // self.token_frames
+        return {"input_features": mel}, self.processor.audio_token * tokens
+
+
+def _is_numbers(value: Any) -> bool:
+    """True for a tensor, and for the seconds that Qwen-VL's processors list per video."""
+    return isinstance(value, torch.Tensor) or isinstance(value, list) and bool(value) and isinstance(value[0], float)
+
+
+def _content(medium: Decoded) -> Any:
+    """Return what a processor takes: a picture, frames or samples."""
+    if isinstance(medium, Waveform):
+        return medium.samples
+    return medium.frames if isinstance(medium, Video) else medium
+
+
+def _option_group(medium: Decoded) -> str:
+    if isinstance(medium, Waveform):
+        return "audio_kwargs"
+    return "videos_kwargs" if isinstance(medium, Video) else "images_kwargs"
+
+
+def _metadata(video: Video) -> VideoMetadata:
+    """Times of the frames, as indices into a video of one frame a second, which need not be whole numbers."""
+    seconds: Any = video.seconds
+    times: list[Any] = list(video.times)
+    return VideoMetadata(total_num_frames=seconds, fps=1.0, duration=seconds, frames_indices=times)

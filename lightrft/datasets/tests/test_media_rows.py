@@ -1,0 +1,221 @@
+"""Rows of verl, LightRFT, TRL and ms-swift become messages with parts, and their media in order."""
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from lightrft.config.media_schema import MediaConfig
+from lightrft.datasets.media import MediaError, MediaRules
+from lightrft.datasets.media_rows import find_media, find_row_media
+from lightrft.datasets.rows import DataError, load_rows, Rows
+from lightrft.datasets.waveform import write_wav
+
+IMAGE, VIDEO, AUDIO = ({"type": kind} for kind in ("image", "video", "audio"))
+
+
+def png(colour):
+    file = io.BytesIO()
+    Image.new("RGB", (2, 2), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+RED, BLUE, TONE = png("red"), png("blue"), write_wav(np.full(9, 0.5, np.float32), 16_000)
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def user(*content):
+    return {"role": "user", "content": list(content)}
+
+
+def find(row, rules=MediaRules(), **options):
+    """Contents of the turns after the system turn, and the sources of the media."""
+    messages, media = find_row_media(row, MediaConfig(**options), row["prompt"], rules, "rows.jsonl, row 3")
+    return messages, [medium.source for medium in media]
+
+
+def ask(content, **columns):
+    return {"prompt": [{"role": "user", "content": content}], **columns}
+
+
+# -- words that look like placeholders --------------------------------------------------------------------------------
+def test_placeholders_of_kinds_without_a_column_are_words():
+    row = ask("Is <image> a tag, and <video>?")
+    assert find(row) == (row["prompt"], [])
+    messages, media = find(ask("<image> of <video>", images=[RED]))
+    assert messages == [user(IMAGE, text(" of <video>"))] and media == [RED]
+    for empty in (None, []):
+        with pytest.raises(MediaError, match="0 images for 1 placeholders"):
+            find(ask("Is <image> a tag?", images=empty))
+
+
+# -- rows that are known ----------------------------------------------------------------------------------------------
+def test_verl_placeholders_in_several_turns_and_a_system_prompt():
+    row = {
+        "prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "<image>\nWhat?"},
+                   {"role": "assistant", "content": "Red."}, {"role": "user", "content": "And <image>or<image>?"}],
+        "images": [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": "x.png"}, {"bytes": RED, "path": None}]
+    }
+    messages, media = find(row)
+    assert messages == [row["prompt"][0], user(IMAGE, text("\nWhat?")), row["prompt"][2],
+                        user(text("And "), IMAGE, text("or"), IMAGE, text("?"))]
+    assert media == [RED, BLUE, RED]
+    assert row["prompt"][1]["content"] == "<image>\nWhat?", "the row stays as it is"
+
+
+def test_media_without_placeholders_come_first_in_the_first_user_turn():
+    row = {
+        "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"},
+                   {"role": "assistant", "content": "A"}, {"role": "user", "content": "R"}], "audios": [TONE], "images":
+        [RED, BLUE]
+    }
+    messages, media = find(row)
+    assert messages[1] == user(IMAGE, IMAGE, AUDIO, text("Q")) and messages[3]["content"] == "R"
+    assert media == [RED, BLUE, TONE]
+
+
+def test_trl_content_lists_and_a_single_picture():
+    messages, media = find(ask([{"type": "image"}, {"type": "text", "text": "Q"}], image=RED))
+    assert messages == [user(IMAGE, text("Q"))] and media == [RED]
+    picture = Image.new("RGB", (2, 2), "red")
+    assert find(ask("Q", image=picture))[0] == [user(IMAGE, text("Q"))]
+
+
+def test_parts_of_parquet_hold_every_key():
+    content = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "Q", "image": None},
+               {"type": "image", "text": None, "image": {"bytes": BLUE, "path": None}}]
+    messages, media = find(ask(content, images=[RED], videos=None, audios=[]))
+    assert messages == [user(IMAGE, text("Q"), IMAGE)] and media == [RED, BLUE]
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image", "image": RED}, {"type": "image", "bytes": RED}, {"image": RED},
+    {"type": "image_url", "image_url": {"url": "red.png"}}, {"type": "image", "url": "red.png"},
+    {"type": "image", "path": "red.png"}, {"type": "image_url", "image_url": "red.png"},
+    {"type": "input_image", "image_url": "red.png"},
+])  # yapf: disable
+def test_media_inside_of_parts(part, tmp_path):
+    (tmp_path / "red.png").write_bytes(RED)
+    messages, media = find(ask([part, "Q"]), MediaRules(root=tmp_path))
+    assert messages == [user(IMAGE, text("Q"))] and media in ([RED], [tmp_path / "red.png"])
+
+
+def test_lightrft_sounds_that_the_column_repeats(tmp_path):
+    (tmp_path / "a.wav").write_bytes(TONE)
+    (tmp_path / "b.wav").write_bytes(TONE)
+    content = [{"type": "audio", "audio_url": "a.wav"}, {"type": "text", "text": "Q"}]
+    rules = MediaRules(root=tmp_path)
+    messages, media = find(ask(content, audio_path="a.wav"), rules)
+    assert messages == [user(AUDIO, text("Q"))] and media == [tmp_path / "a.wav"]
+    with pytest.raises(MediaError, match="1 audios for 0 placeholders"):
+        find(ask(content, audio_path="b.wav"), rules)
+
+
+def test_swift_rows_of_all_kinds():
+    row = ask("<audio><video> and <image>?", images=[RED], videos=[[RED, BLUE]], audios=[TONE])
+    messages, media = find(row)
+    assert messages == [user(AUDIO, VIDEO, text(" and "), IMAGE, text("?"))]
+    assert media[0] == TONE and media[2] == RED and [frame.source for frame in media[1]] == [RED, BLUE]
+
+
+def test_text_rows_are_unchanged():
+    for row in (ask("Q"), ask([{"type": "text", "text": "Q"}], images=None, audios=[]), ask("a <b> image"),
+                {"prompt": [{"role": "assistant", "content": None, "tool_calls": []}]}):
+        messages, media = find(row)
+        assert messages is row["prompt"] and media == []
+
+
+def test_other_keys_of_a_turn_stay():
+    row = {
+        "prompt": [{"role": "user", "content": "Q", "name": "x"}, {"role": "assistant", "content": None}], "image": RED
+    }
+    assert find(row)[0] == [{**user(IMAGE, text("Q")), "name": "x"}, {"role": "assistant", "content": None}]
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row, message", [
+    (ask([{"type": "image"}, "Q"]), "0 images for 1 placeholders"),
+    (ask("<image> Q", images=[]), "0 images for 1 placeholders"),
+    (ask("<image><image> Q", images=[RED]), "1 images for 2 placeholders"),
+    (ask("<image> Q", images=[RED, BLUE]), "2 images for 1 placeholders"),
+    (ask("<video> Q", images=[RED], videos=None), "0 videos for 1 placeholders"),
+    (ask([{"type": "image"}, "<image>"], images=[RED]), "1 images for 2 placeholders"),
+    (ask([{"type": "image", "image": BLUE}], images=[RED]), "1 images for 0 placeholders"),
+    (ask("<image>", images=[None]), "image None: it is empty"),
+    (ask("<image>", images=[[RED]]), "image list: list is not a form"),
+    (ask("<image>", images=[b"x", 7]), "2 images for 1 placeholders"),
+    (ask([{"type": "img", "img": RED}]), "which is no text, image, video, audio"),
+    (ask([{"type": "text", "text": 7}], image=RED), "which is no text"),
+    (ask([["Q"]], image=RED), "a message holds list"),
+    (ask([{"type": ["image"]}]), "object of type, which is no text"),
+    (ask(7, image=RED), "a message holds 7"),
+])  # yapf: disable
+def test_rows_that_do_not_fit(row, message):
+    with pytest.raises(MediaError, match=f"^rows.jsonl, row 3: .*{message}"):
+        find(row)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+def test_the_named_columns_come_before_the_known_ones():
+    row = ask("Q", pics=[RED], clips=[[RED]], noise=[TONE], images=[BLUE])
+    assert find(row)[1] == [BLUE]
+    assert find(row, images_key="pics")[1] == [RED]
+    assert find(row, videos_key="clips")[0] == [user(IMAGE, VIDEO, text("Q"))]
+    assert find(row, audios_key="noise")[0] == [user(IMAGE, AUDIO, text("Q"))]
+
+
+@pytest.mark.parametrize("kind, values", [("image", [RED, BLUE]), ("video", [[RED], [BLUE]]), ("audio", [TONE, TONE])])
+def test_the_most_media_of_a_row(kind, values):
+    row = ask("Q", **{f"{kind}s": values})
+    for limit in (-1, 0, 2):
+        assert len(find(row, **{f"limit_mm_{kind}_per_prompt": limit})[1]) == 2
+    with pytest.raises(MediaError, match=f"2 {kind}s are more than --limit_mm_{kind}_per_prompt 1"):
+        find(row, **{f"limit_mm_{kind}_per_prompt": 1})
+
+
+def test_the_rules_are_the_options(tmp_path):
+    rules = MediaRules.of(
+        MediaConfig(media_root=str(tmp_path), media_urls=True, media_policy="skip", fps=3.0, media_timeout_s=7.0))
+    assert (rules.root, rules.urls, rules.policy, rules.fps, rules.decode_timeout_s) == (tmp_path, True, "skip", 3.0,
+                                                                                         7.0)
+    with pytest.raises(DataError, match="--media_root .*none: no such folder"):
+        MediaRules.of(MediaConfig(media_root=str(tmp_path / "none")))
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A data file of four rows: a picture beside it, two that cannot be used, and text."""
+    (tmp_path / "red.png").write_bytes(RED)
+    prompts = [[{"role": "user", "content": "Q"}]] * 4
+    images = [["red.png"], ["gone.png"], ["red.png", "../red.png"], None]
+    pq.write_table(pa.table({"prompt": prompts, "images": images}), tmp_path / "rows.parquet")
+    return load_rows(str(tmp_path / "rows.parquet"))
+
+
+def test_a_row_that_cannot_be_used_stops_the_run_or_is_left_out(data, tmp_path, capsys):
+    chats = [row["prompt"] for row in data.rows]
+    with pytest.raises(MediaError, match="rows.parquet, row 2: image 'gone.png': no such file"):
+        find_media(data, chats, MediaConfig())
+    found = find_media(data, chats, MediaConfig(media_policy="skip"))
+    assert found[0][1][0].source == tmp_path / "red.png" and found[1:3] == [None, None]
+    assert found[3] == (chats[3], [])
+    told = capsys.readouterr().err
+    assert "2 of 4 rows have media that cannot be used (the first: " in told and "row 2: image 'gone.png'" in told
+    with pytest.raises(DataError, match="2 of 2 rows .* nothing is left"):
+        find_media(data.pick([1, 2]), chats[1:3], MediaConfig(media_policy="skip"))
+
+
+def test_paths_start_at_the_media_root(data, tmp_path):
+    (tmp_path / "media").mkdir()
+    chats = [data.rows[0]["prompt"]]
+    with pytest.raises(MediaError, match="no such file in .*media"):
+        find_media(data.pick([0]), chats, MediaConfig(media_root=str(tmp_path / "media")))
+    held = Rows(data.rows[:1], [("memory:1", 1)])
+    with pytest.raises(MediaError, match="in no file"):
+        find_media(held, chats, MediaConfig())
+    assert find_media(held, chats, MediaConfig(media_root=str(tmp_path)))[0][1]

@@ -1,0 +1,106 @@
+"""Pairs from rows of every known schema; rows that cannot be compared."""
+import pytest
+
+from lightrft.config.offline_schema import PairDataConfig
+from lightrft.datasets.preferences import PairDataset
+from lightrft.datasets.rows import DataError
+
+ASK, GOOD, BAD = ({"role": role, "content": text}
+                  for role, text in (("user", "1+1?"), ("assistant", "2"), ("assistant", "3")))
+CHAT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+FORMS = {
+    "TRL, explicit prompt": {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+    "TRL, implicit prompt": {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    "UltraFeedback": {"prompt": "1+1?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    "ms-swift, response": {"messages": [ASK, GOOD], "rejected_response": "3"},
+    "ms-swift, messages": {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
+    "chat and texts": {"prompt": [ASK], "chosen": "2", "rejected": "3"},
+}  # yapf: disable
+
+
+@pytest.fixture
+def build(write, tokenizer):
+    """``build(rows, **options)`` -> PairDataset of those rows."""
+
+    def make(rows, **options):
+        return PairDataset(PairDataConfig(train_data=[write(rows)], **({"max_len": 500} | options)), tokenizer)
+
+    return make
+
+
+def texts(example, tokenizer):
+    """The whole sequence, and what of it is in the loss."""
+    kept = [token for token, keep in zip(example.token_ids, example.loss_mask) if keep]
+    return tokenizer.decode(example.token_ids), tokenizer.decode(kept)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chats_of_every_form(build, tokenizer, form):
+    (pair, ) = build([FORMS[form]])
+    assert texts(pair.chosen, tokenizer) == (CHAT + "2<|im_end|>", "2<|im_end|>")
+    assert texts(pair.rejected, tokenizer) == (CHAT + "3<|im_end|>", "3<|im_end|>")
+    assert (pair.uid, pair.margin, pair.tie) == ("0:0", 0.0, False)
+
+
+@pytest.mark.parametrize("row, options", [
+    ({"prompt": "1+1? ", "chosen": "It is 2", "rejected": "It is 3"}, {}),
+    ({"q": "1+1? ", "good": "It is 2", "bad": "It is 3"
+      }, {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}),
+])
+def test_texts(build, tokenizer, row, options):
+    (pair, ) = build([row], **options)
+    assert texts(pair.chosen, tokenizer) == ("1+1? It is 2<|im_end|>", "It is 2<|im_end|>")
+    assert texts(pair.rejected, tokenizer) == ("1+1? It is 3<|im_end|>", "It is 3<|im_end|>")
+    (pair, ) = build([row], apply_chat_template=True, input_template="Q: {}", system_prompt="S", **options)
+    assert texts(pair.chosen, tokenizer)[0].startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ: 1+1? <")
+
+
+def test_the_prompt_of_texts_without_one_ends_before_a_whole_word(build, tokenizer):
+    (pair, ) = build([{"chosen": "Human: 1+1? Assistant: twenty", "rejected": "Human: 1+1? Assistant: two"}])
+    assert texts(pair.chosen, tokenizer)[1] == "twenty<|im_end|>" and texts(pair.rejected,
+                                                                            tokenizer)[1] == "two<|im_end|>"
+
+
+def test_margins_and_ties(build):
+    row = FORMS["chat and texts"]
+    pairs = build([row | {"margin": 0.5}, row | {"margin": 2, "rejected": "2", "tie": True}])
+    assert [(pair.margin, pair.tie) for pair in pairs] == [(0.5, False), (2.0, True)]
+
+
+BROKEN = {
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "rejected answer is missing or empty .*--rejected_key"),
+    "no chosen": ({"prompt": "a", "rejected": "b"}, "chosen answer is missing or empty .*--chosen_key"),
+    "an empty answer": ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected answer is missing or empty"),
+    "an empty turn": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]}, "rejected answer is m"),
+    "a turn of the user at the end": ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "rejected answer is missing"),
+    "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_that_cannot_be_compared(build, name, capsys):
+    row, problem = BROKEN[name]
+    good = FORMS["TRL, explicit prompt"] if isinstance(row.get("prompt", []), list) else \
+        {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match="row 2: .*" + problem):
+        build([good, row])
+    pairs = build([good, row, good], pair_policy="skip")
+    assert [pair.uid for pair in pairs] == ["0:0", "0:2"] and pairs.dropped == 1
+    assert "1 of 3 rows have answers that cannot be compared" in capsys.readouterr().err
+    with pytest.raises(DataError, match="none of 1 pairs can be used"):
+        build([row], pair_policy="skip")
+
+
+def test_what_stops_a_run_under_every_policy(build):
+    row = FORMS["chat and texts"]
+    for broken, problem in ((row | {"margin": "much"}, "margin 'much' is not a number"),
+                            (row | {"chosen": [GOOD]}, "one answer is text, the other one messages"),
+                            ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "text prompt with a chat answer")):
+        with pytest.raises(DataError, match=problem):
+            build([broken], pair_policy="skip")
+
+
+def test_a_pair_with_a_sequence_beyond_the_limit_is_dropped_as_a_whole(build, capsys):
+    row = FORMS["chat and texts"]
+    pairs = build([row, row | {"rejected": "3" * 100}], max_len=80)
+    assert len(pairs) == 1 and pairs.dropped == 1 and "1 of 2 rows are longer" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Media as the processor of a model makes them of a file: frames, their times, and the tokens of a prompt."""
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.video_utils import load_video
+
+from lightrft.datasets.media import find_medium, MediaRules
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.processing import MediumProcessor
+from lightrft.datasets.tests.test_decoding import greys, video
+from lightrft.tests.support import tiny_vision
+
+pytest.importorskip("torchvision")
+pytest.importorskip("av")
+SIZES = [(28, 28), (30, 200), (199, 31), (56, 84), (113, 97), (64, 333), (500, 400)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A video of 8 frames, 2 a second, which is what processors sample."""
+    path = tmp_path_factory.mktemp("video") / "a.mp4"
+    path.write_bytes(video(greys(8), rate=2))
+    return path
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker"])
+def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
+    """Pixels, seconds per grid and the times in the prompt; without the times processors assume 24 frames a second."""
+    family = tiny_vision.FAMILIES[name]
+    tokenizer = family.tokenizer()
+    processor = family.processor(tokenizer)
+    processor.save_pretrained(tmp_path)
+    store = MediaStore(AutoProcessor.from_pretrained(tmp_path), MediaRules(file.parent))
+    keys = store.register([find_medium("a.mp4", "video", store.rules, "row 1")])
+    frames, metadata = load_video(str(file), backend="pyav")
+    text = f"a {family.placeholders['video']} b"
+    options = {"fps": 2} if name == "qwen2_5_omni_thinker" else {"video_metadata": [metadata], "fps": 2}
+    whole = store.processor(text=[text], videos=[frames], do_sample_frames=False, return_tensors="pt",
+                            **{k: v for k, v in options.items() if k != "fps" or "omni" in name})
+    found = store.tensors(keys[0]).tensors
+    for tensor in found.keys() & whole.keys():
+        torch.testing.assert_close(found[tensor], torch.as_tensor(whole[tensor]), rtol=0, atol=0)
+    seconds = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni_thinker": "video_second_per_grid"}.get(name)
+    assert seconds is None or found[seconds].tolist() == [1.0]
+    assert store.encode(text, keys) == whole["input_ids"][0].tolist()
+
+
+def test_times_of_frames_that_were_left_out(tmp_path):
+    """Of 10 frames a second every fifth is kept: the prompt has their own times."""
+    (tmp_path / "a.mp4").write_bytes(video(greys(40), rate=10))
+    tokenizer = tiny_vision.FAMILIES["qwen3_vl"].tokenizer()
+    store = MediaStore(tiny_vision.FAMILIES["qwen3_vl"].processor(tokenizer), MediaRules(tmp_path))
+    keys = store.register([find_medium("a.mp4", "video", store.rules, "row 1")])
+    assert np.allclose(store.open(keys[0]).times, np.arange(8) / 2)
+    assert [word for word in store.tensors(keys[0]).text.split("<") if "seconds" in word] == [
+        f"{seconds:.1f} seconds>" for seconds in (0.25, 1.25, 2.25, 3.25)]  # means of two frames
+
+
+@pytest.mark.parametrize("name", [name for name, family in tiny_vision.FAMILIES.items()
+                                  if "image" in family.placeholders])
+def test_the_text_of_a_picture_from_its_size(name):
+    """Where a processor has a function for sizes; those with breaks between rows or tiles are processed instead."""
+    family = tiny_vision.FAMILIES[name]
+    single = MediumProcessor(family.processor(family.tokenizer()))
+    noise = np.random.default_rng(0)
+    found = [single.text_of_size(height, width) for height, width in SIZES]
+    if name in ("llava_pixtral", "mistral3", "idefics3", "smolvlm", "qwen2_5_omni_thinker"):
+        assert found == [None] * len(SIZES)
+        return
+    for text, size in zip(found, SIZES):
+        picture = Image.fromarray(noise.integers(0, 256, (*size, 3), dtype=np.uint8))
+        assert text == single.process("image", picture).text, size

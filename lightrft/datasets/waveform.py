@@ -1,0 +1,201 @@
+"""Sound: WAV files, what soundfile reads, and resampling. Functions raise ``ValueError`` for sound that is broken."""
+import io
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightrft.utils.errors import install_command, UserError
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_UNKNOWN_SIZE = 0x7FFFF000  # and above: what programs write that do not know the length yet
+_BLOCK = 1 << 16  # samples that soundfile decodes at a time
+_LOUDEST = 8.0  # of floats; above, they are integers that were not scaled
+
+
+@dataclass(frozen=True, eq=False)
+class Waveform:
+    """Sound of one channel: ``samples`` [n] float32, about -1 to 1, at ``rate`` Hz."""
+    samples: np.ndarray
+    rate: int
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return len(self.samples) / self.rate
+
+
+def as_mono(array: Any) -> np.ndarray:
+    """Convert numbers [n], [n, channels] or [channels, n] to float32 [n]; integers are scaled by their type.
+
+    A list of integers counts as 16 bits.
+
+    Raises:
+        ValueError: not numbers, empty, of other dimensions, NaN or infinite, or floats far outside of -1 to 1.
+    """
+    given = np.asarray(array)
+    if given.dtype.kind not in "iuf" or given.ndim not in (1, 2) or given.size == 0:
+        raise ValueError(f"{given.dtype} of shape {given.shape} is not numbers [n] or [n, channels]")
+    samples = given.astype(np.float32) if given.dtype.kind == "f" else _scaled(given)
+    if samples.ndim == 2:
+        samples = samples.mean(1 if samples.shape[1] <= samples.shape[0] else 0)
+    if not np.isfinite(samples).all():
+        raise ValueError("NaN or infinite samples")
+    if np.abs(samples).max() > _LOUDEST:
+        raise ValueError(f"samples up to {np.abs(samples).max():g}, not from -1 to 1")
+    return samples
+
+
+def _scaled(integers: np.ndarray) -> np.ndarray:
+    """Scale integers to -1 to 1; of a type wider than 32 bits, as 16-bit numbers."""
+    if integers.dtype.kind == "u":
+        raise ValueError(f"{integers.dtype} samples: unsigned integers are not known")
+    bits = 16 if integers.dtype.itemsize > 4 else 8 * integers.dtype.itemsize
+    if np.abs(integers.astype(np.int64)).max() > 2**(bits - 1):
+        raise ValueError(f"integer samples of more than {bits} bits")
+    return (integers / 2.0**(bits - 1)).astype(np.float32)
+
+
+def write_wav(samples: np.ndarray, rate: int) -> bytes:
+    """Encode mono float32 samples as a WAV file, without loss."""
+    body = samples.astype("<f4").tobytes()
+    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(body), b"WAVE", b"fmt ", 16, _FLOAT, 1, rate, 4 * rate,
+                       4, 32, b"data", len(body))
+    return head + body
+
+
+def read_sound(data: bytes, most: int, tick: Callable[[], None]) -> Waveform:
+    """Decode a sound file: PCM and float WAV here, everything else with soundfile (extra ``audio``).
+
+    Args:
+        data: the whole file.
+        most: largest number of samples per channel.
+        tick: called now and then; it raises when time is up.
+
+    Raises:
+        ValueError: not a sound, cut off, empty, too long, or NaN.
+        UserError: soundfile is needed and not installed.
+    """
+    wav = _read_wav(data, most) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    samples, rate = wav or _read_other(data, most, tick)
+    return Waveform(as_mono(samples), rate)
+
+
+def _read_wav(data: bytes, most: int) -> tuple[np.ndarray, int] | None:
+    """Return the samples [n, channels] and the rate of a WAV file; None for another codec than PCM and float."""
+    chunks = dict(_chunks(data))
+    if len(chunks.get(b"fmt ", b"")) < 16 or b"data" not in chunks:
+        raise ValueError("a WAV file without format or data")
+    codec, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunks[b"fmt "])
+    if codec == _EXTENSIBLE and len(chunks[b"fmt "]) >= 26:
+        codec = int.from_bytes(chunks[b"fmt "][24:26], "little")
+    if (codec, bits) not in _WAV_TYPES:
+        return None
+    if not 1 <= channels <= 64:
+        raise ValueError(f"{channels} channels")
+    body = chunks[b"data"]
+    count = len(body) // (channels * bits // 8)
+    _check_length(count, most, rate)
+    values = _WAV_TYPES[codec, bits](body[:count * channels * bits // 8])
+    return values.reshape(-1, channels), rate
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield name and content of the chunks of a RIFF file.
+
+    Raises:
+        ValueError: the sound ends before the length that the file states.
+    """
+    at = 12
+    while at + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, at)
+        body = data[at + 8:at + 8 + size]
+        if name == b"data" and len(body) < size < _UNKNOWN_SIZE:
+            raise ValueError(f"cut off: {len(body)} of {size} bytes of sound are there")
+        yield name, body
+        at += 8 + size + size % 2
+
+
+def _integers(kind: str, zero: float, scale: float) -> Callable[[bytes], np.ndarray]:
+    return lambda body: ((np.frombuffer(body, kind).astype(np.float32) - zero) / scale)
+
+
+def _pcm24(body: bytes) -> np.ndarray:
+    padded = np.zeros((len(body) // 3, 4), np.uint8)
+    padded[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
+    return (padded.view("<i4")[:, 0] / 2.0**31).astype(np.float32)
+
+
+_WAV_TYPES: dict[tuple[int, int], Callable[[bytes], np.ndarray]] = {
+    (_PCM, 8): _integers("u1", 128, 2.0**7),
+    (_PCM, 16): _integers("<i2", 0, 2.0**15),
+    (_PCM, 24): _pcm24,
+    (_PCM, 32): _integers("<i4", 0, 2.0**31),
+    (_FLOAT, 32): lambda body: np.frombuffer(body, "<f4"),
+    (_FLOAT, 64): lambda body: np.frombuffer(body, "<f8"),
+}
+
+
+def _read_other(data: bytes, most: int, tick: Callable[[], None]) -> tuple[np.ndarray, int]:
+    """Return the samples [n, channels] and the rate of what soundfile reads."""
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: its library is missing
+        raise UserError(f"sound other than PCM and float WAV needs the package soundfile ({error}): "
+                        f"{install_command('audio')}") from error
+    if _cut_off(data):
+        raise ValueError("cut off: its last block is missing")
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        blocks, count = [], 0
+        while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+            tick()
+            blocks.append(block)
+            count += len(block)
+            _check_length(count, most, file.samplerate)
+        if count < 0.95 * file.frames < 2**40:  # a file without an end states about 2 ** 63
+            raise ValueError(f"cut off: {count} of {file.frames} samples are there")
+        _check_length(count, most, file.samplerate)
+        return np.concatenate(blocks), file.samplerate
+
+
+def _cut_off(data: bytes) -> bool:
+    """Check an AIFF or Ogg file for a missing end, which soundfile does not report."""
+    if data[:4] == b"FORM":
+        return int.from_bytes(data[4:8], "big") + 8 > len(data)
+    page = data.rfind(b"OggS")
+    if data[:4] != b"OggS" or len(data) < page + 27:
+        return data[:4] == b"OggS"
+    segments = data[page + 27:page + 27 + data[page + 26]]
+    last = bool(data[page + 5] & 4)  # flag of the last page
+    return not last or page + 27 + data[page + 26] + sum(segments) > len(data)
+
+
+def _check_length(count: int, most: int, rate: int) -> None:
+    if count == 0:
+        raise ValueError("no samples")
+    if count > most:
+        raise ValueError(f"more than {most} samples, about {most / max(rate, 1):.0f} s. Cut it into pieces")
+    if not 1000 <= rate <= 768_000:
+        raise ValueError(f"a rate of {rate} Hz")
+
+
+def resample(sound: Waveform, rate: int) -> Waveform:
+    """Convert to another rate with soxr's high quality (extra ``audio``); the same rate needs no package.
+
+    Raises:
+        ValueError: shorter than one sample at ``rate``.
+        UserError: soxr is not installed.
+    """
+    if sound.rate == rate:
+        return sound
+    try:
+        import soxr
+    except ImportError as error:
+        raise UserError(f"sound of {sound.rate} Hz for a model of {rate} Hz needs the package soxr: "
+                        f"{install_command('audio')}, or resample the data") from error
+    samples = soxr.resample(sound.samples, sound.rate, rate)
+    if not len(samples):
+        raise ValueError(f"shorter than one sample at {rate} Hz")
+    return Waveform(samples.astype(np.float32, copy=False), rate)

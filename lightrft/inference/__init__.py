@@ -1,0 +1,1 @@
+"""Commands that generate without training: batch inference, evaluation and chat."""

@@ -1,0 +1,109 @@
+"""Batch inference from options to the output file: generate or read responses, score, post-process, write."""
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.inference.loading import LoadedModel
+from lightrft.inference.post_processing import normalise_rewards, post_process
+from lightrft.inference.prompts import content_of, generate, identity, scoring
+from lightrft.inference.responses import read_responses, score_responses
+from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.rewards.manager import RewardManager
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.hub_files import fetch_once
+from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
+
+# options that change nothing in the rows of single responses
+LATER = ("output_path", "post_processor", "normalize_reward", "reward_template")
+
+
+def run(config: GenerateConfig, strategy: StrategyBase) -> None:
+    """Run the task of ``config`` to its end, or to a stop request; a collective."""
+    with scoring(config.score) if config.score.score else nullcontext() as rewards:
+        files, done = (_generated if config.generates else _scored)(config, strategy, rewards)
+    files.close()
+    if not done:
+        get_logger().info(f"stopped; the same command resumes from {files.folder}")
+    elif strategy.is_main:
+        _finish(config, files.rows())
+        files.finish()
+    strategy.barrier()
+
+
+def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
+    """Answer the prompts that are not answered yet."""
+    rl = config.as_config()
+    fetch_once(strategy, rl, rl.data)
+    model = LoadedModel.open(rl, strategy)
+    suffix = f" {config.data.csft_prompt.strip()} " if config.data.enable_csft else ""
+    data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media, suffix=suffix)
+    prompts: Sequence[Prompt] = _of_iteration(config, data)
+    files = _open_files(config, strategy, content_of(prompts))
+    return files, generate(model, prompts, files, rewards, config.seed)
+
+
+def _scored(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
+    """Score responses that the rows have; without ``--score`` they have rewards too."""
+    rows = _of_iteration(config, read_responses(config.data, rescored=rewards is not None))
+    files = _open_files(config, strategy, rows)
+    return files, score_responses(strategy, rows, config.data, files, rewards)
+
+
+def _of_iteration(config: GenerateConfig, rows: Sequence[Any]) -> Sequence[Any]:
+    """Return the rows of ``--iter``; all without it.
+
+    Raises:
+        UserError: the data ends before this iteration.
+    """
+    number, size = config.data.iter, config.data.rollout_batch_size
+    if number is None:
+        return rows
+    if number * size >= len(rows):
+        raise UserError(f"--iter {number}: begins at row {number * size}, and the data has {len(rows)}; with "
+                        f"--rollout_batch_size {size} the last one is --iter {(len(rows) - 1) // size}")
+    return rows[number * size:(number + 1) * size]
+
+
+def _open_files(config: GenerateConfig, strategy: StrategyBase, content: Sequence[Any]) -> RowFiles:
+    """Open the files of this run, new or unfinished; ``content`` identifies its data."""
+    files = RowFiles(config.folder, identity(config, LATER, content), strategy)
+    if files.done:
+        get_logger().info(f"resumed: {len(files.done)} of {len(content)} rows are done")
+    return files
+
+
+def _finish(config: GenerateConfig, rows: list[Row]) -> None:
+    """Write the output and its summary, and log it."""
+    counts, found = Counter[str](), rows
+    summary = summarise(rows)
+    if config.score.normalize_reward:
+        found = normalise_rewards(found)
+    if config.score.post_processor:
+        found, counts = post_process(config.score.post_processor, found, config.score.reward_template)
+    write_rows(config.out, found)
+    summary |= {"rows": len(found)} | counts
+    path = config.out.with_name(f"{config.out.name}.summary.json")
+    path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    told = ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in summary.items())  # yapf: disable
+    get_logger().info(f"written: {config.out} ({told})")
+
+
+def summarise(rows: list[Row]) -> dict[str, float]:
+    """Count responses, prompts, truncated and unscored responses; mean and deviation of the rewards."""
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    prompts = {row.get("prompt_id", row["input"]) for row in rows}
+    found: dict[str, float] = {"prompts": len(prompts), "responses": len(rows)}
+    found["truncated responses"] = sum(row.get("finish_reason") == "length" for row in rows)
+    if any("reward" in row for row in rows):
+        found["unscored responses"] = len(rows) - len(rewards)
+    if rewards:
+        found |= {"reward mean": statistics.fmean(rewards), "reward std": statistics.pstdev(rewards)}
+    return found

@@ -1,0 +1,118 @@
+"""A conversation with a model in an engine: turns, pictures, and answers that appear while they are generated."""
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.datasets.records import Message
+from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.inference.loading import LoadedModel
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.trainer.samples import Response, sample_seed, stop_token_ids, to_samples
+from lightrft.types import Prompt
+
+PIECE = 16  # tokens that are generated before they are shown
+UNFINISHED = "�"  # the end of a text whose last character has further bytes
+HELP = "/image PATH: show a picture with the next message; /reset: begin again; /exit: end"
+
+
+@dataclass
+class Conversation:
+    """Turns so far, and pictures that wait for the next message."""
+    model: LoadedModel
+    engine: RolloutEngine
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)  # of all turns
+    waiting: list[str] = field(default_factory=list)
+    turns: int = 0
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.messages, self.pictures, self.waiting = [], [], []
+
+    def show(self, path: str) -> str:
+        """Add a picture to the next message; return what to say about it."""
+        if self.model.media is None:
+            return "this model takes text only"
+        if self.model.config.rollout.engine_type != "hf":
+            return "pictures need --engine_type hf, because other engines are started for a known number of them"
+        file = Path(path).expanduser()
+        if not file.is_file():
+            return f"{path}: no such file"
+        self.waiting.append(str(file.resolve()))
+        return f"{file.name} goes with the next message"
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yield the answer to a message piece by piece; the turn is kept once it is complete.
+
+        Raises:
+            DataError: the conversation is longer than ``--prompt_max_len``, or a picture cannot be used.
+        """
+        parts = [*({"type": "image"} for _ in self.waiting), {"type": "text", "text": text}]
+        said: Message = {"role": "user", "content": parts if self.waiting else text}
+        pictures, self.waiting = [*self.pictures, *self.waiting], []
+        prompt = self._prompt([*self.messages, said], pictures)
+        answer = ""
+        for piece in self._pieces(prompt):
+            answer += piece
+            yield piece
+        self.messages += [said, {"role": "assistant", "content": answer}]
+        self.pictures, self.turns = pictures, self.turns + 1
+
+    def _prompt(self, messages: list[Message], pictures: list[str]) -> Prompt:
+        """Render and tokenize the conversation as a row of a data set."""
+        config = self.model.config
+        row = {"prompt": messages, **({"images": pictures} if pictures else {})}
+        data = replace(config.data, prompt_data=[hold_rows([row])])
+        return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media)[0]
+
+    def _pieces(self, prompt: Prompt) -> Iterator[str]:
+        """Generate an answer a few tokens at a time, each piece from where the last one ended."""
+        cfg, tokenizer = self.model.config.rollout, self.model.tokenizer
+        sampling = SamplingParams(cfg.generate_max_len, cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p,
+                                  stop_token_ids(cfg.stop, tokenizer))
+        done, shown, seed = Completion([], [], "length"), "", sample_seed(self.seed, self.turns)
+        while done.finish_reason == "length" and len(done.token_ids) < cfg.generate_max_len:
+            most = min(len(done.token_ids) + PIECE, cfg.generate_max_len)
+            request = Request.of(prompt, [seed], [done.token_ids])
+            ((piece, ), ) = self.engine.generate([request], replace(sampling, max_new_tokens=most))
+            done.extend(piece)
+            (sample, ) = to_samples(tokenizer, [(0, prompt, 0, Response.of(done, 0))], sampling.stop_token_ids)
+            ended = done.finish_reason != "length" or most == cfg.generate_max_len
+            text = sample.text if ended else sample.text.rstrip(UNFINISHED)
+            yield text[len(shown):]
+            shown = text
+
+
+def talk(conversation: Conversation, lines: TextIO, write: Callable[[str], object], prompt: str = "") -> None:
+    """Answer messages, one per line, until ``/exit`` or the end of ``lines``.
+
+    Args:
+        prompt: is written where a message is expected.
+    """
+    write(prompt)
+    for line in lines:
+        command, _, rest = line.strip().partition(" ")
+        if command == "/exit":
+            return
+        if command == "/reset":
+            conversation.reset()
+            write("a new conversation\n")
+        elif command == "/image":
+            write(f"{conversation.show(rest.strip())}\n")
+        elif command.startswith("/"):
+            write(f"{HELP}\n")
+        elif command:
+            _answer(conversation, line.strip(), write)
+        write(prompt)
+
+
+def _answer(conversation: Conversation, text: str, write: Callable[[str], object]) -> None:
+    try:
+        for piece in conversation.ask(text):
+            write(piece)
+        write("\n")
+    except DataError as error:
+        write(f"{error}. The message is not kept; /reset begins a new conversation\n")

@@ -1,0 +1,115 @@
+"""Evaluation of checkpoints on the same prompts: answers of each, numbers with intervals, paired differences."""
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.inference.accuracy import differences, group_answers, Measure, measures, results
+from lightrft.inference.loading import LoadedModel
+from lightrft.inference.prompts import content_of, generate, identity, scoring
+from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.hub_files import fetch_once
+from lightrft.utils.logging import get_logger
+from lightrft.utils.tables import render, screen
+
+LATER = ("output_path", "pass_k", "maj_k", "pretrain")  # options that change no answer of a model
+
+
+def evaluate(config: EvaluateConfig, strategy: StrategyBase) -> None:
+    """Evaluate every model, write and show the results; a stop request ends it early. A collective."""
+    files: dict[str, RowFiles] = {}
+    for path, name in zip(config.model.pretrain, model_names(config.model.pretrain)):
+        files[name], done = answer(config, strategy, path, config.folder / f"{name}.parts")
+        files[name].close()
+        if not done:
+            get_logger().info(f"stopped; the same command resumes from {config.folder}")
+            return
+    if strategy.is_main:
+        e = config.evaluation
+        rows = {name: one.rows() for name, one in files.items()}
+        for name, found in rows.items():
+            write_rows(config.folder / f"{name}.jsonl", found)
+        report(config.folder, rows, measures(config.engine.n_samples, e.pass_k, e.maj_k))
+        for one in files.values():
+            one.finish()
+    strategy.barrier()
+
+
+def model_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each model, for its file and the tables: the end of its path that no other one has."""
+    parts = [[part for part in Path(path).parts if part != "/"] for path in paths]
+    names = list[str]()
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Path) -> tuple[RowFiles, bool]:
+    """Generate and score the answers of the model at ``path`` that ``folder`` does not have; return the files, and
+    False if a stop request has ended it."""
+    rl = config.as_config(path)
+    fetch_once(strategy, rl, rl.data)
+    model = LoadedModel.open(rl, strategy)
+    prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media)
+    files = RowFiles(folder, identity(config, LATER, content_of(prompts)) | {"the model": path}, strategy)
+    get_logger().info(f"{path}: {len(prompts) - len(files.done)} of {len(prompts)} prompts to answer")
+    with scoring(config.score) as rewards:
+        return files, generate(model, prompts, files, rewards, config.seed)
+
+
+def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure]) -> None:
+    """Write ``results.jsonl`` and ``differences.jsonl``, and print their tables."""
+    answers = {name: group_answers(found) for name, found in rows.items()}
+    first, *others = answers
+    found = [{"model": name, **row} for name, one in answers.items() for row in results(one, wanted)]
+    compared = [{"model": name, "baseline": first, **row} for name in others
+                for row in differences(answers[first], answers[name], wanted)]  # yapf: disable
+    write_rows(folder / "results.jsonl", found)
+    write_rows(folder / "differences.jsonl", compared)
+    for line in table(found, compared):
+        sys.stdout.write(f"{line}\n")
+
+
+def table(found: Sequence[Row], compared: Sequence[Row]) -> list[str]:
+    """Return the lines of a table: a row per source, number and model, with intervals, and its difference to the first.
+
+    Args:
+        found: the rows of ``results.jsonl``.
+        compared: those of ``differences.jsonl``.
+    """
+    titles = ["source", "metric", "model", "prompts", "value"]
+    titles += [f"minus {compared[0]['baseline']}", "better", "worse", "p"] if compared else []
+    lines = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        lines.add_column(title, justify="left" if title in ("source", "metric", "model") else "right", no_wrap=True)
+    of = {_place(row): row for row in compared}
+    order = list(dict.fromkeys(_place(row)[:2] for row in found))
+    for row in sorted(found, key=lambda row: order.index(_place(row)[:2])):  # models stay in their order
+        lines.add_row(*_place(row), str(row.get("prompts", "")), _cell(row), *_difference(of.get(_place(row))))
+    return render(lines, *screen())
+
+
+def _place(row: Row) -> tuple[str, str, str]:
+    return row["source"], row["metric"], row["model"]
+
+
+def _difference(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ()
+    return (_with_interval(row["difference"], row, "+.3f"), str(row["better"]), str(row["worse"]), f"{row['p']:.2g}")
+
+
+def _cell(row: Row) -> str:
+    return _with_interval(row["value"], row, ".3f") if "low" in row else f"{row['value']:.4g}"
+
+
+def _with_interval(value: float, row: Row, form: str) -> str:
+    if row["low"] is None:
+        return f"{value:{form}}"
+    return f"{value:{form}} [{row['low']:.2f}, {row['high']:.2f}]"

@@ -1,0 +1,136 @@
+"""Batch inference: responses of an engine to many prompts, scored, written as soon as they are."""
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.manager import Handle, RewardManager
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.inference.row_files import Row, RowFiles
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.samples import Response, reward_input, sample_seed, to_samples
+from lightrft.types import Prompt, Sample
+from lightrft.utils.progress import progress
+from lightrft.utils.watchdog import stop_requested, tick
+
+GROUPS_PER_CALL = 1024  # prompts of a rank in one call of the engine, which ends with its slowest response
+RESPONSES_PER_CALL = 4096  # and their responses
+
+
+class ScoredWriter:
+    """Writer of groups of rows, each when its scores are there.
+
+    Args:
+        rewards: score the responses; None: rows are written without a reward.
+        groups: that this rank will add.
+    """
+
+    def __init__(self, files: RowFiles, rewards: RewardManager | None, groups: int, desc: str) -> None:
+        self.files, self.rewards = files, rewards
+        self._waiting: deque[tuple[int, list[Row], Handle]] = deque()
+        self._bar = progress(groups, desc, unit="row")
+
+    def add(self, number: int, rows: list[Row], asked: list[RewardInput]) -> None:
+        """Take a group; ``asked`` has the input of the reward for each row."""
+        if self.rewards is None:
+            self._write(number, rows)
+        else:
+            self._waiting.append((number, rows, self.rewards.submit(asked)))
+            self.drain(lambda handle: handle.ready)
+
+    def drain(self, due: Callable[[Handle], bool] = lambda handle: True) -> None:
+        """Write the waiting groups up to the first one that is not ``due``; wait for their scores."""
+        while self.rewards is not None and self._waiting and due(self._waiting[0][2]):
+            number, rows, handle = self._waiting.popleft()
+            scores = self.rewards.collect(handle)
+            self._write(number, [row | scored(score) for row, score in zip(rows, scores, strict=True)])
+
+    def _write(self, number: int, rows: list[Row]) -> None:
+        tick()
+        self.files.add(number, rows)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
+def scored(score: Score) -> Row:
+    """Return the columns of a score: ``reward`` (None: unscored, with its cause), and the parts where they differ from
+    it."""
+    found: Row = {"reward": score.total}
+    if list(score.parts.values()) != [score.total]:
+        found["reward_parts"] = score.parts
+    return found | ({"unscored": score.error} if score.total is None else {})
+
+
+class BatchGenerator:
+    """Generates ``n`` responses to each prompt, on all ranks.
+
+    The seed of a response depends on ``seed``, its prompt and its number alone: neither the ranks nor a resumed run
+    change a response.
+
+    Args:
+        keep: columns of the rows of the data that the output has too.
+    """
+
+    def __init__(self, strategy: StrategyBase, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase,
+                 sampling: SamplingParams, n: int, seed: int, keep: Sequence[str] = ()) -> None:
+        self.strategy, self.engine, self.tokenizer = strategy, engine, tokenizer
+        self.sampling, self.n, self.seed, self.keep = sampling, n, seed, keep
+
+    def run(self, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None) -> bool:
+        """Answer the prompts that ``files`` does not have; a collective.
+
+        Returns:
+            False if a stop request has ended it early.
+        """
+        todo = [number for number in range(len(prompts)) if number not in files.done]
+        writer = ScoredWriter(files, rewards, -(-len(todo) // self.strategy.world_size), "generation")
+        size = max(1, min(GROUPS_PER_CALL, RESPONSES_PER_CALL // self.n)) * self.strategy.world_size
+        for start in range(0, len(todo), size):
+            if self.strategy.any_rank(stop_requested()):
+                break
+            mine = todo[start:start + size][self.strategy.rank::self.strategy.world_size]
+            self._call([(number, prompts[number]) for number in mine], writer)
+        writer.close()
+        return not self.strategy.any_rank(stop_requested())
+
+    def _call(self, numbered: list[tuple[int, Prompt]], writer: ScoredWriter) -> None:
+        """Generate the responses of some prompts in one call; a request to stop ends it early."""
+        requests = [
+            Request.of(prompt, [sample_seed(self.seed, prompt.uid, j) for j in range(self.n)]) for _, prompt in numbered
+        ]
+
+        def finished(i: int, completions: list[Completion]) -> bool:
+            number, prompt = numbered[i]
+            ended = [(number, prompt, j, Response.of(done, 0)) for j, done in enumerate(completions)]
+            samples = to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)
+            writer.add(number, [self.row(sample) for sample in samples],
+                       [reward_input(prompt, sample.text) for sample in samples])
+            return stop_requested()
+
+        self.engine.generate(requests, self.sampling, finished)
+        writer.drain()
+
+    def row(self, sample: Sample) -> Row:
+        """Return the row of a response. With media the prompt is there as messages too, with the columns ``keep``."""
+        prompt = sample.prompt
+        found: Row = {"input": prompt.text, "output": sample.text, "prompt_id": prompt.uid, "sample": sample.index,
+                      "tokens": sample.response_len, "finish_reason": sample.finish_reason}  # yapf: disable
+        if prompt.media:
+            found |= {"prompt": prompt.messages or prompt.text, **kept(prompt.columns, self.keep)}
+        facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
+        return found | {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def kept(columns: dict[str, Any], names: Sequence[str]) -> Row:
+    """Return the columns ``names``, as far as JSON can hold them: paths and URLs of media, but not their bytes."""
+    found = {}
+    for name in names:
+        values = columns.get(name)
+        if values and all(isinstance(value, str) for value in (values if isinstance(values, list) else [values])):
+            found[name] = values
+    return found

@@ -1,0 +1,60 @@
+"""A model in a rollout engine, for commands that generate without training."""
+from dataclasses import dataclass, replace
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import Config
+from lightrft.datasets.media_store import MediaStore
+from lightrft.models.loader import check_context, load_actor
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.ops.rounding import has_experts, RunArithmetic
+from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.engines import get_engine
+from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
+from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.base_trainer import connect_media, open_media
+from lightrft.utils.timer import Timer
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready to be loaded into an engine: its tokenizer, and the source of its media."""
+    config: Config
+    strategy: StrategyBase
+    tokenizer: PreTrainedTokenizerBase
+    media: MediaStore | None
+
+    @classmethod
+    def open(cls, config: Config, strategy: StrategyBase) -> "LoadedModel":
+        """Read the tokenizer and the processor of ``config.model.pretrain``; the weights are left to :meth:`start`.
+
+        Raises:
+            UserError: there is no such model, or it has not enough positions.
+        """
+        path, lengths = str(config.model.pretrain), config.rollout
+        check_context(path, prompt_max_len=lengths.prompt_max_len, generate_max_len=lengths.generate_max_len)
+        tokenizer = load_tokenizer(path, config.data.chat_template)
+        return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data))
+
+    def start(self) -> RolloutEngine:
+        """Start the engine, give it the weights and compare them with those of the file; a collective.
+
+        With media, call it after the data is read: engines limit the media of a prompt to the most of any row.
+        """
+        config, strategy = self.config, self.strategy
+        rollout = replace(config.rollout, engine_sleep=False, sync_proof="fingerprint")
+        prepared = strategy.prepare(partial(load_actor, config.model, train=False, deferred=True))
+        connect_media(prepared.model, self.media, strategy)
+        prepared.model.eval()
+        bf16 = bool(config.model.bf16)
+        engine = get_engine(rollout, prepared.model, strategy, self.tokenizer, bf16)
+        arithmetic = RunArithmetic.of(rollout, bf16, strategy.device.type, has_experts(prepared.model)).engine
+        proof = get_weight_sync_verifier(rollout, strategy, prepared, engine, (), arithmetic, Timer())
+        sync_weights(strategy, prepared, engine, 0, rollout.sync_bucket_mib, proof)
+        if proof is not None:
+            proof.check(0)
+        if not engine.shared_storage():
+            strategy.offload(prepared)
+        return engine

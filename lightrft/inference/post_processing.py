@@ -1,0 +1,117 @@
+"""Training rows from scored responses: rejection sampling, conditional SFT and pairs for iterative DPO.
+
+Input rows have ``input``, ``output`` and ``reward`` (None: unscored), as :mod:`lightrft.inference.generation` writes
+them. The columns of the result are those of OpenRLHF's batch inference.
+"""
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightrft.inference.row_files import Row
+from lightrft.utils.errors import UserError
+
+Counts = Counter[str]
+MEDIA = "prompt"  # column of the messages of a prompt with media, which training reads in place of ``input``
+
+
+def normalise_rewards(rows: list[Row]) -> list[Row]:
+    """Shift and scale the rewards to mean 0 and (Bessel-corrected) deviation 1 over all scored rows.
+
+    Raises:
+        UserError: fewer than two differ.
+    """
+    values = [row["reward"] for row in rows if row.get("reward") is not None]
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    if not deviation:
+        raise UserError(f"--normalize_reward: the {len(values)} rewards do not differ, so they have no scale; drop it, "
+                        "or score with a reward that tells responses apart")
+    mean = statistics.fmean(values)
+    return [row if row.get("reward") is None else row | {"reward": (row["reward"] - mean) / deviation} for row in rows]
+
+
+def rejection_sampling(rows: list[Row], counts: Counts) -> list[Row]:
+    """Return the best response to each prompt; of several with the best reward the first."""
+    best = []
+    for group in _groups(rows, counts):
+        chosen = max(group, key=lambda row: row["reward"])  # the first of equals
+        counts["ties for the best response"] += sum(row["reward"] == chosen["reward"] for row in group) > 1
+        best.append(_of_input(chosen, {"output": chosen["output"], "reward": chosen["reward"]}))
+    return best
+
+
+def conditional_sft(rows: list[Row], counts: Counts, template: str) -> list[Row]:
+    """Return every response with its reward, to two digits, in its prompt.
+
+    Raises:
+        UserError: a prompt has media, so that it is a chat, which a template of text cannot hold.
+    """
+    found = []
+    for row in (row for group in _groups(rows, counts) for row in group):
+        if MEDIA in row:
+            raise UserError("--post_processor csft: writes the reward after the text of a prompt, and the prompts have "
+                            "media; use rs or iter_dpo")
+        wish = template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])
+        found.append({"input": wish, "output": row["output"], "reward": row["reward"]})
+    return found
+
+
+def preference_pairs(rows: list[Row], counts: Counts) -> list[Row]:
+    """Return the best and the worst response to each prompt; none where all rewards are equal."""
+    pairs = []
+    for group in _groups(rows, counts):
+        best, worst = (pick(group, key=lambda row: row["reward"]) for pick in (max, min))
+        if best["reward"] == worst["reward"]:
+            counts["prompts without a pair: equal rewards" if len(group) > 1 else
+                   "prompts without a pair: one response"] += 1  # yapf: disable
+            continue
+        pairs.append(_of_prompt(best, {
+            "chosen": best["output"], "chosen_reward": best["reward"],
+            "rejected": worst["output"], "rejected_reward": worst["reward"]}))  # yapf: disable
+    return pairs
+
+
+def post_process(name: str, rows: list[Row], template: str) -> tuple[list[Row], Counts]:
+    """Return the rows of the post-processor ``name``, and the number of what was left out or decided by order.
+
+    Raises:
+        UserError: no row is left.
+    """
+    counts = Counts()
+    processors: dict[str, Callable[[], list[Row]]] = {
+        "rs": lambda: rejection_sampling(rows, counts), "iter_dpo": lambda: preference_pairs(rows, counts),
+        "csft": lambda: conditional_sft(rows, counts, template)
+    }  # yapf: disable
+    found = processors[name]()
+    if not found:
+        causes = ", ".join(f"{count} {cause}" for cause, count in (+counts).items()) or "there is no response"
+        raise UserError(f"--post_processor {name}: no row is left of {len(rows)} responses ({causes})")
+    return found, +counts
+
+
+def _groups(rows: Iterable[Row], counts: Counts) -> Iterable[list[Row]]:
+    """Group the scored responses by prompt, in the order of the first; the same response is taken once."""
+    groups: dict[Any, dict[str, Row]] = {}
+    for row in rows:
+        if row.get("reward") is None or not math.isfinite(row["reward"]):
+            counts["unscored responses"] += 1
+            continue
+        group = groups.setdefault(row["prompt_id"] if MEDIA in row and "prompt_id" in row else row["input"], {})
+        counts["repeated responses"] += row["output"] in group
+        group.setdefault(row["output"], row)
+    return [list(group.values()) for group in groups.values()]
+
+
+def _of_input(row: Row, values: Row) -> Row:
+    """Return the columns of a prompt for SFT, with ``values``."""
+    return {"input": row["input"], **_media(row), **values}
+
+
+def _of_prompt(row: Row, values: Row) -> Row:
+    """Return the columns of a prompt for preferences, with ``values``."""
+    return {"prompt": row["input"], **_media(row), **values}
+
+
+def _media(row: Row) -> Row:
+    return {name: row[name] for name in (MEDIA, "images", "videos", "audios") if MEDIA in row and name in row}

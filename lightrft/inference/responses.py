@@ -1,0 +1,81 @@
+"""Rows that have their responses already: ``--eval_task rm`` scores them without generating."""
+from collections.abc import Sequence
+from typing import Any
+
+from lightrft.config.generate_schema import GenerateDataConfig
+from lightrft.datasets.records import (find_label, find_reference, missing, prompt_column, text_of, to_messages)
+from lightrft.datasets.rows import DataError, load_rows, Row
+from lightrft.inference.generation import ScoredWriter
+from lightrft.inference.row_files import RowFiles
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
+from lightrft.strategy.base import StrategyBase
+from lightrft.utils.watchdog import stop_requested
+
+OWN = ("reward", "reward_parts", "unscored")  # columns of an earlier score
+
+
+def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[Row]:
+    """Read the rows of ``--prompt_data``, with ``input`` and ``output`` as text; other columns stay.
+
+    A chat (``--input_key chosen``, say) whose last turn is the assistant's is a prompt and its response.
+
+    Args:
+        rescored: the rows are scored now; else they have a ``reward``.
+
+    Raises:
+        DataError: a row has no prompt, no response, or no reward and nothing scores it.
+    """
+    found: list[Row] = []
+    for spec in cfg.prompt_data:
+        rows = load_rows(spec, cfg.prompt_split)
+        for i, row in enumerate(rows.rows):
+            if not rescored and "reward" not in row:
+                raise DataError(f"{rows.where(i)}: the row has no reward, and nothing scores it; add --score")
+            found.append(_response(row, cfg, rows.where(i)) | ({} if rescored else {"reward": row["reward"]}))
+    return found[:cfg.max_samples or None]
+
+
+def _response(row: Row, cfg: GenerateDataConfig, where: str) -> Row:
+    column = prompt_column({name: value for name, value in row.items() if name != cfg.output_key}, cfg.input_key)
+    if column is None:
+        raise DataError(
+            f"{where}: the row has no prompt (looked in {cfg.input_key}, prompt, messages and input; it has "
+            f"{', '.join(row)}). Name its column with --input_key")
+    value, output = row[column], row.get(cfg.output_key)
+    turns = [] if isinstance(value, str) else to_messages(value, where)
+    if output is None and turns and turns[-1]["role"] == "assistant":
+        *turns, last = turns
+        output = text_of(last["content"])
+    if not isinstance(output, str) or missing(output):
+        raise DataError(f"{where}: the row has no response to score (looked in {cfg.output_key}; it has "
+                        f"{', '.join(row)}). Name its column with --output_key, or remove the row")
+    text = value if isinstance(value, str) else "\n".join(text_of(turn["content"]) for turn in turns)
+    return {name: kept for name, kept in row.items() if name not in OWN} | {"input": text, "output": output}
+
+
+def reward_input_of(row: Row, cfg: GenerateDataConfig) -> RewardInput:
+    """Build the input of a reward from a row of :func:`read_responses`."""
+    columns: dict[str, Any] = {name: value for name, value in row.items() if name not in (cfg.output_key, "output")}
+    return RewardInput(row["input"], row["output"], data_source=str(row.get("data_source") or ""),
+                       label=find_label(row, cfg.label_key), reference=find_reference(columns, cfg.reference_key),
+                       columns=columns)  # yapf: disable
+
+
+def score_responses(strategy: StrategyBase, rows: Sequence[Row], cfg: GenerateDataConfig, files: RowFiles,
+                    rewards: RewardManager | None) -> bool:
+    """Score the rows that ``files`` does not have, on all ranks; a collective.
+
+    Returns:
+        False if a stop request has ended it early.
+    """
+    todo = [number for number in range(len(rows)) if number not in files.done]
+    mine = todo[strategy.rank::strategy.world_size]
+    writer = ScoredWriter(files, rewards, len(mine), "scoring")
+    for number in mine:
+        if stop_requested():
+            break
+        writer.add(number, [rows[number]], [reward_input_of(rows[number], cfg)])
+    writer.drain()
+    writer.close()
+    return not strategy.any_rank(stop_requested())

@@ -1,0 +1,109 @@
+"""Rows of a run in progress, in one file per rank, from which a killed run resumes; joined in order at the end."""
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.options import show
+from lightrft.strategy.base import StrategyBase
+from lightrft.utils.errors import UserError
+from lightrft.utils.trajectory_saver import json_line
+
+IDENTITY = "identity.json"
+Row = dict[str, Any]
+
+
+class RowFiles:
+    """Files of groups of rows, such as the responses to a prompt, under the numbers of the groups.
+
+    A group is one line, so it is either there or not. All ranks must see the same folder; creating it is a collective.
+
+    Args:
+        folder: of the files; it is removed by :meth:`finish`.
+        identity: options and data that the rows depend on, by name; a folder of another run is refused.
+
+    Attributes:
+        done: numbers of the groups that earlier runs have written.
+
+    Raises:
+        UserError: the folder holds rows of a run with another identity.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], strategy: StrategyBase) -> None:
+        self.folder, self.strategy = folder, strategy
+        found = strategy.all_gather_object(self._opened(dict(identity)) if strategy.is_main else None)[0]
+        if isinstance(found, UserError):
+            raise found
+        self.done: set[int] = found
+        self._file = open(folder / f"rank_{strategy.rank:05d}.jsonl", "a", encoding="utf-8")
+
+    def _opened(self, identity: dict[str, Any]) -> set[int] | UserError:
+        """Prepare the folder on rank 0; return the numbers in it."""
+        path = self.folder / IDENTITY
+        wanted = json.loads(json.dumps(identity, default=str))
+        if not path.exists() or not any(file.stat().st_size for file in self._files()):
+            for left in self._files():
+                left.unlink()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(wanted), encoding="utf-8")
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        others = [f"{name} {show(wanted.get(name))} (was {show(saved.get(name))})"
+                  for name in [*saved, *wanted] if saved.get(name) != wanted.get(name)]  # yapf: disable
+        if others:
+            return UserError(f"{self.folder} holds an unfinished run with other options or data: "
+                             f"{', '.join(dict.fromkeys(others))}. Finish it with those, or remove the folder")
+        for file in self._files():
+            _cut_incomplete(file)
+        return {number for number, _ in self}
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("rank_*.jsonl"))
+
+    def add(self, number: int, rows: list[Row]) -> None:
+        """Write a group; it survives the end of this process."""
+        self._file.write(json_line({"number": number, "rows": rows}))
+        self._file.flush()
+
+    def __iter__(self) -> Iterator[tuple[int, list[Row]]]:
+        """Yield every group of all ranks with its number, file after file."""
+        for file in self._files():
+            with open(file, encoding="utf-8") as lines:
+                for line in lines:
+                    group = json.loads(line)
+                    yield group["number"], group["rows"]
+
+    def close(self) -> None:
+        """Wait until every rank has written its rows; a collective."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.strategy.barrier()
+
+    def rows(self) -> list[Row]:
+        """Return the rows in the order of their groups, once all ranks are :meth:`closed <close>`."""
+        return [row for _, rows in sorted(self, key=lambda group: group[0]) for row in rows]
+
+    def finish(self) -> None:
+        """Remove the folder: its rows are in the output. The identity goes first; without it rows do not count."""
+        (self.folder / IDENTITY).unlink()
+        shutil.rmtree(self.folder)
+
+
+def _cut_incomplete(file: Path) -> None:
+    """Remove a last line that a killed process has begun."""
+    data = file.read_bytes()
+    if data and not data.endswith(b"\n"):
+        with open(file, "r+b") as opened:
+            opened.truncate(data.rfind(b"\n") + 1)
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a jsonl file; one that is there is replaced at once."""
+    part = path.with_name(f"{path.name}.tmp")
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(map(json_line, rows))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

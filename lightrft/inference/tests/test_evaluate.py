@@ -1,0 +1,133 @@
+"""Evaluation of models on the same prompts: real runs, options, and the rows that ship."""
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.evaluate import evaluate, main
+from lightrft.config.cli import parse_config
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.schema import Config, RewardConfig
+from lightrft.config.tree import options
+from lightrft.datasets.suites import load_suite, SUITES
+from lightrft.inference.evaluation import model_names
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
+from lightrft.tests.support import launch, tiny, tiny_task
+from lightrft.tests.support.generate_flips import EVALUATE_FLIPS
+from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.runs import read_lines
+
+SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
+
+
+@dataclass
+class Run:
+    """An evaluation that is over."""
+    folder: Path
+
+    @property
+    def results(self):
+        return read_lines(self.folder / "results.jsonl")
+
+    @property
+    def outputs(self):
+        return [row["output"] for row in read_lines(self.folder / "model.jsonl")]
+
+
+@pytest.fixture(name="home", scope="module")
+def fixture_home(tmp_path_factory):
+    folder = tiny_task.write_home(tmp_path_factory.mktemp("home"))
+    tiny.save_model(folder / "other", initializer_range=0.1, seed=1)
+    return folder
+
+
+def run(home, save, **given):
+    """One evaluation to its end, in this process."""
+    values = {"pretrain": ["@home/model"], "eval_data": ["@home/test.jsonl"], "output_path": str(save / "out"),
+              "score": ["@home/reward.py"], **SMALL, **given}  # yapf: disable
+    text = json.dumps(values).replace("@home", str(home)).replace("@save", str(save))
+    parsed = parse_config([], defaults=json.loads(text), tree=EvaluateConfig)
+    evaluate(parsed, exits=False)
+    return Run(parsed.config.folder)
+
+
+@pytest.mark.parametrize("name", list(EVALUATE_FLIPS))
+def test_flipping_an_option_changes_something(name, home, tmp_path):
+    flip = EVALUATE_FLIPS[name]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    before = flip.watch(run(home, tmp_path / "a", **flip.base))
+    after = flip.watch(run(home, tmp_path / "b", **{**flip.base, name: flip.value}))
+    assert before != after, f"--{name} {flip.value} changes nothing that was looked at: {before}"
+
+
+def test_every_option_is_shown_here_or_in_training():
+    own = set(options(EvaluateConfig)) - set(options(Config))
+    assert own <= set(EVALUATE_FLIPS) <= set(options(EvaluateConfig)), own ^ set(EVALUATE_FLIPS)
+
+
+def test_models_are_compared_on_the_same_prompts(home, tmp_path, capsys):
+    models = ["@home/model", "@home/other"]
+    both = run(home, tmp_path, pretrain=models, n_samples=4, temperature=1.0, pass_k=[1, 4], maj_k=[4])
+    said = capsys.readouterr().out
+    assert re.search(r"^source +metric +model +prompts +value +minus model +better +worse +p$", said, re.MULTILINE)
+    for name in ("model", "other"):
+        line = rf"^sums +maj@4 +{name} +6 +0\.000 \[0\.00, 0\.39\]"
+        assert re.search(line, said, re.MULTILINE), said
+    assert re.search(r"^sums +reward +other +6 .*\] +[+-]0\.\d+ ", said, re.MULTILINE), said
+    assert {row["model"] for row in both.results} == {"model", "other"}
+    (gap, ) = [row for row in read_lines(both.folder / "differences.jsonl") if row["metric"] == "reward"]
+    means = {row["model"]: row["value"] for row in both.results if row["metric"] == "reward"}
+    assert gap["difference"] == pytest.approx(means["other"] - means["model"]) and gap["prompts"] == 6
+    assert not list(both.folder.glob("*.parts"))
+
+
+def test_names_of_models_are_the_ends_of_their_paths():
+    assert model_names(["/a/run1/hf", "/a/run2/hf"]) == ["run1-hf", "run2-hf"]
+    assert model_names(["org/model", "/x/other"]) == ["model", "other"]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_rows_that_ship_have_the_published_format(name):
+    """And answers that their own rule accepts; a wrong one it does not."""
+    _, records = load_suite(f"{name}={ROOT / 'examples' / 'evaluation' / f'{name}.jsonl'}", True, True)
+    rewards = RewardManager(RewardConfig())
+    try:
+        for record in records:
+            asked = [RewardInput("", f"\\boxed{{{said}}}", label=record.label, reference=record.reference)
+                     for said in (record.reference, "x" if name != "gpqa" else "E")]  # yapf: disable
+            assert [score.total for score in rewards.collect(rewards.submit(asked))] == [1.0, 0.0]
+    finally:
+        rewards.shutdown()
+
+
+def test_suites_are_evaluated_by_name(home, tmp_path):
+    """Every suite has its own numbers and its own rule, whatever scores the other rows."""
+    shipped = [f"{name}={ROOT / 'examples' / 'evaluation' / f'{name}.jsonl'}" for name in ("gsm8k", "gpqa")]
+    found = run(home, tmp_path, eval_suite=shipped, prompt_max_len=480)
+    assert {row["source"]: row["prompts"] for row in found.results if row["metric"] == "pass@1"} == {
+        "all": 12, "sums": 6, "gsm8k": 4, "gpqa": 2}  # yapf: disable
+
+
+@pytest.mark.parametrize("given,told", [
+    ({"n_samples": 2}, "greedy answers to one prompt are all the same"),
+    ({"pass_k": 2}, "--pass_k 2: needs 2 answers per prompt"),
+    ({"maj_k": 3, "n_samples": 2, "temperature": 1}, "--maj_k 3: needs 3 answers"),
+    ({"pretrain": "a/b,a/b"}, "--pretrain a/b: is given twice"),
+    ({"pretrain": "./absent"}, "--pretrain ./absent: no such folder"),
+    ({"eval_data": "none"}, "--eval_data is missing"),
+    ({"eval_suite": "math50=x"}, "unknown suite 'math50'"),
+])  # yapf: disable
+def test_options_that_do_not_fit_are_refused(given, told, home, tmp_path, capsys):
+    flags = {"pretrain": home / "model", "eval_data": home / "test.jsonl", "output_path": tmp_path / "out"}
+    with pytest.raises(SystemExit) as done:
+        main(launch.flags(flags | given))
+    assert done.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_rows_without_a_reward_name_the_option(home, tmp_path):
+    with pytest.raises(ValueError, match="no reward recipe for label .* for example --score math"):
+        run(home, tmp_path, score=[])

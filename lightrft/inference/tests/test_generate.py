@@ -1,0 +1,221 @@
+"""Batch inference: real runs of a tiny model, its options, and a run that is killed."""
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.generate import generate, main
+from lightrft.config.cli import parse_config
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.schema import Config
+from lightrft.config.tree import options
+from lightrft.inference import batch
+from lightrft.tests.support import launch, tiny_task
+from lightrft.tests.support.generate_flips import GENERATE_FLIPS
+from lightrft.tests.support.runs import read_lines
+from lightrft.utils.errors import UserError
+
+SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
+
+
+@dataclass
+class Run:
+    """A run that is over."""
+    out: Path
+
+    @property
+    def rows(self):
+        return read_lines(self.out)
+
+    @property
+    def summary(self):
+        return json.loads(self.out.with_name(f"{self.out.name}.summary.json").read_text())
+
+
+@pytest.fixture(name="home", scope="module")
+def fixture_home(tmp_path_factory):
+    folder = tiny_task.write_home(tmp_path_factory.mktemp("home"))
+    given = [{"input": f"{i}?", "output": f"\\boxed{{{i}}}", "other": "\\boxed{1}", "reference": "1"} for i in range(4)]
+    tiny_task.write_rows(folder / "given.jsonl", given)
+    return folder
+
+
+def run(home, save, **given):
+    """One run to its end, in this process."""
+    places = {"@home": str(home), "@given": str(home / "given.jsonl"), "@save": str(save)}
+    values = {"pretrain": str(home / "model"), "prompt_data": [str(home / "test.jsonl")],
+              "output_path": str(save / "out.jsonl"), **SMALL, **given}  # yapf: disable
+    if values.get("eval_task") == "rm":
+        values = {name: value for name, value in values.items() if name not in (*SMALL, "pretrain", "best_of_n")}
+    text = re.sub("@[a-z]+", lambda found: places.get(found[0], found[0]), json.dumps(values))
+    parsed = parse_config([], defaults=json.loads(text), tree=GenerateConfig)
+    generate(parsed, exits=False)
+    return Run(parsed.config.out)
+
+
+@pytest.fixture(scope="module")
+def observe(home, tmp_path_factory):
+    """``observe(options)``; equal runs are made once."""
+    made = {}
+
+    def once(values):
+        key = json.dumps(values, sort_keys=True)
+        if key not in made:
+            made[key] = run(home, tmp_path_factory.mktemp("run"), **values)
+        return made[key]
+
+    return once
+
+
+@pytest.mark.parametrize("name", list(GENERATE_FLIPS))
+def test_flipping_an_option_changes_something(name, observe):
+    flip = GENERATE_FLIPS[name]
+    before, after = (flip.watch(observe(values)) for values in (flip.base, {**flip.base, name: flip.value}))
+    assert before != after, f"--{name} {flip.value} changes nothing that was looked at: {before}"
+
+
+def test_every_option_is_shown_here_or_in_training():
+    own = set(options(GenerateConfig)) - set(options(Config))
+    assert own <= set(GENERATE_FLIPS) <= set(options(GenerateConfig)), own ^ set(GENERATE_FLIPS)
+
+
+def test_rows_have_the_prompt_the_response_and_its_score(home, observe):
+    found = observe({"score": ["@home/reward.py"], "best_of_n": 2})
+    assert len(found.rows) == 12 and not found.out.with_name("out.jsonl.parts").exists()
+    assert found.rows[3] == {
+        "input": "What is 51+51?", "prompt_id": "0:1", "sample": 1, "data_source": "sums", "reference": "102", "output":
+        found.rows[3]["output"], "reward": found.rows[3]["reward"], "tokens": found.rows[3]["tokens"], "finish_reason":
+        found.rows[3]["finish_reason"]
+    }
+    assert 0 <= found.rows[3]["reward"] <= 1.1
+    facts = found.summary
+    assert facts["prompts"] == 6 and facts["responses"] == facts["rows"] == 12 and facts["unscored responses"] == 0
+    assert facts["reward mean"] == pytest.approx(sum(row["reward"] for row in found.rows) / 12)
+
+
+def test_best_responses_are_those_of_the_scored_rows(observe):
+    scored = observe({"score": ["@home/reward.py"], "best_of_n": 2}).rows
+    best = observe({"score": ["@home/reward.py"], "best_of_n": 2, "post_processor": "rs"}).rows
+    assert [row["reward"]
+            for row in best] == [max(row["reward"] for row in scored if row["input"] == one["input"]) for one in best]
+    assert [set(row) for row in best] == [{"input", "output", "reward"}] * 6
+
+
+def test_chats_are_scored_too_and_a_reward_that_is_there_needs_no_score(home, tmp_path):
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\\boxed{2}"}]
+    tiny_task.write_rows(tmp_path / "chats.jsonl", [{"chosen": turns, "reference": "2"}])
+    given = {"eval_task": "rm", "pretrain": None, "prompt_data": [str(tmp_path / "chats.jsonl")]}
+    (row, ) = run(home, tmp_path, input_key="chosen", score=["exact"], **given).rows
+    assert (row["input"], row["output"], row["reward"]) == ("1+1?", "\\boxed{2}", 1.0)
+    again = tiny_task.write_rows(tmp_path / "scored.jsonl", [row | {"output": "x", "reward": 0.5}, row])
+    (pair, ) = run(home, tmp_path, **(given | {"prompt_data": [str(again)]}), post_processor="iter_dpo").rows
+    assert (pair["chosen"], pair["rejected_reward"]) == ("\\boxed{2}", 0.5)
+
+
+SLOW = '''
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.1)
+    return len(solution_str) / 100
+'''
+
+
+@pytest.mark.dist
+def test_a_killed_run_resumes_with_any_number_of_ranks_and_writes_the_same_file(home, tmp_path):
+    """Nothing is generated or scored twice, and two ranks make what one makes."""
+    (home / "slow.py").write_text(SLOW)
+    flags = {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "score": home / "slow.py",
+             "best_of_n": 2, **SMALL}  # yapf: disable
+    straight = launch.finish(tmp_path, flags | {"output_path": "straight.jsonl"}, module="lightrft.cli.generate")
+    assert "resumed" not in straight.output
+    killed = launch.launch(tmp_path, flags | {"output_path": "killed.jsonl"}, module="lightrft.cli.generate")
+    parts = tmp_path / "killed.jsonl.parts" / "rank_00000.jsonl"
+    end = time.monotonic() + 60
+    while (not parts.exists() or parts.read_bytes().count(b"\n") < 3) and time.monotonic() < end:
+        time.sleep(0.01)
+    killed.kill()
+    before = parts.read_text().count("\n")
+    assert 3 <= before < 20 and not (tmp_path / "killed.jsonl").exists()
+    resumed = launch.finish(tmp_path, flags | {"output_path": "killed.jsonl"}, ranks=2, module="lightrft.cli.generate")
+    assert f"resumed: {before} of 20 rows are done" in resumed.log(0)
+    assert (tmp_path / "killed.jsonl").read_text() == (tmp_path / "straight.jsonl").read_text()
+    assert len(read_lines(tmp_path / "killed.jsonl")) == 40
+
+
+def test_a_finished_run_whose_output_was_not_written_generates_nothing(home, tmp_path, monkeypatch):
+    """A post-processor that fails leaves the responses for the next one."""
+    given = {"score": ["exact"], "best_of_n": 2}
+    with pytest.raises(UserError, match="no row is left of 12 responses .6 prompts without a pair: equal rewards"):
+        run(home, tmp_path, post_processor="iter_dpo", **given)
+    monkeypatch.setattr(batch.LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
+    assert len(run(home, tmp_path, post_processor="rs", **given).rows) == 6
+
+
+BAD = [
+    ({"best_of_n": 2, "temperature": 0}, "greedy responses to one prompt are all the same"),
+    ({"post_processor": "rs"}, "--post_processor rs: needs rewards; add --score"),
+    ({"post_processor": "iter_dpo", "score": "exact"}, "a pair needs two responses"),
+    ({"score": "nothing.py"}, "--score nothing.py: no such file"),
+    ({"score": "recipe,math"}, "recipe is that of each row"),
+    ({"post_processor": "csft", "score": "exact", "reward_template": "{input}"}, "must hold {reward}"),
+    ({"csft_prompt": "good"}, "has no effect without --enable_csft"),
+    ({"eval_task": "generate_vllm", "engine_type": "sglang"}, "--eval_task generate_vllm is for vllm"),
+    ({"eval_task": "rm", "temperature": 0.5}, "has no effect with --eval_task rm, which generates nothing"),
+    ({"output_key": "answer"}, "has no effect without --eval_task rm"),
+    ({"output_path": "."}, "is a folder; give a file"),
+    ({"prompt_data": "absent.jsonl"}, "absent.jsonl"),
+    ({"normalize_reward": True}, "--normalize_reward True: has no effect without --score"),
+]  # yapf: disable
+
+
+@pytest.mark.parametrize("given,told", BAD, ids=[told for _, told in BAD])
+def test_options_that_do_not_fit_are_refused(given, told, home, tmp_path, capsys):
+    flags = {"pretrain": home / "model", "prompt_data": home / "test.jsonl", "output_path": tmp_path / "out.jsonl"}
+    with pytest.raises(SystemExit) as done:
+        main(launch.flags(flags | given))
+    assert done.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given,told", [
+    ({"iter": 4, "rollout_batch_size": 2}, "begins at row 8, and the data has 6; .* the last one is --iter 2"),
+    ({"prompt_max_len": 4}, "all 6 prompts are longer"),
+    ({"eval_task": "rm", "prompt_data": ["@home/train.jsonl"], "score": ["exact"]}, "has no response to score"),
+    ({"eval_task": "rm", "prompt_data": ["@given"]}, "has no reward, and nothing scores it; add --score"),
+    ({"score": ["recipe"]}, "no reward recipe for label"),
+])
+def test_rows_that_do_not_fit_are_refused(given, told, home, tmp_path):
+    with pytest.raises(UserError, match=told):
+        run(home, tmp_path, **given)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+# the commands of OpenRLHF's manual, with other paths and lengths, without the flags that are refused
+MANUAL = {
+    "generate": "--eval_task generate --pretrain @home/model --max_new_tokens 8 --prompt_max_len 64 --dataset "
+    "@home/train.jsonl --input_key prompt --apply_chat_template --temperature 0.9 --tp_size 1 --best_of_n 4 "
+    "--max_num_seqs 64 --iter 1 --rollout_batch_size 8 --max_samples 128 --output_path @save/generate.jsonl",
+    "rm": "--eval_task rm --score @home/reward.py --dataset @save/generate.jsonl --dataset_probs 1.0 "
+    "--post_processor iter_dpo --output_path @save/rm.jsonl",
+    "csft": "--eval_task rm --score @home/reward.py --dataset @save/generate.jsonl --post_processor csft "
+    "--normalize_reward --output_path @save/csft.jsonl",
+    "conditioned": "--eval_task generate --pretrain @home/model --max_new_tokens 8 --prompt_max_len 64 --dataset "
+    "@home/test.jsonl --greedy_sampling --enable_csft --output_path @save/conditioned.jsonl",
+}  # yapf: disable
+
+
+def test_the_commands_of_the_manual_run(home, tmp_path, capsys):
+    for words in MANUAL.values():
+        main(words.replace("@home", str(home)).replace("@save", str(tmp_path)).split())
+    made = {name: read_lines(tmp_path / f"{name}.jsonl") for name in ("generate", "rm", "csft", "conditioned")}
+    assert len(made["generate"]) == 32 and made["generate"][0]["prompt_id"] == "0:8", "the second eight of the prompts"
+    assert set(made["rm"][0]) == {"prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"}
+    assert all(row["chosen_reward"] > row["rejected_reward"] for row in made["rm"])
+    assert re.search(r" <rm_score>: -?\d\.\d\d $", made["csft"][0]["input"])
+    assert made["conditioned"][0]["input"] == "What is 50+50? <rm_score>: 5.00 "
+    for flag in ("--enable_prefix_caching", "--micro_batch_size"):
+        with pytest.raises(SystemExit):
+            main([*MANUAL["rm"].split(), flag])
+        assert f"{flag} is not an option here" in capsys.readouterr().err

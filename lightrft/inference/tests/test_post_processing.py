@@ -1,0 +1,66 @@
+"""Training rows from scored responses: schemas, ties, duplicates and unscored responses."""
+from collections import Counter
+
+import pytest
+
+from lightrft.inference.post_processing import normalise_rewards, post_process
+from lightrft.utils.errors import UserError
+
+TEMPLATE = "{input} <rm_score>: {reward} "
+
+
+def rows(*triples):
+    return [{"input": prompt, "output": output, "reward": reward} for prompt, output, reward in triples]
+
+
+SCORED = rows(("a", "x", 0.5), ("a", "y", 2.0), ("a", "z", -1.0), ("b", "x", 1.0), ("b", "y", 1.0), ("a", "y", 2.0),
+              ("c", "x", 3.0), ("c", "y", None), ("d", "x", None), ("e", "x", float("nan")))  # yapf: disable
+
+
+def test_rejection_sampling_takes_the_best_and_counts_ties():
+    found, counts = post_process("rs", SCORED, TEMPLATE)
+    assert found == rows(("a", "y", 2.0), ("b", "x", 1.0), ("c", "x", 3.0)), "the first of equals, in order of prompts"
+    assert counts == Counter({"ties for the best response": 1, "repeated responses": 1, "unscored responses": 3})
+
+
+def test_pairs_have_a_better_and_a_worse_response():
+    found, counts = post_process("iter_dpo", SCORED, TEMPLATE)
+    assert found == [{"prompt": "a", "chosen": "y", "chosen_reward": 2.0, "rejected": "z", "rejected_reward": -1.0}]
+    assert counts["prompts without a pair: equal rewards"] == counts["prompts without a pair: one response"] == 1
+
+
+def test_pairs_whose_first_response_is_best_or_worst():
+    for order in (0.0, 1.0, 2.0), (2.0, 1.0, 0.0):
+        group = rows(*(("a", f"r{reward:.0f}", reward) for reward in order))
+        (pair, ), _ = post_process("iter_dpo", group, TEMPLATE)
+        assert (pair["chosen"], pair["rejected"]) == ("r2", "r0")
+
+
+def test_conditional_sft_puts_rewards_into_prompts():
+    found, _ = post_process("csft", SCORED, TEMPLATE)
+    assert found[0] == {"input": "a <rm_score>: 0.50 ", "output": "x", "reward": 0.5}
+    assert [row["output"] for row in found] == ["x", "y", "z", "x", "y", "x"]
+    (row, ), _ = post_process("csft", rows(("{reward}?", "x", 1.0)), "[{reward}] {input}")
+    assert row["input"] == "[1.00] {reward}?", "a prompt that looks like the template stays as it is"
+
+
+def test_rewards_are_normalised_over_all_scored_rows():
+    found = [row["reward"] for row in normalise_rewards(rows(("a", "x", 1.0), ("b", "x", 3.0), ("c", "x", None)))]
+    assert found == [pytest.approx(-(0.5**0.5)), pytest.approx(0.5**0.5), None]
+    with pytest.raises(UserError, match="the 2 rewards do not differ"):
+        normalise_rewards(rows(("a", "x", 1.0), ("b", "x", 1.0)))
+
+
+def test_prompts_with_media_are_told_apart_by_their_row():
+    seen = [{"input": "<image>?", "prompt": [{"role": "user", "content": "?"}], "images": [f"{i}.png"],
+             "prompt_id": f"0:{i}", "output": "x", "reward": 1.0} for i in range(2)]  # yapf: disable
+    found, _ = post_process("rs", seen, TEMPLATE)
+    assert [row["images"] for row in found] == [["0.png"], ["1.png"]] and found[0]["prompt"] == seen[0]["prompt"]
+    with pytest.raises(UserError, match="the prompts have media"):
+        post_process("csft", seen, TEMPLATE)
+
+
+@pytest.mark.parametrize("name,told", [("rs", "3 unscored"), ("iter_dpo", "3 unscored"), ("csft", "3 unscored")])
+def test_nothing_left_is_an_error(name, told):
+    with pytest.raises(UserError, match=f"no row is left of 3 responses .{told}"):
+        post_process(name, rows(*(("a", letter, None) for letter in "xyz")), TEMPLATE)

@@ -1,0 +1,64 @@
+"""Architectures that can be trained: the modality of a config, and why others are refused."""
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lightrft.models.actor_modality import ActorModality, FAMILIES, Family, MediaModality
+from lightrft.models.towers import config_value
+from lightrft.utils.errors import UserError
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+TOWERS = ("vision_config", "audio_config", "speech_config", "dit_config")
+SINKS = {"gpt_oss"}
+SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
+REFUSED = {
+    "audioflamingo3": "is loaded by no class for language models that read media",
+    "qwen2_5_omni": "also speaks: save its thinker as a folder of its own (type qwen2_5_omni_thinker)",
+    "qwen3_5": "has linear attention layers, which would mix packed sequences",
+    "qwen3_omni_moe_thinker": "has an audio tower whose features depend on the other sounds of the batch",
+}
+
+
+def modality_of(config: PretrainedConfig, path: str) -> ActorModality:
+    """The modality of a checkpoint.
+
+    Raises:
+        ValueError: the config is not a causal language model that packed attention can run (with the remedy).
+    """
+    family = FAMILIES.get(config.model_type)
+    reason = _refusal(config, family)
+    if reason:
+        raise UserError(f"model path {path!r} is of a wrong architecture: model type {config.model_type!r} {reason}")
+    return ActorModality() if family is None else MediaModality(family, config)
+
+
+def _refusal(config: PretrainedConfig, family: Family | None) -> str:
+    remedy = "; give a decoder-only causal language model (Qwen2, Qwen3, Llama, Mistral, Gemma, ...)"
+    text = config.get_text_config()
+    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS
+    if config.model_type in REFUSED:
+        return f"{REFUSED[config.model_type]}; give a model of one of {', '.join(FAMILIES)}"
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder" + remedy
+    if family is None and any(config_value(config, tower, None) for tower in TOWERS):
+        return f"has a vision or audio tower of a family that is not supported{remedy}, or one of {', '.join(FAMILIES)}"
+    both_ways = config_value(text, "use_bidirectional_attention", False)
+    if family is None and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or both_ways and not (
+            both_ways == "vision" and family and family.blocks):
+        return "is not a causal language model" + remedy
+    if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
+        return f"was saved as {config.architectures[0]}, an encoder" + remedy
+    if config.model_type in SINKS:
+        return "uses attention sinks, which packed attention does not have" + remedy
+    if layers:
+        return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + remedy
+    if any(config_value(text, key, 1.0) != 1.0 for key in SCALED_HEADS):
+        return "scales its logits in a way that the fused log-probs do not know" + remedy
+    return ""
+
+
+def check_class(hf: PreTrainedModel, path: str) -> None:
+    """Refuse a loaded model whose attention does not go through ``AttentionInterface`` or which is recurrent."""
+    if not hf._can_set_attn_implementation() or hf._is_stateful:
+        raise UserError(
+            f"model path {path!r} is of a wrong architecture: the attention of {type(hf).__name__} cannot be replaced "
+            "by packed attention (it does not use Hugging Face's AttentionInterface)")

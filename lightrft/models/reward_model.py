@@ -1,0 +1,164 @@
+"""Scalar reward models: a decoder whose head scores whole packed sequences, and the description of the head."""
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from math import log
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
+
+from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
+from lightrft.models.packed_model import PackedModel, with_score
+from lightrft.ops.segment import segment_softmax, seq_ids
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+from lightrft.utils.module_tensors import keep_float32
+
+KEY = "reward_model"  # entry of config.json
+START = log(1 / 0.07)  # of the learnt scale, as in CLIP
+
+
+@dataclass
+class RewardHead:
+    """Shape of the head of a reward model.
+
+    Attributes:
+        names: one score each; the first one is the reward.
+        pooling: "last": of the last token of a sequence; "attn": of a learnt average over its tokens.
+        prefix: name of the head in the checkpoint.
+        mean, std: of the rewards of the last evaluation; std 0: there was none.
+    """
+    names: list[str] = field(default_factory=lambda: ["preference"])
+    pooling: str = "last"
+    prefix: str = "score"
+    mean: float = 0.0
+    std: float = 0.0
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, path: str) -> "RewardHead":
+        """Read the shape of a trained reward model, or of any sequence classifier of Hugging Face with one score.
+
+        Raises:
+            UserError: the model has no head that scores sequences.
+        """
+        known = config_value(config, KEY, None)
+        if known is not None:
+            return cls(**known)
+        name = (config.architectures or [""])[0]
+        if not name.endswith("ForSequenceClassification"):
+            raise UserError(f"reward model {path!r} has no head ({name or 'no architecture'} in its config.json scores "
+                            "nothing): train one with lightrft rm, or give a sequence classifier with one score")
+        if config.num_labels != 1:
+            raise UserError(
+                f"reward model {path!r} has {config.num_labels} scores; give a sequence classifier with one")
+        return cls()
+
+    @property
+    def measured(self) -> bool:
+        """True if mean and std are known."""
+        return self.std > 0
+
+    def write(self, config: PretrainedConfig) -> None:
+        """Describe the head in the config of its model."""
+        setattr(config, KEY, asdict(self))
+
+    @property
+    def new(self) -> tuple[str, ...]:
+        """Parameters that a language model lacks."""
+        return ("score.weight", "pool.weight") if self.pooling == "attn" else ("score.weight", )
+
+
+def cut_layers(config: PretrainedConfig, layer: int) -> None:
+    """Keep the decoder layers up to ``layer`` (0: the embeddings alone, -1: all), as :func:`numbered` has it.
+
+    Raises:
+        UserError: there is no such layer.
+    """
+    text: Any = config.get_text_config()
+    count = text.num_hidden_layers
+    kept = count + 1 + layer if layer < 0 else layer
+    if not 0 <= kept <= count:
+        raise UserError(
+            f"--probing_layer {layer}: the model has {count} layers; give 0 (the embeddings) to {count}, or "
+            f"-1 (the last) to {-count - 1}")
+    text.num_hidden_layers = kept
+    if config_value(text, "layer_types", None):
+        text.layer_types = text.layer_types[:kept]
+
+
+def reward_class(modality: ActorModality, config: PretrainedConfig, pooling: str) -> Any:
+    """Return the class that loads a reward model: Hugging Face's sequence classifier where it has one, with ``score``
+    for one value per entry of ``config.num_labels``, and ``pool`` for the pooling "attn"."""
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if isinstance(modality, MediaModality) or type(config) not in known:
+        family = with_score(modality.auto_class._model_mapping[type(config)])
+    else:
+        family = known[type(config)]
+    return _with_pool(family) if pooling == "attn" else family
+
+
+def _with_pool(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
+
+    class Pooled(family):  # type: ignore[valid-type, misc]
+
+        def post_init(self) -> None:
+            self.pool = nn.Linear(self.config.get_text_config().hidden_size, 1, bias=False)
+            super().post_init()
+
+    Pooled.__name__, Pooled.__qualname__, Pooled.__module__ = family.__name__, family.__qualname__, family.__module__
+    return Pooled
+
+
+class Scale(nn.Module):
+    """Learnt positive factors of ``count`` scores."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.full((count, ), START))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Scale the scores [B, count]."""
+        return scores * self.log.exp()
+
+
+class RewardModel(PackedModel):
+    """A decoder whose head scores every packed sequence, in float32.
+
+    Args:
+        model: of :func:`reward_class`, perhaps in a PEFT model.
+        scale: multiply scores in training mode by ``exp`` of a learnt number per head, as LightRFT's
+            ``--scale_for_train`` does; evaluations and exports do not have it.
+    """
+
+    def __init__(self, model: nn.Module, head: RewardHead, modality: ActorModality | None = None,
+                 scale: bool = False) -> None:
+        super().__init__(model, modality)
+        self.head = head
+        self.scale = Scale(len(head.names)) if scale else None
+        hf, trained = cast(Any, self.hf_model), any(each.requires_grad for each in model.parameters())
+        for module in (hf.score, *([hf.pool] if head.pooling == "attn" else []), *([self.scale] if self.scale else [])):
+            keep_float32(module)
+            module.requires_grad_(trained)
+
+    def forward(self, exp: Experience) -> Tensor:
+        """Return the scores [B, K], float32, of the sequences by each of the K heads."""
+        pooled = self._pooled(self.hidden_states(exp).float(), exp)
+        hf = cast(Any, self.hf_model)
+        scores: Tensor = hf.score(pooled)
+        return self.scale(scores) if self.training and self.scale is not None else scores
+
+    def _pooled(self, hidden: Tensor, exp: Experience) -> Tensor:
+        """Reduce hidden states [T, H] to one per sequence, [B, H]."""
+        if self.head.pooling == "last":
+            return hidden.index_select(0, exp.cu_seqlens[1:].long() - 1)
+        hf = cast(Any, self.hf_model)
+        weights = segment_softmax(hf.pool(hidden)[:, 0], exp.cu_seqlens)
+        empty = hidden.new_zeros(exp.num_seqs, hidden.shape[1])
+        return empty.index_add(0, seq_ids(exp.cu_seqlens, exp.num_tokens), weights[:, None] * hidden)
+
+    def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Override :meth:`PackedModel.export_params`; the head is called ``prefix``, and the scale is left out."""
+        for name, tensor in super().export_params(stream, merge):
+            if not name.startswith("scale."):
+                yield (f"{self.head.prefix}.{name[6:]}" if name.startswith("score.") else name), tensor

@@ -1,0 +1,89 @@
+"""Prompts that several sequences of a micro-batch share are forwarded once.
+
+The row of a forward pass holds such a prompt as a segment of its own, followed by what comes after it in each of the
+sequences. Whoever reads the outputs asks by tokens of the sequences, so nothing else knows of the row.
+"""
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrft.ops.segment import expand, position_ids
+from lightrft.types import Experience
+from lightrft.utils.transfer import upload
+
+
+@dataclass
+class SegmentRow(Experience):
+    """Row of segments: token ids, media and lengths of prompts as of sequences; ``before``: the segment that each one
+    continues, which itself continues none; -1: none."""
+    before: list[int] | None = field(default=None, metadata={"axis": "list"})  # type: ignore[misc]
+
+    @property
+    def positions(self) -> Tensor:
+        """Override :attr:`Experience.positions`: a segment counts on from the one before it."""
+        first = torch.tensor([self.lens[number] if number >= 0 else 0 for number in self.before or ()])
+        return super().positions + expand(upload(first, self.token_ids.device), self.cu_seqlens, self.num_tokens)
+
+
+class ForwardRow(NamedTuple):
+    """Row of tokens that a forward pass computes for some sequences, and ``places`` (int64 [T], on the host): where in
+    the row each token of the sequences is; None: the row is that of the sequences."""
+    row: Experience
+    places: Tensor | None = None
+
+
+def forward_row(exp: Experience, share: bool = True) -> ForwardRow:
+    """Find the prompts that sequences of ``exp`` share: equal tokens and equal media, whatever their group.
+
+    Args:
+        share: False: every sequence keeps its own copy.
+    """
+    host = exp.host
+    alike = _alike(host) if share else []
+    if len(alike) == (host.num_seqs if share else 0):
+        return ForwardRow(exp)
+    row, heads, tails, shared = _segments(host, alike)
+    index = position_ids(host.cu_seqlens, host.num_tokens)
+    index += torch.where(index < expand(shared, host.cu_seqlens), expand(heads, host.cu_seqlens),
+                         expand(tails - shared, host.cu_seqlens))
+    row.token_ids = row.token_ids.index_put((index, ), host.token_ids)  # copies of a prompt are equal
+    return ForwardRow(row.to(exp.token_ids.device), index)
+
+
+def _alike(host: Experience) -> list[list[int]]:
+    """Group sequences with the same prompt, in the order of the first of each group."""
+    cu, ids, media = host.cu_seqlens.tolist(), host.token_ids.cpu().numpy(), host.media or [()] * host.num_seqs
+    groups: dict[tuple[bytes | int, tuple[str, ...]], list[int]] = {}
+    for number, (start, prompt) in enumerate(zip(cu, host.prompt_lens or [0] * host.num_seqs)):
+        same = ids[start:start + prompt].tobytes() if prompt else number
+        groups.setdefault((same, media[number]), []).append(number)
+    return list(groups.values())
+
+
+def _segments(host: Experience, alike: list[list[int]]) -> tuple[SegmentRow, Tensor, Tensor, Tensor]:
+    """Lay out segments, still without token ids.
+
+    Return for each sequence also where its prompt and what follows start in the row, and the tokens of a prompt that it
+    shares (0: none; it is then a segment as a whole).
+    """
+    prompts, media = host.prompt_lens or [0] * host.num_seqs, host.media or [()] * host.num_seqs
+    segments: list[tuple[int, int, int, tuple[str, ...]]] = []  # length, the one before, tokens of a prompt, media
+    places, end = torch.zeros(3, host.num_seqs, dtype=torch.long), 0
+    for group in alike:
+        head, shared = end, prompts[group[0]] if len(group) > 1 else 0
+        if shared:
+            segments.append((shared, -1, shared, media[group[0]]))
+            end += shared
+        before = len(segments) - 1
+        for number in group:
+            places[:, number] = torch.tensor([head, end, shared])
+            if length := host.lens[number] - shared:
+                segments.append((length, before, 0, ()) if shared else (length, -1, prompts[number], media[number]))
+            end += length
+    lens, before_each, prompt_lens, keys = map(list, zip(*segments))
+    cu = torch.tensor([0, *lens]).cumsum(0).int()
+    row = SegmentRow(host.token_ids.new_zeros(end), cu, torch.zeros(end, dtype=torch.bool), media=keys,
+                     prompt_lens=prompt_lens, before=before_each)  # yapf: disable
+    return row, *places

@@ -1,0 +1,233 @@
+"""Every family of models that see or hear: packed as alone, and as Hugging Face computes it; generation from media."""
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+
+from lightrft.datasets.decoding import Video
+from lightrft.datasets.media import MediaRules
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.waveform import Waveform
+from lightrft.models.actor_modality import FAMILIES
+from lightrft.models.architectures import modality_of, REFUSED
+from lightrft.models.shared_prompts import forward_row
+from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.media_rig import MediaRig
+from lightrft.utils.errors import UserError
+
+EXACT = 1e-5
+pytest.importorskip("torchvision")
+
+
+@pytest.fixture(scope="module", params=tiny_vision.FAMILIES)
+def rig(request, tmp_path_factory):
+    family = tiny_vision.FAMILIES[request.param]
+    return MediaRig(family.save(tmp_path_factory.mktemp(request.param), tied=False), family.placeholders, family)
+
+
+def gradients(rig, batches):
+    """Gradients by name; a tower may have layers whose output is not read."""
+    rig.actor.zero_grad()
+    for samples in batches:
+        rig.logprobs(samples).sum().backward()
+    named = rig.actor.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+def test_packed_is_alone_is_hugging_face(rig):
+    samples = rig.samples()
+    with torch.no_grad():
+        packed = rig.logprobs(samples)
+        alone = torch.cat([rig.logprobs([sample]) for sample in samples])
+    assert (packed - alone).abs().max() < EXACT
+    assert (packed - rig.plain(samples)).abs().max() < EXACT
+    prompt, response, _ = samples[0]
+    with pytest.raises(UserError, match="tokens for .* features"):
+        rig.logprobs([(prompt, response, ()), *samples[1:]])
+
+
+def test_gradients_do_not_depend_on_the_cut(rig):
+    """Each tower runs once per unique picture; a batch without one passes a blank, which adds 0."""
+    samples = rig.samples()
+    whole, parts = gradients(rig, [samples]), gradients(rig, [[sample] for sample in samples])
+    for name, grad in whole.items():
+        if not name.endswith("k_proj.bias"):  # its true gradient is 0
+            within = max(1e-5, 4e-6 * grad.abs().max().item())  # sums of large terms round as these do (Gemma-4: 50)
+            torch.testing.assert_close(grad, parts[name], rtol=1e-4, atol=within, msg=name)
+    blank = gradients(rig, [samples[1:2]])
+    paths = tuple(tower.path for tower in rig.actor.modality.family.towers.values())
+    tower = [name for name in blank if name.removeprefix("model.").startswith(paths)]
+    assert tower and not any(blank[name].any() for name in tower)
+    assert all(whole[name].any() for name in tower if not name.endswith("k_proj.bias"))
+
+
+def test_shared_prompts_are_as_alone(rig):
+    """Positions, features, blocks and what layers read of tokens are those of every sample, in any order."""
+    draw = torch.Generator().manual_seed(2)
+    samples = [(prompt, torch.randint(5, 40, (length, ), generator=draw).tolist(), keys)
+               for length in (7, 1, 40) for prompt, keys in zip(rig.prompts, rig.keys)]  # yapf: disable
+    exp = rig.pack(samples)
+    assert forward_row(exp).row.num_tokens == sum(map(len, rig.prompts)) + 48 * len(rig.prompts)
+    whole = gradients(rig, [samples])
+    with torch.no_grad():
+        shared = rig.logprobs(samples)
+        rig.actor.share_prompts = False
+        apart = rig.logprobs(samples)
+    assert (shared - apart).abs().max() < EXACT
+    copied = gradients(rig, [samples])
+    rig.actor.share_prompts = True
+    for name, grad in whole.items():
+        if not name.endswith("k_proj.bias"):
+            within = max(2e-5, 1e-5 * grad.abs().max().item())
+            torch.testing.assert_close(grad, copied[name], rtol=1e-4, atol=within, msg=name)
+
+
+def test_a_drawn_media_token_is_text(rig):
+    """Hugging Face's own forward fails of it; here only the prompt's tokens stand for media."""
+    samples = rig.samples(media_token=True)
+    with torch.no_grad():
+        found = rig.logprobs(samples)
+        alone = torch.cat([rig.logprobs([sample]) for sample in samples])
+        embedding = rig.hf.get_input_embeddings().weight
+        kept = embedding[rig.media_token].clone()
+        embedding[rig.media_token] += 1
+        moved = rig.logprobs(samples)
+        embedding[rig.media_token] = kept
+    assert (found - alone).abs().max() < EXACT
+    for before, after in zip(found.view(len(samples), -1), moved.view(len(samples), -1)):
+        assert torch.equal(before[:3], after[:3]), "a token of the prompt is read as text"
+        assert not torch.equal(before[4:], after[4:]), "the drawn token is not read"
+
+
+def test_the_engine_generates_what_the_trainer_scores(rig):
+    engine = HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality)
+    requests = [
+        Request(prompt, [10 * i + j for j in range(3)], keys)
+        for i, (prompt, keys) in enumerate(zip(rig.prompts, rig.keys))
+    ]
+    params = SamplingParams(12)
+    found = engine.generate(requests, params)
+    samples = [(request.token_ids, done.token_ids, request.media) for request, some in zip(requests, found)
+               for done in some]
+    with torch.no_grad():
+        scored = rig.logprobs(samples)
+    drawn = torch.tensor([value for some in found for done in some for value in done.logprobs])
+    assert (scored - drawn).abs().max() < EXACT
+    begun = [
+        Request(request.token_ids, request.seeds, request.media, [done.token_ids[:5] for done in some])
+        for request, some in zip(requests, found)
+    ]
+    resumed = engine.generate(begun, params)
+    assert [[done.token_ids[5:] for done in some] for some in found] == [[done.token_ids for done in some]
+                                                                         for some in resumed]
+    room = 256 * rig.hf.config.get_text_config().num_hidden_layers * (max(map(len, rig.prompts)) + 24)  # bytes
+    one_by_one = HFEngine(rig.hf, [], room, modality=rig.actor.modality).generate(requests, params)
+    assert [[done.token_ids for done in some] for some in one_by_one] == [[done.token_ids for done in some]
+                                                                          for some in found]
+
+
+def test_the_store_makes_what_the_processor_makes(rig):
+    """One medium at a time, what the tower reads and the tokens of its prompt, with one medium and several."""
+    frames = max(tower.token_frames for tower in rig.actor.modality.family.towers.values())
+    source, store = rig.source, MediaStore(rig.source.processor, MediaRules(None), token_frames=frames)
+    store.open = lambda key: decoded(key.rstrip("+"), source.media)
+    for text, keys in rig.rows:
+        for key in keys:
+            expected, found = source.tensors(key).tensors, store.tensors(key)
+            for name in set(rig.actor.modality.family.towers[found.kind].reads) & expected.keys():
+                assert torch.equal(found.tensors[name], expected[name]), (key, name)
+        assert store.encode(text, keys) == source.prompt(text, keys)["input_ids"][0].tolist(), (text, keys)
+
+
+def decoded(key, media):
+    """The medium of the rig as the store decodes it; processors take 24 frames a second where nothing says more."""
+    kind, _, index = key.partition(":")
+    medium = media[kind][int(index)]
+    if kind == "video":
+        times = [i / 24 for i in range(len(medium))]
+        return Video([Image.fromarray(frame) for frame in medium], len(medium) / 24, times)
+    return Waveform(medium, 16000) if kind == "audio" else medium
+
+
+def test_media_are_refused_where_nothing_can_read_them(rig, tmp_path):
+    modality = copy.copy(rig.actor.modality)
+    modality.media = None
+    with pytest.raises(ValueError, match="takes text only"):
+        HFEngine(rig.hf, [], 1 << 24, modality=modality).generate([Request(rig.prompts[0], [0], rig.keys[0])],
+                                                                  SamplingParams(2))
+    exp = rig.pack(rig.samples()[:1])
+    with pytest.raises(UserError, match="no source of media"):
+        modality.inputs(exp, rig.hf)
+    exp.media = [("taste:1", )]
+    with pytest.raises(UserError, match="does not take"):
+        rig.actor(exp)
+
+
+def test_a_picture_is_causal_where_the_engine_computes_that(tmp_path):
+    family = tiny_vision.FAMILIES["gemma3"]
+    rig = MediaRig(family.save(tmp_path, tied=False), family.placeholders)
+    samples, rig.actor.modality.causal_pictures = rig.samples(), True
+    found = rig.logprobs(samples)
+    assert (found - rig.plain(samples, without=("token_type_ids", ))).abs().max() < EXACT
+    assert (found - rig.plain(samples)).abs().max() > 1000 * EXACT
+
+
+@pytest.mark.parametrize("name", ["glm4v", "glm46v"])
+def test_one_token_stands_for_pictures_and_videos(name, tmp_path):
+    """Which it is follows from the tokens around it, in each sequence; the same as the processor says."""
+    family = tiny_vision.FAMILIES[name]
+    rig = MediaRig(family.save(tmp_path, tied=False), family.placeholders, family)
+    image, video = family.placeholders["image"], family.placeholders["video"]
+    given = rig.source.prompt(f"{image} x {video} y {image}", ("image:0", "video:0", "image:1"))
+    ids = given["input_ids"][0]
+    cut = torch.cat([ids[:len(ids) // 2], ids])  # the first sequence ends inside of its video
+    cu_seqlens = torch.tensor([0, len(ids) // 2, len(cut)])
+    for index, kind in ((1, "image"), (2, "video")):
+        expected = given["mm_token_type_ids"][0] == index
+        assert expected.any()
+        found = rig.actor.modality._of_kind(cut, kind, cu_seqlens)
+        assert torch.equal(found[len(ids) // 2:], expected)
+    sample = (ids.tolist(), [5, 6, 7], ("image:0", "video:0", "image:1"))
+    with torch.no_grad():
+        packed, alone = rig.logprobs([*rig.samples()[:1], sample]), rig.logprobs([sample])
+    assert (packed[-3:] - alone).abs().max() < EXACT
+
+
+def test_the_hf_engine_refuses_layers_with_wider_heads(tmp_path):
+    """As checkpoints of Gemma-4 of real size have."""
+    family = tiny_vision.FAMILIES["gemma4"]
+    text = family.config["text_config"] | {"global_head_dim": 64}
+    wide = replace(family, config=family.config | {"text_config": text})
+    rig = MediaRig(wide.save(tmp_path, tied=False), wide.placeholders, wide)
+    samples = rig.samples()
+    with torch.no_grad():
+        assert (rig.logprobs(samples) - rig.plain(samples)).abs().max() < EXACT
+    with pytest.raises(UserError, match="equal key shapes in every layer"):
+        HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality).generate([Request(rig.prompts[0], [0], rig.keys[0])],
+                                                                            SamplingParams(2))
+
+
+def test_other_families_are_refused_by_name():
+    with pytest.raises(UserError, match="'mllama' has a vision or audio tower of a family that is not supported"):
+        modality_of(AutoConfig.for_model("mllama"), "m")
+    for name, reason in REFUSED.items():
+        assert name not in FAMILIES
+        with pytest.raises(UserError, match=re.escape(f"model type '{name}' {reason}")):
+            modality_of(AutoConfig.for_model(name), "m")
+
+
+def test_docs_name_all_families_and_refusals():
+    page = Path(__file__).parents[3] / "docs" / "modalities.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    rows = [line.split("|") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = {name.strip(" `") for row in rows for name in row[1].split(",")} - {"model_type"}
+    assert named == FAMILIES.keys() | REFUSED.keys()
+    assert {family.model_type for family in tiny_vision.FAMILIES.values()} == FAMILIES.keys()

@@ -1,0 +1,101 @@
+"""Tokenizers: their loading from a Hugging Face folder or hub id, their export, and chat templates that have a name.
+
+``generation`` in a template marks the tokens that the assistant wrote.
+"""
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.models.loader import takes_media
+from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.hub import model_folder
+from lightrft.utils.logging import get_logger
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+           "{% generation %}{{ m['content'] + END }}{% endgeneration %}{{ '\n' }}{% else %}"
+           "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+_PLAIN = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'Assistant: ' }}"
+          "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{{ '\n' }}{% elif m['role'] == 'user' %}"
+          "{{ 'User: ' + m['content'] + '\n' }}{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
+          "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}")
+_RAW = ("{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}"
+        "{% endif %}{% endfor %}")
+
+CHAT_TEMPLATES = {
+    "chatml": _CHATML.replace("END", "'<|im_end|>'"),
+    "plain": _PLAIN,  # User: ... / Assistant: ...
+    "raw": _RAW,  # the texts alone, one after another; answers end with eos
+}
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``path``; a missing pad token becomes eos (packed batches never pad, only exports name it).
+
+    Args:
+        path: HF folder or hub id.
+        chat_template: a Jinja file or a built-in name that replaces the tokenizer's own template.
+
+    Raises:
+        ValueError: no such folder, no tokenizer in it, no eos token, or an unknown or broken template.
+    """
+    folder = model_folder(path)
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"{path!r} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder or path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer of {path!r} has no eos token, so responses could never end: set \"eos_token\" in its "
+            "tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        get_logger().info(f"the tokenizer of {path} has no pad token: eos {tokenizer.eos_token!r} is used")
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+        _try_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateError as error:
+        raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) -> None:
+    """Write ``tokenizer`` to the ``folder`` of a model; if that sees or hears, with the processor of ``base``."""
+    if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
+        (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    if not takes_media(str(folder)):
+        return
+    try:
+        processor: Any = AutoProcessor.from_pretrained(base)
+    except (OSError, ValueError, ImportError) as error:
+        get_logger().warning(f"the export has no processor, because that of {base} does not load: {first_line(error)}")
+        return
+    if tokenizer.chat_template != processor.tokenizer.chat_template:
+        processor.chat_template = tokenizer.chat_template  # a template of --chat_template
+    processor.tokenizer = tokenizer
+    processor.save_pretrained(folder)
+
+
+def read_chat_template(name: str) -> str:
+    """Return the Jinja text of a file, or of a built-in name; otherwise raise a ``ValueError`` that lists the names."""
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"unknown chat template {name!r}: not a file, and not one of {', '.join(sorted(CHAT_TEMPLATES))}")
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,87 @@
+"""Checks of the options of scoring, post-processing and output of the commands that generate without training."""
+from collections.abc import Iterator
+
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.inference_schema import RECIPE, ScoreConfig
+from lightrft.config.layers import changed
+from lightrft.config.schema import Config
+from lightrft.preflight.reward_rules import reward_problems
+from lightrft.preflight.shared_rules import writable
+
+NEEDS_BOTH = ("{input}", "{reward}")
+
+
+def score_problems(c: ScoreConfig) -> Iterator[str]:
+    """Yield the problems of what scores responses, under the name that it has here."""
+    for text in reward_problems(Config(reward=c.as_reward_config())):
+        yield text.replace("--reward ", "--score ").replace("--remote_rm_url ", "--score ")
+    if RECIPE in c.score and len(c.score) > 1:
+        yield f"--score {' '.join(c.score)}: {RECIPE} is that of each row, and nothing is added to it; drop one of them"
+
+
+def engine_of_task(c: GenerateConfig) -> Iterator[str]:
+    """Yield the problem of a task that names another engine than the options."""
+    chosen = dict(changed(c, ["engine_type"])).get("engine_type", "vllm")
+    if c.output.eval_task == "generate_vllm" and chosen != "vllm":
+        yield f"--engine_type {chosen}: --eval_task generate_vllm is for vllm; set --eval_task generate"
+
+
+def output_problems(c: GenerateConfig) -> Iterator[str]:
+    """Yield the problems of the output, and of what is made of the responses."""
+    s, out = c.score, c.out
+    if out.is_dir():
+        yield f"--output_path {out}: is a folder; give a file, e.g. {out / 'generated.jsonl'}"
+    else:
+        yield from writable("output_path", str(out.absolute().parent))
+    if c.data.iter is None:
+        for name, value in changed(c, ["rollout_batch_size"]):
+            yield f"--{name} {value}: has no effect without --iter; add --iter 0 or drop --{name}"
+    if c.generates:
+        yield from _sampling(c)
+    else:
+        yield from _no_sampling(c)
+    if s.post_processor and not s.score and c.generates:
+        yield (f"--post_processor {s.post_processor}: needs rewards; add --score, e.g. --score math or the URL of a "
+               "reward server")
+    if s.normalize_reward and not s.score and c.generates:
+        yield "--normalize_reward True: has no effect without --score; add it or drop --normalize_reward"
+    for part in NEEDS_BOTH if s.post_processor == "csft" else ():
+        if part not in s.reward_template:
+            yield f"--reward_template {s.reward_template!r}: must hold {part}, e.g. '{{input}} <rm_score>: {{reward}} '"
+
+
+def _sampling(c: GenerateConfig) -> Iterator[str]:
+    e = c.engine
+    if e.best_of_n > 1 and e.temperature == 0:
+        yield (f"--best_of_n {e.best_of_n}: greedy responses to one prompt are all the same; set --temperature above "
+               "0, or --best_of_n 1")
+    if c.score.post_processor == "iter_dpo" and e.best_of_n == 1:
+        yield "--post_processor iter_dpo: a pair needs two responses to a prompt; nearest valid value: --best_of_n 2"
+    for name, value in changed(c, ["output_key"]):
+        yield f"--{name} {value}: has no effect without --eval_task rm; add it or drop --{name}"
+
+
+def _no_sampling(c: GenerateConfig) -> Iterator[str]:
+    """Yield the options that only generation reads; of the scored rows the prompts are text already."""
+    rendering = ("apply_chat_template", "chat_template", "system_prompt", "input_template", "enable_csft")
+    read = {*vars(c.engine), *rendering, "pretrain"}
+    for name, value in changed(c, read):
+        yield f"--{name} {value}: has no effect with --eval_task rm, which generates nothing; drop it"
+
+
+def evaluation_problems(c: EvaluateConfig) -> Iterator[str]:
+    """Yield the problems of the models, the prompts and the numbers of an evaluation."""
+    e, n = c.evaluation, c.engine.n_samples
+    yield from writable("output_path", e.output_path)
+    for path in dict.fromkeys(path for path in c.model.pretrain if c.model.pretrain.count(path) > 1):
+        yield f"--pretrain {path}: is given twice; give each model once"
+    if not c.held_out:
+        yield "--eval_data is missing: give a file, folder or hub id, or --eval_suite, e.g. math500"
+    if n > 1 and c.engine.temperature == 0:
+        yield (f"--n_samples {n}: greedy answers to one prompt are all the same; set --temperature above 0, or "
+               "--n_samples 1")
+    for name, ks in (("pass_k", e.pass_k), ("maj_k", e.maj_k)):
+        for k in ks:
+            if k > n:
+                yield f"--{name} {k}: needs {k} answers per prompt; nearest valid value: {n}, or --n_samples {k}"

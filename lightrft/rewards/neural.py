@@ -1,0 +1,118 @@
+"""Scalar reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from lightrft.config.schema import Config, DataConfig, RewardConfig
+from lightrft.datasets.records import Message
+from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.sft_dataset import answered, encode_all
+from lightrft.models.loader import context_of, load_scorer
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.timeouts import GroupBudget
+from lightrft.strategy.mixed_precision import round_frozen
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class ScorerSetup:
+    """Device and type of reward models, and the most tokens of one pass; each rank holds them whole."""
+    device: torch.device = torch.device("cpu")
+    bf16: bool = False
+    max_tokens: int = 16384
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> "ScorerSetup":
+        """Return the placement that the options ask for."""
+        return cls(device, bool(config.model.bf16), config.train.max_tokens_per_micro_batch)
+
+
+class NeuralReward:
+    """Reward model that scores a queue of responses at once, when the first score is waited for.
+
+    Args:
+        path: of :func:`lightrft.models.loader.load_scorer`.
+        cfg: whether rewards are normalised, and models rest in host memory between passes.
+
+    Raises:
+        UserError: the model has no head, no tokenizer, or no moments to normalise with.
+    """
+
+    def __init__(self, path: str, cfg: RewardConfig, place: ScorerSetup) -> None:
+        self.path, self.place, self.context = path, place, context_of(path)
+        self.resting = torch.device("cpu") if cfg.reward_offload else place.device
+        self.model = load_scorer(path).eval()
+        if place.bf16:
+            round_frozen(self.model)
+        self.model.to(self.resting)
+        head = self.model.head
+        if cfg.normalize_reward and not head.measured:
+            raise UserError(f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: train it "
+                            "with --eval_data, or drop the option")
+        self.mean, self.std = (head.mean, head.std) if cfg.normalize_reward else (0.0, 1.0)
+        self.renderer = Renderer(DataConfig(), load_tokenizer(path))
+        self._queue: list[tuple[RewardInput, Future[list[Outcome]]]] = []
+
+    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
+        """Queue responses; :meth:`flush` scores them."""
+        futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
+        self._queue += zip(inputs, futures, strict=True)
+        return futures
+
+    def flush(self) -> None:
+        """Score all that is queued. A response that does not fit the model's context stays unscored."""
+        queue, self._queue = self._queue, []
+        if not queue:
+            return
+        tokens = self.encode([item for item, _ in queue])
+        fitting = [i for i, ids in enumerate(tokens) if len(ids) <= (self.context or len(ids))]
+        rewards = dict(zip(fitting, self.score([tokens[i] for i in fitting])))
+        for i, (_, future) in enumerate(queue):
+            long = Outcome(None, "too_long", f"{len(tokens[i])} tokens are more than the {self.context} positions of "
+                           f"{self.path!r}")
+            future.set_result([Outcome(rewards[i]) if i in rewards else long])
+
+    def encode(self, items: list[RewardInput]) -> list[list[int]]:
+        """Tokenize prompts and responses with the model's own template, up to the end token of the response.
+
+        Raises:
+            UserError: a prompt has pictures or sounds.
+        """
+        chats = [answered(_prompt(item, self.path), item.response, self.renderer, "a response") for item in items]
+        found = encode_all(chats, self.renderer, None)
+        return [ids[:len(mask) - mask[::-1].index(True)] for ids, mask in found]
+
+    @torch.no_grad()
+    def score(self, tokens: list[list[int]]) -> list[float]:
+        """Return the rewards of whole sequences."""
+        rewards: list[float] = []
+        self.model.to(self.place.device)
+        for part in _cut([len(ids) for ids in tokens], self.place.max_tokens):
+            exp = Experience.pack([tokens[i] for i in part]).to(self.place.device)
+            rewards += ((self.model(exp)[:, 0] - self.mean) / self.std).tolist()
+        self.model.to(self.resting)
+        return rewards
+
+
+def _prompt(item: RewardInput, path: str) -> str | list[Message]:
+    if any(isinstance(turn.get("content"), list) and any(part.get("type") != "text" for part in turn["content"])
+           for turn in item.messages):  # yapf: disable
+        raise UserError(f"--reward_pretrain {path}: reward models in a run read text only, and a prompt has pictures, "
+                        "videos or sounds; give them with --reward and a file of your own")
+    return item.messages or item.prompt
+
+
+def _cut(lens: list[int], limit: int) -> Iterator[list[int]]:
+    """Yield consecutive indices of at most ``limit`` tokens together; a longer sequence is alone."""
+    part: list[int] = []
+    for i, length in enumerate(lens):
+        if part and sum(lens[j] for j in part) + length > limit:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part

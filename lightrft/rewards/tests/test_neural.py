@@ -1,0 +1,165 @@
+"""Reward models as rewards: numbers of Hugging Face, queues, weights, recipes, refusals."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from lightrft.config.cli import parse_config
+from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config, RewardConfig
+from lightrft.models.reward_model import KEY, RewardHead
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.preflight.memory import reward_parameters
+from lightrft.preflight.validate import validate
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.neural import NeuralReward, ScorerSetup
+from lightrft.tests.support import runs, tiny
+from lightrft.utils.errors import UserError
+
+OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}], data_source=f"source{i % 2}")
+         for i in range(1, 7)]  # yapf: disable
+
+
+def save_scorer(folder, seed, template=tiny.CHATML, **moments):
+    """A tiny classifier of Hugging Face with one score, and its tokenizer."""
+    tiny.save_model(folder, seed=seed)
+    torch.manual_seed(seed)
+    hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    if moments:
+        setattr(hf.config, KEY, vars(RewardHead(**moments)))
+    hf.save_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory):
+    """Two reward models; the second one has another template, and knows its moments."""
+    home = tmp_path_factory.mktemp("scorers")
+    return save_scorer(home / "a", 1), save_scorer(home / "b", 2, OTHER, mean=0.5, std=2.0)
+
+
+def plain(path, items):
+    """Rewards by Hugging Face alone: one conversation at a time, up to its end token."""
+    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), load_tokenizer(path)
+    chats = [[*item.messages, {"role": "assistant", "content": item.response}] for item in items]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n") for chat in chats]
+    with torch.no_grad():
+        return [hf(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item() for text in texts]
+
+
+def manager_of(*entries, place=None, **options):
+    return RewardManager(RewardConfig(reward_pretrain=list(entries), **options), place=place)
+
+
+def totals(manager, items=ITEMS):
+    return [score.total for score in manager.collect(manager.submit(items))]
+
+
+def test_rewards_are_those_of_hugging_face(scorers):
+    """One queue for all responses of several submissions, in passes of at most so many tokens."""
+    a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
+    manager = manager_of(*scorers, place=ScorerSetup(max_tokens=100))
+    handles = [manager.submit(ITEMS[:4]), manager.submit(ITEMS[4:])]
+    assert not manager.begins_early(ITEMS[0])
+    passes = []
+    manager.neural["rm1"].model.register_forward_pre_hook(lambda _, args: passes.append(args[0]))
+    scores = [score for handle in handles for score in manager.collect(handle)]
+    assert [score.parts["rm1"] for score in scores] == pytest.approx(a, rel=1e-4, abs=1e-4)
+    assert [score.parts["rm2"] for score in scores] == pytest.approx(b, rel=1e-4, abs=1e-4)
+    assert [score.total for score in scores] == pytest.approx([x + y for x, y in zip(a, b)], rel=1e-4, abs=1e-4)
+    assert sum(exp.num_seqs for exp in passes) == 6 and all(exp.num_tokens <= 100 for exp in passes) and len(passes) > 1
+
+
+def test_weights_by_entry_and_by_recipe(scorers):
+    a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
+    named = [f"kind={scorers[0]}", f"right={scorers[1]}"]
+    found = totals(manager_of(*named, reward=["kind=0.5"]))
+    assert found == pytest.approx([0.5 * x + y for x, y in zip(a, b)], rel=1e-4, abs=1e-4)
+    found = totals(manager_of(*named, reward_recipe=["source0:right=2", "source1:kind=1+right=-1"]))
+    wanted = [x - y if i % 2 else 2 * y for i, (x, y) in enumerate(zip(a, b), 1)]
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    for wrong in ("right=2", "source:", ":right=2"):
+        with pytest.raises(UserError, match="write SOURCE:part=weight"):
+            manager_of(*named, reward_recipe=[wrong])
+
+
+def test_normalised_by_the_moments_of_the_evaluation(scorers):
+    raw = plain(scorers[1], ITEMS)
+    assert totals(manager_of(scorers[1], normalize_reward=True)) == pytest.approx([(x - 0.5) / 2 for x in raw],
+                                                                                  rel=1e-4, abs=1e-4)
+    with pytest.raises(UserError, match="--normalize_reward: .* has no mean and std"):
+        manager_of(scorers[0], normalize_reward=True)
+
+
+def test_offloaded_models_visit_the_device(scorers):
+    moves, reward = [], NeuralReward(scorers[0], RewardConfig(reward_offload=True), ScorerSetup(torch.device("meta")))
+    assert next(reward.model.parameters()).device.type == "cpu", "resting"
+    reward.model.to = lambda device: moves.append(device.type)
+    reward.place = ScorerSetup()
+    reward.score([[5, 6, 7]])
+    assert moves == ["cpu", "cpu"]
+    resident = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(torch.device("meta")))
+    assert next(resident.model.parameters()).device.type == "meta"
+
+
+def test_what_does_not_fit_is_unscored_and_what_cannot_score_is_refused(scorers, tmp_path):
+    manager = manager_of(scorers[0])
+    long = RewardInput("", "4" * 600, ITEMS[0].messages)
+    fits, unfit = manager.collect(manager.submit([ITEMS[0], long]))
+    assert fits.total is not None and unfit.total is None and unfit.error == "too_long" and manager.counters[
+        "too_long"] == 1
+    picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+    with pytest.raises(UserError, match="read text only, and a prompt has pictures"):
+        manager.collect(manager.submit([picture]))
+    with pytest.raises(UserError, match="has no head"):
+        manager_of(str(tiny.save_model(tmp_path / "causal")))
+    with pytest.raises(ConfigError, match="--reward_pretrain /nowhere: no such folder"):
+        validate(parse_config([], defaults={"reward_pretrain": ["/nowhere"]}, tree=Config).config, 1)
+
+
+def test_bfloat16_rounds_the_model_and_not_its_head(scorers):
+    reward = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(bf16=True))
+    types = {name: param.dtype for name, param in reward.model.named_parameters()}
+    assert types.pop("model.score.weight") == torch.float32 and set(types.values()) == {torch.bfloat16}
+    rough = reward.score(reward.encode(ITEMS))
+    assert rough == pytest.approx(plain(scorers[0], ITEMS), abs=0.2) and rough != pytest.approx(plain(
+        scorers[0], ITEMS))
+
+
+def test_the_plan_counts_their_weights(scorers):
+    held = sum(param.numel() for param in NeuralReward(scorers[0], RewardConfig(), ScorerSetup()).model.parameters())
+    assert reward_parameters(RewardConfig(reward_pretrain=list(scorers))) == 2 * held
+
+
+@pytest.mark.dist
+def test_a_run_with_two_ranks_has_the_rewards_of_one(scorers, tmp_path):
+    """And the log has responses with the rewards that Hugging Face gives them."""
+    home = runs.write_home(tmp_path / "home")
+    words = f"""--pretrain {home / 'model'} --prompt_data {home / 'train.jsonl'} --reward_pretrain {scorers[1]}
+        --apply_chat_template --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_steps 1
+        --prompt_max_len 64 --generate_max_len 8 --disable_ckpt --save_trajectories --no_reward_probe"""
+    lines = []
+    for ranks in (1, 2):
+        save = tmp_path / str(ranks)
+        command = [sys.executable, *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split(), "-m",
+                   "lightrft.cli.train", *words.split(), "--save_path", str(save)]  # yapf: disable
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        lines.append(json.loads((save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]))
+        rows = [json.loads(line) for file in sorted((save / "rollouts").iterdir())
+                for line in file.read_text(encoding="utf-8").splitlines()]  # yapf: disable
+    assert lines[0]["reward/rm/mean"] == pytest.approx(lines[1]["reward/rm/mean"], rel=1e-5) != 0
+    said = [re.search(r"user\n(.*?)<\|im_end\|>", row["prompt"], re.S)[1] for row in rows]
+    items = [RewardInput("", row["response"], [{"role": "user", "content": text}]) for text, row in zip(said, rows)]
+    assert [row["reward"] for row in rows] == pytest.approx(plain(scorers[1], items), rel=1e-4, abs=1e-4)

@@ -1,0 +1,58 @@
+"""Data and models for whole runs on prompts with pictures or sounds, and without."""
+import io
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from lightrft.datasets.rows import hold_rows
+from lightrft.tests.support import tiny_vision
+
+OPTIONS: dict[str, Any] = {
+    "rollout_batch_size": 4, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_epochs": 2, "max_steps": 2,
+    "prompt_max_len": 64, "self_test": True, "sync_proof": "both", "sync_canary_every": 1, "stop": [],
+    "micro_train_batch_size": 4, "init_kl_coef": 0.01, "use_kl_loss": True, "engine_kv_mib": 4,
+    "apply_chat_template": True
+}  # yapf: disable
+_COLUMNS = {"image": "images", "audio": "audios"}
+
+
+def picture(seed: int) -> dict[str, Any]:
+    """A picture of noise, as data sets hold them."""
+    noise = np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def sound(seed: int) -> dict[str, Any]:
+    """Half a second of noise."""
+    noise = (np.random.default_rng(seed).standard_normal(8000) * 3000).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, 16000, 0, "NONE", ""))
+        writer.writeframes(noise.tobytes())
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def rows(kind: str) -> list[dict[str, Any]]:
+    """Prompts with one medium, none, two and the first one again."""
+    texts = [("<m>How many?", [0]), ("plain text", []), ("<m> or <m>", [1, 2]), ("and <m>?", [0])]
+    of = {"image": picture, "audio": sound}[kind]
+    return [{"id": str(i), "prompt": [{"role": "user", "content": text.replace("<m>", f"<{kind}>")}],
+             _COLUMNS[kind]: [of(n) for n in numbers], "reference": "1"}
+            for i, (text, numbers) in enumerate(texts)]  # yapf: disable
+
+
+def write_home(folder: Path, family: str) -> dict[str, Any]:
+    """Write a model of ``family`` to ``folder/model`` and a template that renders its media; return options of a run
+    on :func:`rows`."""
+    tiny_vision.save_model(folder / "model", family, tied=True)
+    (kind, mark), template = next(iter(tiny_vision.FAMILIES[family].placeholders.items())), folder / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == '" + kind + "' %}" + mark +
+        "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}", encoding="utf-8")
+    return OPTIONS | {"prompt_data": [hold_rows(rows(kind))], "chat_template": str(template)}

@@ -1,0 +1,222 @@
+"""A model that sees and one that hears, trained under every strategy on text, on media and on both; started by
+test_media_strategies in its process or by torchrun. The reference is one process with all micro-batches."""
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.config.schema import ModelConfig, StrategyConfig
+from lightrft.models.feature_cache import FeatureCache
+from lightrft.models.loader import load_actor, load_exported
+from lightrft.strategy.base import Prepared
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.deepspeed import Sizes
+from lightrft.strategy.distributed import transformer_blocks
+from lightrft.strategy.fsdp.fsdpv2_strategy import units, WrapPolicy
+from lightrft.strategy.optimizer import is_whole
+from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
+from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.media_rig import MediaRig
+from lightrft.tests.support.tiny_sound import SOUNDS
+from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
+from lightrft.trainer.base_trainer import connect_media
+
+DATA = {"text": [(1, ), (1, 1)], "media": [(0, 3), (2, )], "mixed": [(0, 1, 2), (1, )]}  # rows of micro-batches
+MICRO_BATCHES = 4
+RELATIVE = 1e-5
+
+
+@dataclass
+class MediaCase(Case):
+    """A strategy that trains the model of ``rig`` on one kind of data. Even micro-batches, those of rank 0 of two, are
+    of the first rows of the data, odd ones of the others."""
+    rig: MediaRig = field(default=None)  # type: ignore[assignment]
+    data: str = "mixed"
+    cache: FeatureCache | None = None
+
+    def prepare(self, **options) -> Prepared:
+        actor = load_actor(ModelConfig(pretrain=str(self.rig.folder), **options), deferred=True)
+        prepared = self.strategy.prepare(actor, self.spec)
+        connect_media(prepared.model, self.rig.source, self.strategy, self.cache)
+        return prepared
+
+    def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
+        strategy = self.strategy
+        mine = range(strategy.rank, count, strategy.world_size)
+        for index in mine:
+            exp = self.micro_batch(step, index).to(strategy.device)
+            strategy.backward(-prepared.model(exp)[0].sum() * (scale / 50), prepared, last=index == mine[-1])
+
+    def micro_batch(self, step: int, index: int):
+        """Rows of the data with random responses."""
+        draw = torch.Generator().manual_seed(100 * step + index)
+        rig, rows = self.rig, DATA[self.data][index % 2]
+        return rig.pack([(rig.prompts[row], torch.randint(5, 40, (6, ), generator=draw).tolist(), rig.keys[row])
+                         for row in rows])  # yapf: disable
+
+
+REFERENCES: dict[tuple[Any, ...], Any] = {}
+
+
+def alone(case: MediaCase, what: str, find: Callable[[MediaCase], Any], *options: Any, bf16: bool = False) -> Any:
+    """The same in one process, once for all strategies: the result ``what`` of ``find``."""
+    key = what, case.rig.folder, case.data, *options
+    if key not in REFERENCES:
+        strategy = SingleProcessStrategy(StrategyConfig(), bf16=bf16)
+        twin = MediaCase(strategy, case.folder, case.spec, case.rig, case.data)
+        REFERENCES[key] = find(twin)
+    return REFERENCES[key]
+
+
+def same_gradients(case: MediaCase, **options) -> None:
+    """Of every parameter, those of the tower included; a text batch gives the tower zeros."""
+
+    def gradients(twin: MediaCase) -> dict[str, Tensor]:
+        expected = twin.prepare(**options)
+        twin.backward(expected, 0)
+        return {name: param.grad for name, param in expected.model.named_parameters() if param.grad is not None}
+
+    prepared, grads = case.prepare(**options), alone(case, "gradients", gradients, str(options))
+    case.backward(prepared, 0)
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    for name, gradient in whole_gradients(case.strategy, prepared).items():
+        assert (gradient - grads.get(name, 0)).norm() < RELATIVE * norm, name
+        learns = case.data != "text" and ".lora_A." not in name and name in grads  # some towers have unread layers
+        assert bool(gradient.any()) or not learns, f"{name} learns nothing"
+    assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm.item(), rel=RELATIVE)
+
+
+def same_steps(case: MediaCase, steps: int = 10) -> None:
+    """Norms and weights of several steps; the export loads, and has the weights."""
+
+    def trained(twin: MediaCase) -> tuple[list[float], dict[str, Tensor]]:
+        expected = twin.prepare()
+        return twin.train(expected, range(steps), 0.5), twin.weights(expected)
+
+    prepared, expected = case.prepare(), alone(case, "steps", trained)
+    assert case.train(prepared, range(steps), 0.5) == pytest.approx(expected[0], rel=1e-4)
+    weights = case.weights(prepared)
+    assert_same(weights, expected[1], atol=1e-4)
+    case.strategy.save_model(prepared, case.folder / "hf")
+    assert_same(weights, dict(load_exported(str(case.folder / "hf")).named_parameters()))
+
+
+def resumes_bitwise(case: MediaCase) -> None:
+    """Save, go on, load into a fresh model, go on; the model is offloaded and reloaded in between."""
+    prepared, strategy = case.prepare(), case.strategy
+    case.train(prepared, range(2))
+    manager = CheckpointManager(strategy, case.folder / "resume", asynchronous=False)
+    assert manager.save(2, {"actor": prepared}, {}, {}, {})
+    strategy.offload(prepared)
+    strategy.reload(prepared)
+    norms = case.train(prepared, range(2, 4))
+    fresh = case.prepare()
+    manager.load(manager.latest(), {"actor": fresh})
+    assert case.train(fresh, range(2, 4)) == norms
+    assert_same(case.state(fresh), case.state(prepared))
+
+
+def rounds_alike(case: MediaCase) -> None:
+    """In bfloat16 the norms are those of one process, and a tower computes in it too."""
+    low = MediaCase(get_strategy(case.strategy.cfg, bf16=True), case.folder, rig=case.rig)
+    low.strategy.setup()
+    norms = alone(low, "bf16", lambda twin: twin.train(twin.prepare(), range(2)), bf16=True)
+    prepared, seen = low.prepare(), set()
+    for block in transformer_blocks(prepared.model):
+        block.register_forward_hook(lambda _module, _inputs, out: seen.add(out.dtype))
+    assert low.train(prepared, range(2)) == pytest.approx(norms, rel=1e-3)
+    assert seen == {torch.bfloat16}
+
+
+def recomputes(case: MediaCase) -> None:
+    """Gradient checkpointing, of the blocks of the tower too, changes no gradient."""
+    found: list[dict[str, Tensor]] = []
+    for on in (False, True):
+        prepared = case.prepare(gradient_checkpointing=on)
+        blocks = transformer_blocks(prepared.model)
+        assert all(vars(block)["gradient_checkpointing"] is on for block in blocks if on)
+        case.backward(prepared, 0)
+        found.append({name: grad.clone() for name, grad in whole_gradients(case.strategy, prepared).items()})
+        case.strategy.discard_gradients(prepared)
+    assert_same(*found, atol=1e-6)
+
+
+def features_are_kept(case: MediaCase) -> None:
+    """Of a frozen tower, which ranks run together where it is divided: those that lack no features too."""
+    frozen = {"freeze_prefix": ["visual"]}
+    expected = alone(case, "frozen", lambda twin: twin.train(twin.prepare(**frozen), range(3)))
+    kept = replace(case, cache=FeatureCache(64))
+    prepared, passes = kept.prepare(**frozen), []
+    prepared.model.hf_model.model.visual.register_forward_hook(lambda *_: passes.append(1))
+    norms = kept.train(prepared, range(1))
+    first = len(passes)
+    norms += kept.train(prepared, range(1, 3))
+    assert norms == pytest.approx(expected, rel=RELATIVE)
+    world, unique = case.strategy.world_size, [{key for row in rows for key in case.rig.keys[row]}
+                                               for rows in DATA[case.data]]
+    own = unique[case.strategy.rank] if world > 1 else set.union(*unique)
+    divided = not all(map(is_whole, prepared.model.parameters()))
+    most = max(map(len, unique)) if divided and world > 1 else len(own)
+    assert len(passes) == first == most and kept.cache.take_counts()[0] == len(own)
+
+
+def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes | None]]:
+    """Strategies, those of DeepSpeed last: it changes its process."""
+    fsdp, small = {"strategy": "fsdp"}, Sizes(reduce=20_000, persist=1100)
+    zero = {f"zero{stage}": (StrategyConfig(strategy="deepspeed", zero_stage=stage), small) for stage in (2, 3)}
+    layers = {"fsdp": (StrategyConfig(**fsdp), WrapPolicy(one_unit=0, keep_full=0))}
+    return {**layers, **zero} if ranks > 1 else {"single": (StrategyConfig(strategy="single"), None), **layers, **zero}
+
+
+def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, sees: MediaRig,
+        hears: MediaRig) -> None:
+    """All checks for one strategy; for sounds those that a tower of another form could change."""
+    strategy = get_strategy(cfg)
+    if sizes is not None:
+        setattr(strategy, "sizes" if isinstance(sizes, Sizes) else "wrap", sizes)
+    strategy.setup()
+    own = folder / f"{name}_on_{strategy.world_size}"
+    own.mkdir(parents=True, exist_ok=True)
+    try:
+        for rig in (hears, sees):
+            for data in DATA:
+                case = MediaCase(strategy, own, rig=rig, data=data)
+                same_gradients(case)
+            same_steps(case, 2 if rig is hears else 10)
+        same_gradients(case, freeze_prefix=["visual"])
+        same_gradients(case, freeze_prefix=["language", "projector"])
+        same_gradients(case, lora_rank=2, target_modules=["all-linear", "visual"])
+        features_are_kept(case)
+        resumes_bitwise(case)
+        recomputes(case)
+        rounds_alike(case)
+        if isinstance(sizes, WrapPolicy):
+            assert len(units(case.prepare().model)) == 1 + 2 + 2, "the root, blocks of the tower and of the decoder"
+    finally:
+        strategy.teardown()
+
+
+def main(folder: Path) -> None:
+    """Run every variant on as many ranks as were started."""
+    holder = get_strategy(StrategyConfig(strategy="fsdp"))
+    holder.setup()  # all variants share this group
+    sees = MediaRig(folder / "model", {"image": tiny_vision.PICTURE})
+    hears = MediaRig(folder / "sounds", SOUNDS["qwen2_audio"].placeholders)
+    found = variants(holder.world_size)
+    for name, options in found.items():
+        run(name, *options, folder, sees, hears)
+    holder.teardown()
+    print(json.dumps({"passed": list(found)}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
+    main(Path(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""Tiny runs of the trainers on preferences, in this process and under torchrun."""
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lightrft.config.cli import parse_config
+from lightrft.config.tree import options as known_options
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.preflight.validate import validate
+from lightrft.tests.support import tiny
+from lightrft.tests.support.runs import read_lines, strategy_of
+from lightrft.utils.env import seed_everything
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 8, "max_steps": 3, "learning_rate": 3e-3, "lr_scheduler": "constant", "lr_warmup_ratio": 0.0,
+    "max_len": 100, "disable_ckpt": True, "async_save": False, "logging_steps": 1000
+}
+PAIRS = [{"prompt": f"{a}+{b}?", "chosen": f"{a + b}" + "." * (a % 3), "rejected": "no" * (1 + b)} for a in range(5)
+         for b in range(4)]  # yapf: disable
+JUDGED = [{"prompt": row["prompt"], "asked": f"{row['prompt']} Now!", "completion": row[side], "instead": "another",
+           "label": side == "chosen", "reverse": side != "chosen"} for row in PAIRS for side in ("chosen", "rejected")
+          ]  # yapf: disable
+_TIMES = re.compile("time/|perf/")
+
+
+def write_home(folder: Path) -> Path:
+    """Two models (``model``, ``other``), ``pairs.jsonl`` and ``judged.jsonl``; returns the folder."""
+    tiny.save_model(folder / "model", initializer_range=0.3)
+    tiny.save_model(folder / "other", num_hidden_layers=1, initializer_range=0.3, seed=1)
+    write_rows(folder)
+    return folder
+
+
+def write_rows(folder: Path) -> None:
+    """The rows of all trainers."""
+    for name, rows in (("pairs", PAIRS), ("judged", JUDGED)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def trainer_of(kind: Any, tree: type, home: Path, save: Path, data: str, **options: Any) -> Any:
+    """The trainer ``kind``, as its command builds it; ``data`` names the file of its rows."""
+    paths = {"pretrain": str(home / "model"), "train_data": [str(home / f"{data}.jsonl")], "save_path": str(save)}
+    own = {"beta": 0.5} if "beta" in known_options(tree) else {}
+    config = parse_config([], defaults=BASE | own | paths | options, tree=tree).config
+    validate(config, 1)
+    seed_everything(config.train.seed)
+    tokenizer = load_tokenizer(config.model.pretrain)
+    rows, held_out = (kind.read(config, tokenizer, split, None) if split == "train" or config.data.eval_data else []
+                      for split in ("train", "eval"))
+    return kind(config, strategy_of(config), partial(kind.load, config), tokenizer, rows, held_out)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of every step, without times."""
+    return [{key: value for key, value in row.items() if not _TIMES.match(key)}
+            for row in read_lines(folder / "metrics.jsonl")]
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the trained model."""
+    return load_file(folder / "hf" / "model.safetensors")
+
+
+def launch(script: str, home: Path, save: Path, data: str, **options: Any) -> None:
+    """Run a command on two ranks."""
+    values = BASE | options | {"pretrain": home / "model", "train_data": home / f"{data}.jsonl", "save_path": save}
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 -m".split(), script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two sets of weights."""
+    assert one.keys() == two.keys()
+    return max((one[name] - two[name]).abs().max().item() for name in one)

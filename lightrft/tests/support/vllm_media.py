@@ -1,0 +1,72 @@
+"""Families that see or hear in vLLM, the real one on a CPU: log-probs are the trainer's, before and after an update.
+
+    python -m lightrft.tests.support.vllm_media FOLDER [FAMILY ...]
+
+prints the largest differences in nats, of text alone and of prompts with one medium, three, and none, in one batch.
+test_vllm_families runs those that differ most; LLaVA and Mistral need mistral_common.
+"""
+import sys
+from pathlib import Path
+
+from vllm.model_executor.models import registry
+
+from lightrft.rollout import SamplingParams
+from lightrft.rollout.tests import test_vllm_families
+from lightrft.tests.support import tiny_sound, tiny_vision
+from lightrft.tests.support.engine_rig import NEW, STOPS, requests
+from lightrft.tests.support.vision_rig import Sees
+
+DIFFERENT = ("gemma3", "gemma4_layers", "glm4v", "qwen2_audio", "qwen3_vl_moe")
+OTHERS = ("gemma4", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3",
+          "qwen2_vl", "smolvlm")
+FAMILIES = tiny_vision.FAMILIES | {"qwen2_audio": tiny_sound.FOR_VLLM}
+ROOM = 512  # tokens of a prompt and its response
+
+
+class Rig(Sees, test_vllm_families.Rig):
+    """With the real vLLM; Gemma's pictures are causal, as vLLM's are on a CPU."""
+
+    def __init__(self, folder, family):
+        self.placeholders = FAMILIES[family].placeholders
+        super().__init__(FAMILIES[family].save(folder, False), f"max_model_len={ROOM}",
+                         f"max_num_batched_tokens={ROOM}")
+
+    def load(self, folder):
+        kind, mark = next(iter(self.placeholders.items()))
+        self.placeholders = {kind: mark}
+        actor = super().load(folder)
+        actor.modality.causal_pictures = True
+        most = 1 if actor.hf_model.config.model_type == "llava_onevision" else 3  # it expands several otherwise
+        keys = tuple(f"{kind}:{i % 3}" for i in range(1, 1 + most))
+        self.source.most = {kind: most}
+        self.rows = [(f"a {mark} b?", (f"{kind}:0", )), ("nothing?", ()), (f"{mark * most} c", keys)]
+        return actor
+
+    def logprobs(self, request, response, params, begun=()):
+        """The trainer's: Hugging Face's own forward takes a media token that was drawn for padding (Gemma-4)."""
+        return self.scores([(request.token_ids, response, ())])[len(request.token_ids):].tolist()
+
+
+def differences(rig):
+    """The largest ones: of text, of media, and what the latter would be with other media."""
+    rig.sync()
+    _, text = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
+    return text, *rig.picture_gap()
+
+
+def main(folder: str, *families: str) -> None:
+    """Print a row per family, and fail if one differs."""
+    registry._run_in_subprocess = lambda look: look()
+    print("family", "update", "text", "media", "with others", sep="\t")
+    for family in families or (*DIFFERENT, *OTHERS):
+        rig = Rig(Path(folder) / f"media_{family}", family)
+        for update in range(2):
+            text, media, others = differences(rig)
+            print(family, update, *(f"{value:.1e}" for value in (text, media, others)), sep="\t", flush=True)
+            assert max(text, media) < 2e-5 and others > 1e-2, family
+            rig.learn()
+        rig.vllm.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Checkpoints that DeepSpeed and torch.distributed.checkpoint wrote become Hugging Face models; adapters are merged."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lightrft.cli.convert import convert, main
+from lightrft.cli.merge_lora import merge
+from lightrft.strategy.foreign_checkpoints import match_names
+from lightrft.tests.support import tiny
+from lightrft.tests.support.launch import ROOT
+from lightrft.utils.errors import UserError
+
+# one step of a DeepSpeed engine on two ranks, as another program would write it
+DEEPSPEED = '''
+import os, sys, torch, deepspeed
+from transformers import AutoModelForCausalLM
+base, out, stage = sys.argv[1:]
+os.environ["DS_ACCELERATOR"] = "cpu"
+deepspeed.init_distributed("gloo")
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}, "bf16": {"enabled": True},
+          "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+ids = torch.arange(8)[None] + 5
+engine.backward(engine(input_ids=ids, labels=ids).loss)
+engine.step()
+engine.save_checkpoint(out)
+if int(stage) < 3:
+    torch.save(engine.module.state_dict(), f"{out}/now_{os.environ['RANK']}.pt")
+'''
+
+
+@pytest.fixture(name="base", scope="module")
+def fixture_base(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("base") / "model", num_hidden_layers=1)
+
+
+def changed(base):
+    """The model with other weights, as after training."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.5
+    return model
+
+
+class Wrapper(nn.Module):
+    """What a trainer wraps around a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.policy = model
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("nested", ["plain", "wrapped", "in a dict"])
+def test_a_dcp_folder_becomes_a_model(base, tmp_path, nested):
+    """Under any prefix, and without its optimizer."""
+    model = changed(base)
+    if nested == "wrapped":
+        state = Wrapper(model).state_dict()
+    else:
+        state = model.state_dict() if nested == "plain" else {"app": {"model": model.state_dict()}}
+    moments = {"optim": {"exp_avg": torch.zeros(3), "step": 7}} if nested != "plain" else {}
+    dcp.save({**state, **moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    main([str(tmp_path / "dcp"), str(tmp_path / "out"), "--pretrain", str(base)])
+    expected = model.state_dict()
+    assert weights(tmp_path / "out") and all(
+        value.equal(expected[name]) for name, value in weights(tmp_path / "out").items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight.equal(model.lm_head.weight), "the tied head follows"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id is not None
+    assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_deepspeed_folder_becomes_a_model(base, tmp_path, stage):
+    """The float32 weights of its optimizer, which round to those that it computes with."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "step.py").write_text(DEEPSPEED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, "step.py", str(base), str(tmp_path / "ds"), str(stage)], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=250,
+                          env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
+                               "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})  # yapf: disable
+    assert done.returncode == 0, done.stderr[-3000:]
+    convert(tmp_path / "ds", tmp_path / "out", str(base))
+    tag = (tmp_path / "ds" / "latest").read_text()
+    convert(tmp_path / "ds" / tag, tmp_path / "again", str(base))
+    found, again, before = weights(tmp_path / "out"), weights(tmp_path / "again"), weights(base)
+    assert found.keys() == before.keys() and all(found[name].equal(again[name]) for name in found)
+    assert not all(found[name].float().equal(before[name].bfloat16().float()) for name in found), "it has learnt"
+    if stage < 3:
+        now = torch.load(tmp_path / "ds" / "now_0.pt")
+        assert all(found[name].bfloat16().equal(now[name].bfloat16()) for name in found)
+
+
+WANTED = {"model.layers.0.mlp.weight": 0, "lm_head.weight": 0}
+
+
+def test_names_are_matched_through_wrappers():
+    names = [f"module._fsdp_wrapped_module.{name.replace('mlp', '_orig_mod.mlp')}" for name in WANTED]
+    assert match_names(names, WANTED, []) == dict(zip(WANTED, names))
+    assert match_names(list(WANTED)[:1], WANTED, ["lm_head.weight"]) == {list(WANTED)[0]: list(WANTED)[0]}
+
+
+@pytest.mark.parametrize("names,told", [
+    (["model.layers.0.mlp.weight"], "lacks 1 tensors of the model, the first is lm_head.weight"),
+    (["transformer.h.0.weight"], "no tensor that ends with model.layers.0.mlp.weight"),
+    (["base_model.model.layers.0.mlp.lora_A.weight"], "it holds LoRA matrices"),
+])  # yapf: disable
+def test_names_that_do_not_fit_are_refused(names, told):
+    with pytest.raises(UserError, match=told):
+        match_names(names, WANTED, [])
+
+
+def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
+    dcp.save(changed(base).state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match="a DCP folder, which does not say what model it is of"):
+        convert(tmp_path / "dcp", tmp_path / "out")
+    wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
+    with pytest.raises(UserError, match="is of another model: .* has shape"):
+        convert(tmp_path / "dcp", tmp_path / "out", str(wide))
+    with pytest.raises(UserError, match="not empty"):
+        convert(tmp_path / "dcp", tmp_path, str(base))
+    with pytest.raises(SystemExit) as done:
+        main([str(tmp_path / "absent"), str(tmp_path / "out")])
+    assert done.value.code == 2 and "no complete checkpoint is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_an_adapter_is_merged(base, tmp_path, task):
+    is_rm = task == "SEQ_CLS"
+    kind = AutoModelForSequenceClassification if is_rm else AutoModelForCausalLM
+    model = kind.from_pretrained(base, **({"num_labels": 1} if is_rm else {}))
+    model.save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "start")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type=task)).eval()
+    with torch.no_grad():
+        for name, weight in tuned.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    tuned.save_pretrained(tmp_path / "adapter")
+    merge(str(tmp_path / "start"), tmp_path / "adapter", tmp_path / "out", is_rm)
+    merged, ids = kind.from_pretrained(tmp_path / "out").eval(), torch.arange(8)[None] + 5
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, tuned(ids).logits, atol=1e-4)
+        assert not torch.allclose(merged(ids).logits, kind.from_pretrained(tmp_path / "start")(ids).logits, atol=1e-2)
+    merge(str(tmp_path / "start"), tmp_path / "adapter", tmp_path / "half", is_rm, bf16=True)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(UserError, match="no adapter_config.json"):
+        merge(str(base), tmp_path / "start", tmp_path / "other")
+    wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
+    if not is_rm:
+        with pytest.raises(UserError, match="does not fit"):
+            merge(str(wide), tmp_path / "adapter", tmp_path / "other")

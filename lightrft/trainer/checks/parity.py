@@ -1,0 +1,72 @@
+"""Parity of engine and trainer on rows with media, before the first step: tokens, positions and first log-probs."""
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightrft.models.packed_model import PackedModel
+from lightrft.ops.rounding import Arithmetic
+from lightrft.rollout.engine import Request, RolloutEngine, ShowsPositions
+from lightrft.rollout.weight_sync.verify import Canary
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
+
+ROWS = 4
+
+
+def check_parity(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
+                 arithmetic: Arithmetic) -> None:
+    """Compare engine and trainer on the first rows that have other kinds of media than those before, and log a line
+    per row. A collective.
+
+    Raises:
+        UserError: names the row and what differs.
+    """
+    rows: dict[tuple[str, ...], Prompt] = {}
+    for prompt in prompts:
+        if prompt.media:
+            rows.setdefault(tuple(key.partition(":")[0] for key in prompt.media), prompt)
+    for prompt in list(rows.values())[:ROWS]:
+        canary = Canary(strategy, prepared, engine, [prompt], 1, arithmetic)
+        try:
+            line = _compared(canary, cast(PackedModel, prepared.model))
+        except UserError as error:
+            raise UserError(f"row {prompt.uid}: {error}") from error
+        get_logger().info(f"engine and trainer agree on row {prompt.uid}: {line}")
+
+
+def _compared(canary: Canary, model: PackedModel) -> str:
+    """Describe what both make of the one prompt of ``canary``.
+
+    Raises:
+        UserError: they differ.
+    """
+    (request, ), modality = canary.requests, model.modality
+    ours = modality.prompt_positions(model.hf_model, request.token_ids, request.media)
+    _compare_positions(canary.engine, request, ours)
+    scored, reported = canary.scores()  # compares tokens too: of the trainer with features, of the engine with its own
+    gaps = canary.of_all_ranks((scored - reported).abs().max().item())
+    if not max(gaps) <= canary.at_start:
+        raise UserError(f"the log-prob of the first token is {reported[0]:.5f} for the engine and {scored[0]:.5f} for "
+                        f"the trainer (largest gap of a rank: {max(gaps):.3g}): they do not see the same media; use "
+                        "another --engine_type")
+    tokens = sum(request.token_ids.count(token) for token in modality.tokens.values())
+    return (f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media, positions to "
+            f"{len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob {reported[0]:.5f} and "
+            f"{scored[0]:.5f}")
+
+
+def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | None) -> None:
+    """Compare positions [3, L] of a prompt, where the engine has its own."""
+    if not isinstance(engine, ShowsPositions):
+        return
+    theirs = engine.positions(request)
+    index = torch.arange(len(request.token_ids)).expand(3, -1)
+    left, right = (index if each is None else each for each in (theirs, ours))
+    if left.shape != right.shape or not torch.equal(left, right):
+        first = int((left != right).any(0).nonzero()[0]) if left.shape == right.shape else min(map(len, (left, right)))
+        raise UserError(f"the position of token {first} is {left[:, first].tolist()} for the engine and "
+                        f"{right[:, first].tolist()} for the trainer; use another --engine_type")

@@ -1,0 +1,78 @@
+"""Training on pairs: direct preference optimization and its relatives."""
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.offline_schema import PairConfig
+from lightrft.config.preference_schema import DPOConfig
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.preferences import Pair
+from lightrft.datasets.rows import DataError
+from lightrft.ops.preference import match_by_rank, PAIR_LOSSES, Pairs
+from lightrft.ops.segment import segment_sum
+from lightrft.trainer.offline_trainer import Batch, Loss
+from lightrft.trainer.pair_trainer import pairs_of, PairTrainer
+from lightrft.trainer.preference_trainer import PreferenceTrainer
+from lightrft.trainer.reference import response_sums, summed
+from lightrft.types import Experience
+from lightrft.utils.logging import get_logger
+
+
+def policy_pairs(sums: Tensor, exp: Experience) -> Pairs:
+    """Join log-probs [B] of the policy with those of the reference and with lengths, by pair."""
+    lens = segment_sum(exp.drawn, exp.cu_seqlens)
+    matched = None if exp.matched is None else pairs_of(exp.matched)[0]
+    return Pairs(*pairs_of(sums), *pairs_of(exp.ref_sums), *pairs_of(lens), matched)
+
+
+class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
+    """Trains on a loss of pairs (:mod:`lightrft.ops.preference`), averaged over the pairs of the batch of all ranks."""
+    config: DPOConfig
+
+    @classmethod
+    def read(cls, config: PairConfig, tokenizer: PreTrainedTokenizerBase, split: str,
+             media: MediaStore | None) -> Sequence[Pair]:
+        """Read pairs; one without a better answer is none.
+
+        Raises:
+            DataError: a tie, unless ``--pair_policy skip`` leaves it out.
+        """
+        rows = super().read(config, tokenizer, split, media)
+        ties = [row.uid for row in rows if row.tie]
+        if ties and config.data.pair_policy == "error":
+            raise DataError(f"row {ties[0]}: a tie, of which no answer is better. Remove {len(ties)} such rows, or use "
+                            "--pair_policy skip")
+        if ties:
+            get_logger().warning(f"{len(ties)} of {len(rows)} pairs are ties: left out")
+        return [row for row in rows if not row.tie]
+
+    @property
+    def needs_reference(self) -> bool:
+        """True for a loss with a reference."""
+        return PAIR_LOSSES.get(self.config.preference.chosen_loss).needs_reference
+
+    def fill(self, batch: Batch, parts: list[list[int]]) -> None:
+        """Add log-probs of the reference; where the loss compares pairs with each other, also those it meets."""
+        exp = batch.exp
+        with self.timer("ref"):
+            exp.ref_sums = self.reference.sums(exp, parts)
+        if PAIR_LOSSES.get(self.config.preference.chosen_loss).matches:
+            self.actor.model.eval()
+            pairs = policy_pairs(response_sums(self.strategy, self.actor.model, exp, parts), exp)
+            matched = match_by_rank(pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected)
+            exp.matched = matched.repeat_interleave(2)
+
+    def loss_of(self, exp: Experience, total: float) -> Loss:
+        """Return the loss of the pairs, and their implicit rewards."""
+        cfg = self.config.preference
+        loss = PAIR_LOSSES.get(cfg.chosen_loss)
+        pairs = policy_pairs(summed(self.actor.model(exp)[0], exp), exp)
+        losses = loss.fn(pairs, **{name: vars(cfg)[name] for name in loss.reads})
+        nll = -pairs.means[0]
+        chosen, rejected = (cfg.beta * ratio.detach() for ratio in loss.ratios(pairs))
+        metrics = {
+            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected, "accuracy":
+            (chosen > rejected).double(), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, "nll": nll
+        }
+        return ((losses + cfg.nll_loss_coef * nll).sum() / total).float(), metrics

@@ -1,0 +1,69 @@
+"""Files of the hub on several ranks: one rank of each machine has them from the hub, the others from its cache."""
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.schema import DataConfig
+from lightrft.config.shared_schema import Tree
+from lightrft.config.tree import flatten
+from lightrft.datasets.rows import fetch_entry, fetch_hub
+from lightrft.datasets.suites import parse_suite, SUITES
+from lightrft.rewards.spec import parse_models
+from lightrft.strategy.base import StrategyBase
+from lightrft.utils.errors import UserError
+from lightrft.utils.hub import download_model, looks_local, prefer_cache_without_network, read_cache_only
+
+MODELS = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model")  # options of a folder or hub id
+
+
+def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
+    """Let the first rank of each machine download what a run reads from the hub; the others wait for it, and then read
+    the cache without asking.
+
+    Where something cannot be had nothing is switched: the parts that read it have the errors that say what to do.
+
+    Args:
+        config: all options of the run, for its models.
+        data: its data.
+    """
+    models, entries, suites = _models(flatten(config)), _entries(data), _suites(data)
+    if strategy.world_size == 1 or not (models or entries or suites):
+        return
+    fetched = strategy.local_rank > 0 or _fetch(models, entries, suites)
+    if all(strategy.all_gather_object(fetched)) and strategy.local_rank > 0:
+        read_cache_only()
+
+
+def _fetch(models: list[str], entries: list[str], suites: list[str]) -> bool:
+    """Fill the cache; return whether all is there."""
+    prefer_cache_without_network()
+    try:
+        for name in models:
+            download_model(name)
+        for spec in entries:
+            fetch_entry(spec)
+        for name in suites:
+            fetch_hub(SUITES[name].hub, SUITES[name].config)
+    except (OSError, ValueError, UserError):
+        return False
+    return True
+
+
+def _on_hub(name: str) -> bool:
+    return not looks_local(name) and not name.startswith("memory:") and not Path(name).exists()
+
+
+def _models(values: Mapping[str, Any]) -> list[str]:
+    """Models on the hub that options name."""
+    names = [*map(values.get, MODELS), *parse_models(values.get("reward_pretrain") or []).values()]
+    return [name for name in dict.fromkeys(names) if name and _on_hub(name)]
+
+
+def _entries(data: DataConfig) -> list[str]:
+    """Entries of the training and of the evaluation data that are on the hub."""
+    return [spec for spec in dict.fromkeys([*data.prompt_data, *data.eval_data])
+            if _on_hub(spec) and _on_hub(spec.rpartition("@")[0] or spec)]  # yapf: disable
+
+
+def _suites(data: DataConfig) -> list[str]:
+    return [name for name, path in map(parse_suite, data.eval_suite) if not path]

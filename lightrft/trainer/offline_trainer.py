@@ -1,0 +1,176 @@
+"""Core of the trainers on fixed data: the batches, strategies and checkpoints of reinforcement learning, no rollout."""
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.cli import ParsedConfig
+from lightrft.config.offline_schema import OfflineConfig
+from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.media_store import MediaStore
+from lightrft.models.loader import check_context
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.materialize import Builder
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.trainer.base_trainer import BaseTrainer, connect_media, feature_cache, open_media
+from lightrft.trainer.hub_files import fetch_once
+from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
+from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
+from lightrft.trainer.run_log import RunLog
+from lightrft.trainer.session import training_session
+from lightrft.types import Experience, MediaSource
+from lightrft.utils.timer import Timer
+
+Row = TypeVar("Row")
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one optimizer step, or all held-out rows, packed; equal on every rank.
+
+    Attributes:
+        exp: their sequences.
+        total: number of ``unit`` ("loss_tokens", "pairs") by which the loss is divided, of all ranks together.
+        bound: a number per sequence; those with the same number (a pair) share a micro-batch. None: each is alone.
+    """
+    exp: Experience
+    total: float
+    unit: str
+    bound: list[int] | None = None
+
+
+class OfflineTrainer(BaseTrainer, Generic[Row]):
+    """Trains a model on batches of rows: ``Trainer(config, strategy, model, tokenizer, rows, eval_rows).fit()``.
+
+    A trainer is a subclass with ``read`` (rows of a split), ``load`` (the model), ``pack`` (rows -> :class:`Batch`) and
+    ``loss_of`` (micro-batch -> its share of the loss, and metrics); ``fill`` is for numbers that the whole batch needs
+    first. Its options are a subclass of :class:`OfflineConfig`; its command runs :func:`train_rows`.
+    """
+
+    def __init__(self, config: OfflineConfig, strategy: StrategyBase, model: nn.Module | Builder,
+                 tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], eval_rows: Sequence[Row] = (),
+                 timer: Timer | None = None, media: MediaSource | None = None) -> None:
+        train, timer = config.train, timer or Timer()
+        self.config, self.eval_rows = config, eval_rows
+        self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed)
+        total = train.max_steps or self.loader.steps(train.max_epochs)
+        beta1, beta2 = train.adam_betas
+        spec = OptimSpec(train.learning_rate, (beta1, beta2), train.l2, schedule_of(train, total), train.eight_bit)
+        self.actor = strategy.prepare(model, spec, config.strategy.fsdp_shard_size)
+        connect_media(self.actor.model, media, strategy, feature_cache(config.data))
+        self.optimizer_step = OptimizerStep(train, strategy, timer)
+        super().__init__(config.checkpoint, strategy, {"actor": self.actor}, RunLog(config, strategy), tokenizer, timer,
+                         total, train.eval_steps)
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
+             media: MediaStore | None) -> Sequence[Row]:
+        """Read the rows of a split, "train" or "eval", of a ``config`` of the trainer's own tree."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Any) -> nn.Module:
+        """Load the model to train; its weights may stay in their files."""
+
+    @abstractmethod
+    def pack(self, rows: Sequence[Row]) -> Batch:
+        """Pack rows on the CPU."""
+
+    @abstractmethod
+    def loss_of(self, exp: Experience, total: float) -> Loss:
+        """Return a micro-batch's share of the loss, and values [n] by metric, of which the mean over the whole batch is
+        reported.
+
+        Args:
+            exp: bound sequences are neighbours, in the order of the batch. A rank without sequences gets a single one
+                without tokens in the loss; its loss is 0, and depends on the model.
+            total: that of the :class:`Batch`.
+        """
+
+    def fill(self, batch: Batch, parts: list[list[int]]) -> None:
+        """Compute what the loss needs of the whole batch, without gradients; ``parts``: micro-batches of this rank."""
+
+    def train_step(self) -> dict[str, float]:
+        """Run one optimizer step on the next batch."""
+        name, sums = self.config.METRICS[0], MetricSums()
+        with self.timer("update_other"):
+            batch, parts = self._planned(next(self.loader))
+            result = self.optimizer_step.run(self.actor, partial(take, batch.exp), parts, batch.total,
+                                             lambda exp: self._counted(exp, batch.total, sums))
+            counts = {f"{name}/tokens": batch.exp.num_tokens, f"{name}/{batch.unit}": batch.total}
+            return step_metrics(name, [result]) | counts | self._means(name, sums)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return ``eval/loss`` and the means of the other metrics over all held-out rows."""
+        if not self.eval_rows:
+            return {}
+        sums = MetricSums()
+        self.actor.model.eval()
+        batch, parts = self._planned(self.eval_rows)
+        losses = [self._counted(take(batch.exp, part).to(self.strategy.device), batch.total, sums) for part in parts]
+        loss = self.strategy.all_reduce(torch.stack([each.double().cpu() for each in losses]).sum()).item()
+        return {"eval/loss": loss} | self._means("eval", sums)
+
+    def _planned(self, rows: Sequence[Row]) -> tuple[Batch, list[list[int]]]:
+        """Return the batch of ``rows``, filled, and the micro-batches of this rank."""
+        batch = self.pack(rows)
+        parts = self.plan_of(batch.exp, batch.bound)
+        self.fill(batch, parts)
+        return batch, parts
+
+    def plan_of(self, exp: Experience, bound: list[int] | None = None) -> list[list[int]]:
+        """Return the micro-batches of this rank for ``exp``; ``bound`` as in :class:`Batch`."""
+        train = self.config.train
+        limits = MicroBatchLimits(train.micro_train_batch_size * self.config.SEQUENCES,
+                                  train.max_tokens_per_micro_batch)
+        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), self.strategy.world_size, limits,
+                               bound)
+        return plan[self.strategy.rank]
+
+    def _counted(self, exp: Experience, total: float, sums: MetricSums) -> Tensor:
+        """Return the loss of a micro-batch, and add its metrics to ``sums``."""
+        loss, metrics = self.loss_of(exp, total)
+        for name, values in metrics.items():
+            sums.add_tokens({name: values}, torch.ones_like(values, dtype=torch.bool))
+        return loss
+
+    def _means(self, name: str, sums: MetricSums) -> dict[str, float]:
+        """Average the metrics over all ranks."""
+        if not sums.keys():
+            return {}
+        sums.reduce(self.strategy)
+        return {f"{name}/{key}": sums.mean(key) for key in sums.keys()}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return sampler position and bad steps in a row."""
+        return {"loader": self.loader.state_dict(), "bad_in_a_row": self.optimizer_step.bad_in_a_row}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`extra_state`."""
+        self.loader.load_state_dict(state["loader"])
+        self.optimizer_step.bad_in_a_row = state["bad_in_a_row"]
+
+
+def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[Any]]) -> None:
+    """Run the ``trainer`` of a command; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
+    config, data = parsed.config, parsed.config.data.as_data_config()
+    with training_session(parsed, exits) as session:
+        path = config.model.pretrain
+        fetch_once(session.strategy, config, data)
+        check_context(path, max_len=config.data.max_len)
+        tokenizer = load_tokenizer(path, data.chat_template)
+        media = open_media(path, tokenizer, data)
+        rows = trainer.read(config, tokenizer, "train", media)
+        held_out = trainer.read(config, tokenizer, "eval", media) if data.eval_data else []
+        model = partial(trainer.load, config)  # loaded when the strategy prepares it
+        trainer(config, session.strategy, model, tokenizer, rows, held_out, session.timer, media).fit()

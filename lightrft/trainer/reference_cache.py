@@ -1,0 +1,109 @@
+"""Files that keep the log-probs of a reference model, by the contents of the model and of each sequence."""
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+
+from lightrft.strategy.base import StrategyBase
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+_FORMAT = "1"  # of the files
+_BLOCK = 1 << 24
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+
+
+def model_digest(path: str) -> str:
+    """Hash the configuration and the weights of the model at ``path``, a folder or hub id."""
+    config = cached_file(path, "config.json")
+    folder = Path(str(config)).parent
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(file for pattern in _MODEL_FILES for file in folder.glob(pattern)):
+        digest.update(f"{file.name}\0{_content(file)}\0".encode())
+    return digest.hexdigest()
+
+
+def _content(file: Path) -> str:
+    """Hash a file; in the cache of the hub its name is that hash."""
+    if re.fullmatch("[0-9a-f]{64}", file.resolve().name):
+        return file.resolve().name
+    digest = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def digests(exp: Experience) -> Iterator[bytes]:
+    """Hash every sequence: its tokens, which of them are in the loss, and its media."""
+    cu, media = exp.cu_seqlens.tolist(), exp.media or [()] * exp.num_seqs
+    tokens, drawn = exp.token_ids.numpy(), exp.drawn.numpy()
+    for start, end, keys in zip(cu, cu[1:], media):
+        digest = hashlib.blake2b(tokens[start:end].tobytes(), digest_size=16)
+        digest.update(drawn[start:end].tobytes())
+        digest.update("\0".join(keys).encode())
+        yield digest.digest()
+
+
+class ReferenceCache:
+    """Summed log-probs by the content of a sequence, in one file per model; equal on every rank.
+
+    Args:
+        folder: of the files.
+        path: folder or hub id of the reference model.
+        bf16: it computes in bfloat16.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase) -> None:
+        self.file, known = Path(), dict[bytes, float]()
+        if strategy.is_main:
+            self.file = _made(folder) / f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
+            known = _read(self.file)
+        self.known: dict[bytes, float] = strategy.all_gather_object(known)[0]
+
+    def lacking(self, exp: Experience) -> list[int]:
+        """Return the sequences that are not known."""
+        return [i for i, digest in enumerate(digests(exp)) if digest not in self.known]
+
+    def add(self, exp: Experience, sums: Tensor) -> None:
+        """Add the sums [B] of all sequences."""
+        self.known.update(zip(digests(exp), sums.tolist()))
+
+    def read(self, exp: Experience) -> Tensor:
+        """Return the sums of all sequences, float64 [B]."""
+        return torch.tensor([self.known[digest] for digest in digests(exp)], dtype=torch.float64)
+
+    def write(self) -> None:
+        """Write the file, which appears whole."""
+        keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, 16)
+        part = self.file.with_suffix(f".{os.getpid()}.part")
+        with open(part, "wb") as opened:
+            np.savez(opened, keys=keys, sums=np.array([*self.known.values()]))
+        os.replace(part, self.file)
+
+
+def _made(folder: str) -> Path:
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--ref_cache_dir {folder}: {error.strerror}. Name another folder") from error
+    return path
+
+
+def _read(file: Path) -> dict[bytes, float]:
+    """Read a file; one that is damaged or not there has nothing."""
+    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
+        return {key.tobytes(): value for key, value in zip(stored["keys"], stored["sums"].tolist())}
+    return {}

@@ -1,0 +1,95 @@
+"""Training of scalar reward models on pairs (Bradley-Terry)."""
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.config.rm_schema import RMConfig
+from lightrft.datasets.preferences import Pair
+from lightrft.models.loader import load_reward_model
+from lightrft.models.reward_model import RewardModel
+from lightrft.ops.reward_loss import pair_loss
+from lightrft.trainer.offline_trainer import Batch, Loss
+from lightrft.trainer.pair_trainer import PairTrainer, pairs_of
+from lightrft.types import Experience
+
+
+class RMTrainer(PairTrainer):
+    """Trains the scores of a :class:`RewardModel`; the exported config has mean and std of the held-out rewards."""
+    config: RMConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held_out: list[Tensor] = []  # rewards of an evaluation, of this rank
+        text: Any = cast(Any, self.scorer.config).get_text_config()
+        if self.tokenizer.pad_token_id == self.tokenizer.eos_token_id:
+            text.pad_token_id = None  # Hugging Face would take the last token of a sequence for padding
+        else:
+            text.pad_token_id = self.tokenizer.pad_token_id
+
+    @property
+    def scorer(self) -> RewardModel:
+        """The model."""
+        return cast(RewardModel, self.actor.model)
+
+    @classmethod
+    def load(cls, config: RMConfig) -> nn.Module:
+        """Load the model with its head."""
+        return load_reward_model(config.model, deferred=True)
+
+    def pack(self, rows: Sequence[Pair]) -> Batch:
+        """Extend :meth:`PairTrainer.pack`: ``labels`` [B, K] of all heads; NaN where a row has none."""
+        batch, names = super().pack(rows), self.config.model.heads_types[1:]
+        others = torch.tensor([[pair.heads.get(name, torch.nan) for name in names] for pair in rows])
+        labels = torch.cat([batch.exp.labels[:, None], others.view(len(rows), -1).repeat_interleave(2, 0)], 1)
+        return replace(batch, exp=replace(batch.exp, labels=labels))
+
+    def loss_of(self, exp: Experience, total: float) -> Loss:
+        """Return the mean over heads of :func:`pair_loss`; only the first head has margins."""
+        chosen, rejected = pairs_of(self.scorer(exp))
+        labels, margins = pairs_of(exp.labels)[0], pairs_of(exp.margins)[0]
+        by_head = torch.zeros_like(labels)
+        by_head[:, 0] = margins
+        losses = pair_loss(chosen, rejected, labels, by_head, self.config.train.loss)
+        if not torch.is_grad_enabled():
+            self._held_out += [chosen[:, 0].double().cpu(), rejected[:, 0].double().cpu()]
+        heads = (~labels.isnan()).sum(1)
+        return (losses.sum(1) / heads).sum() / total, self._metrics_of(chosen, rejected, labels)
+
+    def _metrics_of(self, chosen: Tensor, rejected: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return rewards of the first head, and for each head the pairs that it orders as their label says."""
+        gap, found = (chosen - rejected).detach(), {}
+        for i, name in enumerate(self.config.model.heads_types):
+            told = labels[:, i] != 0.5
+            told &= ~labels[:, i].isnan()
+            right = torch.where(labels[:, i] > 0.5, gap[:, i] > 0, gap[:, i] < 0)
+            found["accuracy" if i == 0 else f"accuracy_{name}"] = right[told].float()
+        return found | {"rewards/chosen": chosen[:, 0], "rewards/rejected": rejected[:, 0], "rewards/margin": gap[:, 0]}
+
+    def evaluate(self) -> dict[str, float]:
+        """Extend :meth:`OfflineTrainer.evaluate` by mean and std of the rewards, which the export keeps."""
+        self._held_out = []
+        metrics = super().evaluate()
+        if not metrics:
+            return {}
+        rewards = torch.cat(self._held_out)
+        count, total = self.strategy.all_reduce(torch.stack([torch.ones_like(rewards).sum(), rewards.sum()])).tolist()
+        square = self.strategy.all_reduce(((rewards - total / count)**2).sum()).item()
+        self.keep_moments(total / count, (square / count)**0.5)
+        return metrics | {"eval/reward_mean": self.scorer.head.mean, "eval/reward_std": self.scorer.head.std}
+
+    def keep_moments(self, mean: float, std: float) -> None:
+        """Write mean and std of rewards to the config that exports have."""
+        self.scorer.head.mean, self.scorer.head.std = mean, std
+        self.scorer.head.write(self.scorer.hf_model.config)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Extend :meth:`OfflineTrainer.extra_state` by the moments of the rewards."""
+        return super().extra_state() | {"moments": (self.scorer.head.mean, self.scorer.head.std)}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`extra_state`."""
+        super().load_extra_state(state)
+        self.keep_moments(*state["moments"])

@@ -1,0 +1,116 @@
+"""Distillation: the loss against Hugging Face, micro-batches, ranks, a sparse teacher, refused teachers."""
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrft.config.kd_schema import KDConfig
+from lightrft.config.options import ConfigError
+from lightrft.ops.distillation import coarse, divergence, top_tokens
+from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support import tiny
+from lightrft.tests.support.runs import no_picture
+from lightrft.trainer.kd_trainer import KDTrainer
+from lightrft.utils.errors import UserError
+
+no_picture = no_picture  # the module draws no curve
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def trainer_of(home, save, **options):
+    return runs.trainer_of(KDTrainer, KDConfig, home, save, "judged",
+                           **{"teacher_model": str(home / "other")} | options)
+
+
+def run(home, save, **options):
+    trainer_of(home, save, **options).fit()
+    return runs.exported(save)
+
+
+def naive_loss(home, rows, kind, k, coef):
+    """The student, its loss and the mean divergence, one sequence at a time."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(home / name) for name in ("model", "other"))
+    gaps, nll = [], []
+    for row in rows:
+        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask)[1:]
+        own, target = (model(input_ids=ids).logits[0, :-1][mask].log_softmax(-1) for model in (student, teacher))
+        nll.append(-own.gather(-1, ids[0, 1:][mask][:, None])[:, 0])
+        if k:
+            best, target = top_tokens(target, k)
+            own = coarse(own, best)
+        gaps.append(divergence(own, target.detach(), kind, 0.3 if kind == "js" else 0.5))
+    gaps, nll = torch.cat(gaps), torch.cat(nll)
+    return student, (coef * gaps + (1 - coef) * nll).mean(), gaps.mean()
+
+
+@pytest.mark.parametrize("kind,k", [("forward", 0), ("reverse", 0), ("js", 0), ("forward", 3), ("reverse", 3)])
+def test_loss_and_gradient_are_those_of_hugging_face(kind, k, home, tmp_path):
+    trainer = trainer_of(home, tmp_path, divergence=kind, kd_top_k=k, kd_coef=0.7, micro_train_batch_size=3,
+                         **({"js_mix": 0.3} if kind == "js" else {}))
+    trainer.actor.model.chunk_mib = 0.02  # a few rows at once
+    rows = next(trainer.loader)
+    trainer.loader.position = 0
+    student, loss, gap = naive_loss(home, rows, kind, k, 0.7)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters()]).item()
+    got = trainer.train_step()
+    assert got["kd/loss"] == pytest.approx(loss.item(), rel=1e-5) and got["kd/grad_norm"] == pytest.approx(
+        norm, rel=1e-4)
+    assert got["kd/divergence"] == pytest.approx(gap.item(), rel=1e-5)
+    assert got["kd/loss_tokens"] == sum(sum(row.loss_mask) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def straight(home, tmp_path_factory):
+    save = tmp_path_factory.mktemp("straight")
+    return run(home, save), save
+
+
+def test_one_micro_batch_is_eight_and_an_offloaded_teacher_the_same(straight, home, tmp_path):
+    assert runs.close(run(home, tmp_path, micro_train_batch_size=1, teacher_offload=True), straight[0]) < 1e-5
+
+
+@pytest.mark.dist
+def test_two_ranks_are_one(straight, home, tmp_path):
+    runs.launch("lightrft.cli.train_kd", home, tmp_path, "judged", teacher_model=home / "other",
+                micro_train_batch_size=2)
+    assert runs.close(runs.exported(tmp_path), straight[0]) < 2e-5
+    for a, b in zip(runs.metrics(tmp_path), runs.metrics(straight[1]), strict=True):
+        assert all(a[f"kd/{key}"] == pytest.approx(b[f"kd/{key}"], rel=1e-4) for key in ("loss", "divergence", "nll"))
+
+
+def test_the_student_comes_to_the_teacher(home, tmp_path):
+    run(home, tmp_path, kd_coef=1.0, max_steps=25, learning_rate=1e-2, eval_data=[str(home / "judged.jsonl")],
+        eval_steps=-1)
+    lines = runs.metrics(tmp_path)
+    assert lines[-1]["eval/divergence"] < 0.3 * lines[0]["kd/divergence"]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(home, tmp_path):
+    tiny.save_model(home / "foreign")
+    tiny.tokenizer(extra="<|extra|>").save_pretrained(home / "foreign")
+    with pytest.raises(UserError, match="of its tokens are not those of the student.*same family"):
+        trainer_of(home, tmp_path, teacher_model=str(home / "foreign"))
+
+
+def test_a_padded_head_is_not(home, tmp_path):
+    """Models of one family pad their heads to different widths."""
+    width = len(tiny.tokenizer()) + 16
+    tiny.save_model(home / "padded", vocab_size=width)
+    trainer = trainer_of(home, tmp_path, teacher_model=str(home / "padded"))
+    assert trainer.vocab == width - 16 and trainer.train_step()["kd/divergence"] > 0
+
+
+@pytest.mark.parametrize("options,said", [
+    ({"teacher_model": None}, "--teacher_model is missing"),
+    ({"teacher_model": "./nowhere"}, "--teacher_model ./nowhere: no such folder"),
+    ({"js_mix": 0.3}, "--js_mix 0.3: has no effect with --divergence forward"),
+    ({"kd_coef": 0.0}, "--kd_coef 0: the teacher has no effect"),
+])
+def test_options_that_do_not_fit_are_refused(options, said, home, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        trainer_of(home, tmp_path, **options)
+    assert said in str(error.value)

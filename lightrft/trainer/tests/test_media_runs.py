@@ -1,0 +1,142 @@
+"""Whole runs on prompts with pictures and without: what they compute, record and resume."""
+import base64
+import copy
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrft.datasets.rows import hold_rows
+from lightrft.tests.support import media_runs
+from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
+from lightrft.trainer.trial import try_out
+from lightrft.utils.errors import UserError
+
+pytest.importorskip("torchvision")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A model that sees, with a template that renders pictures."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def options(home):
+    return media_runs.write_home(home, "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def straight(home, options, tmp_path_factory):
+    return run(home, tmp_path_factory.mktemp("run"), **options, disable_ckpt=False, save_steps=1, async_save=False)
+
+
+def test_engine_and_trainer_agree_on_pictures(straight):
+    """At the first step the policy is the one that generated: ratios, KL and canaries show it."""
+    first = straight.lines[0]
+    assert first["rollout/mismatch/tokens"] > 0 and first["rollout/mismatch/abs_logp_max"] < 1e-4
+    assert first["rollout/canary_gap"] < 1e-5
+    assert all(np.isfinite(line["policy/loss"]) for line in straight.lines)
+
+
+def test_towers_are_trained(straight, home, options, tmp_path):
+    before = run(home, tmp_path, **options | {"actor_learning_rate": 0.0}).weights
+    moved = {name for name, weight in straight.weights.items() if not torch.equal(weight, before[name])}
+    assert any(".visual.blocks." in name for name in moved) and any("language_model" in name for name in moved)
+
+
+def test_passes_run_the_tower_once_per_picture(straight, home, options, tmp_path):
+    """Of a micro-batch, in which the responses to one prompt are together; a pass without a picture has a blank one."""
+    assert straight.trainer.maker.media.decoded == 3 + 2 * 4, "for the data set, and for two records of the report"
+    config = config_of(home, tmp_path, **options)
+    trainer, seen = trainer_of(config, strategy_of(config)), []
+    maker, prompts = trainer.maker, next(trainer.loader)
+    tower = maker.logprobs.actor.model.hf_model.model.visual
+    hook = tower.register_forward_pre_hook(lambda module, args, given: seen.append(len(given["grid_thw"])),
+                                           with_kwargs=True)
+    rollout = maker.make(prompts, 0)
+    hook.remove()
+    generated, passes = seen[0], seen[1:]
+    assert generated == 3, "one prefill for three pictures"
+    parts = [part for mini in rollout.buffer.epoch(0) for part in mini.micro_batches]
+    unique = [len({key for i in part for key in rollout.exp.media[i]}) for part in parts]
+    assert passes == [max(1, count) for count in unique], "old log-probs; the reference is another model"
+    assert sum(unique) < sum(map(len, rollout.exp.media)) / 2 == 8
+    assert maker.media.decoded == 3
+    trainer.engine.shutdown()
+
+
+def test_the_report_shows_the_pictures(straight):
+    records = [json.loads(line) for line in (straight.folder / "samples.jsonl").read_text().splitlines()]
+    shown = {group["uid"]: group["media"] for record in records for group in record["groups"]}
+    assert shown and any(shown.values())
+    for urls in shown.values():
+        for url in urls:
+            small = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+            assert small.size == (84, 56)
+    assert "img-src data:" in (straight.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_resumed_is_straight(straight, home, options, tmp_path):
+    broken = run(home, tmp_path, **options | {"max_steps": 1}, disable_ckpt=False, save_steps=1, async_save=False)
+    resumed = run(home, tmp_path, **options, disable_ckpt=False, save_steps=1, async_save=False, load_checkpoint=True)
+    assert broken.trainer.step == 1 and resumed.trainer.step == 2
+    for name, weight in straight.weights.items():
+        assert torch.equal(weight, resumed.weights[name]), name
+
+
+def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, capfd):
+    """A line for the first row with one picture, and one for that with two; a wrong weight names the row."""
+    config = config_of(home, tmp_path, **options)
+    trainer = trainer_of(config, strategy_of(config))
+    trainer.before_loop(True)
+    said = [line for line in capfd.readouterr().err.splitlines() if "engine and trainer agree on row" in line]
+    assert [line.partition(" for ")[2][:7] for line in said] == ["1 media", "2 media"], said
+    engine = trainer.engine
+    engine.model = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        engine.model.model.visual.merger.mlp[2].weight.mul_(1.5)
+    trainer.proof = None
+    with pytest.raises(UserError, match="row 0:0: the log-prob of the first token .* do not see the same media"):
+        trainer.before_loop(True)
+    engine.shutdown()
+
+
+def prefetched(trainer):
+    """Media that would be processed ahead for the next step."""
+    maker, found = trainer.maker, []
+    maker.media.prefetch = found.extend
+    maker.prefetch(trainer.loader.ahead())
+    return found
+
+
+def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tmp_path):
+    """The towers of policy and reference, which are one; after a resume features are computed again, bit for bit."""
+    frozen = options | {"freeze_prefix": ["visual"], "disable_ckpt": False, "save_steps": 1, "async_save": False}
+    plain = run(home, tmp_path / "plain", **frozen)
+    kept = run(home, tmp_path / "kept", **frozen, cache_features=True)
+    assert [line["media/features_computed"] for line in kept.lines] == [3, 0], "three pictures, for two models"
+    assert all(line["media/features_reused"] > 3 for line in kept.lines)
+    assert not any("media/features_computed" in line for line in plain.lines)
+    ahead = [prefetched(each.trainer) for each in (plain, kept)]
+    assert ahead[0] and not ahead[1], "media are processed whose features are kept"
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(weight, kept.weights[name], atol=1e-5, rtol=0)
+    run(home, tmp_path / "cut", **frozen | {"max_steps": 1}, cache_features=True)
+    resumed = run(home, tmp_path / "cut", **frozen, cache_features=True, load_checkpoint=True)
+    for name, weight in kept.weights.items():
+        assert torch.equal(weight, resumed.weights[name]), name
+    with pytest.raises(UserError, match="--cache_features: .* is trained"):
+        run(home, tmp_path / "trained", **options, cache_features=True)
+
+
+def test_a_dry_run_reads_the_pictures(home, options, tmp_path):
+    rows = media_runs.rows("image")
+    config = config_of(home, tmp_path, **options, reward=["format"])
+    assert any(line.startswith("media: image of memory:") and "can be read" in line for line in try_out(config))
+    broken = rows[0] | {"images": [{"bytes": rows[0]["images"][0]["bytes"][:100], "path": None}]}
+    with pytest.raises(UserError, match="row 1: image of 100 bytes"):
+        list(try_out(config_of(home, tmp_path, **options | {"prompt_data": [hold_rows([broken])]}, reward=["format"])))

@@ -1,0 +1,62 @@
+"""Reward models that see: pairs with pictures go through the same trainer."""
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightrft.config.cli import parse_config
+from lightrft.config.rm_schema import RMConfig
+from lightrft.datasets.rows import hold_rows
+from lightrft.models.loader import load_scorer
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support import tiny_vision
+from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.rm_trainer import RMTrainer
+
+pytest.importorskip("torchvision")
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for p in m.content %}{% if p.type == 'image' %}" + tiny_vision.PICTURE +
+            "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}")
+
+
+def picture(seed):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8)).save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def test_pairs_with_pictures(tmp_path):
+    """Rewards depend on the picture, not on what shares a pass; the exported model gives the same ones."""
+    folder = tiny_vision.save_model(tmp_path / "m", "qwen2_5_vl", True)
+    (tmp_path / "template").write_text(TEMPLATE, encoding="utf-8")
+    rows = hold_rows([{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "chosen": "a",
+                       "rejected": "b" * (1 + i)} for i in range(4)])  # yapf: disable
+    given = {"pretrain": str(folder), "train_data": [rows], "eval_data": [rows], "max_steps": 2,
+             "chat_template": str(tmp_path / "template"),
+             "save_path": str(tmp_path / "run"), "train_batch_size": 4, "learning_rate": 1e-2,
+             "lr_warmup_ratio": 0.0, "disable_ckpt": True}  # yapf: disable
+    config = parse_config([], defaults=given, tree=RMConfig).config
+    strategy = get_strategy(config.strategy)
+    strategy.setup()
+    tokenizer = load_tokenizer(str(folder), config.data.chat_template)
+    media = open_media(str(folder), tokenizer, config.data.as_data_config())
+    train, held_out = (RMTrainer.read(config, tokenizer, split, media) for split in ("train", "eval"))
+    trainer = RMTrainer(config, strategy, lambda: RMTrainer.load(config), tokenizer, train, held_out, media=media)
+    trainer.fit()
+    exp = trainer.pack(trainer.eval_rows).exp
+    model = trainer.scorer.eval()
+    with torch.no_grad():
+        together = model(exp)
+        alone = torch.cat([model(exp.select([i])) for i in range(exp.num_seqs)])
+        other = exp.select([0, 1])
+        other.media = exp.media[2:4]
+        scorer = load_scorer(str(tmp_path / "run" / "hf")).eval()
+        scorer.modality.media = media
+        torch.testing.assert_close(scorer(exp), together, rtol=1e-4, atol=1e-5)
+        assert (model(other) - together[:2]).abs().min() > 1e-4
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert together.abs().min() > 0

@@ -1,0 +1,274 @@
+"""Reward models: loss, gradient and scores against Hugging Face, ranks, micro-batches, resuming, heads."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from lightrft.cli.export import export
+from lightrft.config.cli import parse_config
+from lightrft.config.rm_schema import RewardModelConfig, RMConfig
+from lightrft.datasets.rows import DataError
+from lightrft.models.loader import load_reward_model, load_scorer
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.ops.reward_loss import pair_loss
+from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support import tiny
+from lightrft.trainer.rm_trainer import RMTrainer
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+from lightrft.utils.env import seed_everything
+
+TIMES = re.compile(r"time/|perf/")
+BY_LENGTH = ("chosen", "rejected", "tie", None)
+ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "chosen": f"{a}+{b} is {a + b}.",
+         "rejected": "I do not know" + "!" * (1 + a), "margin": b / 10, "tie": a == b == 1,
+         "heads": {"short": BY_LENGTH[b]}} for a in range(6) for b in range(4)]  # yapf: disable
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model with ``pairs.jsonl`` beside it: ragged pairs with margins, a tie and a second standard."""
+    folder = tiny.save_model(tmp_path_factory.mktemp("base"))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return folder
+
+
+def config_of(base, out, **options):
+    """A config of eight pairs per step."""
+    data = str(base / "pairs.jsonl") if (base / "pairs.jsonl").exists() else ""
+    given = {"pretrain": str(base), "train_data": [data], "eval_data": [data], "save_path": str(out), "max_len": 200,
+             "train_batch_size": 8, "max_steps": 7, "learning_rate": 3e-3, "lr_warmup_ratio": 0.0,
+             "async_save": False, "logging_steps": 1000, "disable_ckpt": True}  # yapf: disable
+    return parse_config([], defaults=given | options, tree=RMConfig).config
+
+
+def trainer_of(config):
+    seed_everything(config.train.seed)
+    strategy = get_strategy(config.strategy, bf16=bool(config.model.bf16))
+    strategy.setup()
+    tokenizer = load_tokenizer(config.model.pretrain)
+    rows, held_out = (RMTrainer.read(config, tokenizer, split, None) for split in ("train", "eval"))
+    return RMTrainer(config, strategy, lambda: RMTrainer.load(config), tokenizer, rows, held_out)
+
+
+def run(config):
+    trainer_of(config).fit()
+    return load_file(f"{config.checkpoint.save_path}/hf/model.safetensors")
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in row.items() if not TIMES.match(key)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def straight(base, tmp_path_factory):
+    """A finished run: its folder, with checkpoints."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(config_of(base, folder, save_steps=4, disable_ckpt=False, eval_steps=7))
+    return folder
+
+
+def alone(hf, answers):
+    """Hugging Face's scores of tokenized answers, each in a pass of its own."""
+    return torch.stack([hf(input_ids=torch.tensor([answer.token_ids])).logits[0] for answer in answers])
+
+
+def test_loss_gradient_and_evaluation_are_those_of_hugging_face(base, straight, tmp_path):
+    """Also of a batch that is cut: one pair in each forward pass."""
+    config = config_of(base, tmp_path, micro_train_batch_size=1)
+    config.model.pretrain = str(straight / "hf")  # it has a head
+    hf, trainer = AutoModelForSequenceClassification.from_pretrained(straight / "hf"), trainer_of(config)
+    batch = next(trainer.loader)
+    trainer.loader.position = 0
+    chosen, rejected = (alone(hf, [getattr(pair, name) for pair in batch])[:, 0] for name in ("chosen", "rejected"))
+    labels = torch.tensor([0.5 if pair.tie else 1.0 for pair in batch])
+    margins = torch.tensor([pair.margin for pair in batch])
+    loss = pair_loss(chosen, rejected, labels, margins).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None]).item()
+    got = trainer.train_step()
+    told = labels != 0.5
+    assert got["rm/loss"] == pytest.approx(loss.item(), rel=1e-5) and got["rm/pairs"] == 8
+    assert got["rm/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert got["rm/accuracy"] == pytest.approx((chosen > rejected)[told].float().mean().item())
+    assert got["rm/rewards/margin"] == pytest.approx((chosen - rejected).mean().item(), rel=1e-4)
+    config.train.micro_train_batch_size = 0
+    whole = trainer_of(config).train_step()
+    for key in ("rm/loss", "rm/grad_norm", "rm/accuracy", "rm/rewards/chosen"):
+        assert whole[key] == pytest.approx(got[key], rel=1e-5), key
+
+
+def test_it_learns_and_is_exported_as_a_classifier_with_the_moments_of_its_rewards(base, straight):
+    lines = metrics(straight)
+    assert lines[0]["rm/loss"] > 0.69 and lines[-1]["rm/loss"] < 0.6 and lines[-1]["eval/accuracy"] == 1.0
+    hf = AutoModelForSequenceClassification.from_pretrained(straight / "hf").eval()
+    rows = RMTrainer.read(config_of(base, straight), load_tokenizer(str(base)), "eval", None)
+    answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
+    with torch.no_grad():
+        wanted = alone(hf, answers)[:, 0]
+        exp = Experience.pack([answer.token_ids for answer in answers])
+        torch.testing.assert_close(load_scorer(str(straight / "hf"))(exp)[:, 0], wanted, rtol=1e-4, atol=1e-5)
+        padded = load_tokenizer(str(straight / "hf")).pad({"input_ids": [answer.token_ids for answer in answers]},
+                                                          return_tensors="pt", padding_side="right")
+        torch.testing.assert_close(hf(**padded).logits[:, 0], wanted, rtol=1e-4, atol=1e-5)
+    kept = AutoConfig.from_pretrained(straight / "hf").reward_model
+    assert kept["mean"] == pytest.approx(wanted.mean().item(), rel=1e-4) == lines[-1]["eval/reward_mean"]
+    assert kept["std"] == pytest.approx(wanted.std(correction=0).item(), rel=1e-4) == lines[-1]["eval/reward_std"]
+
+
+def test_a_checkpoint_is_exported_as_the_run_exports(base, straight, tmp_path):
+    export(straight, tmp_path / "out")
+    own, found = (load_file(folder / "model.safetensors") for folder in (straight / "hf", tmp_path / "out"))
+    assert own.keys() == found.keys() and all(torch.equal(own[name], found[name]) for name in own)
+    assert any("score" in name for name in own)
+
+
+def test_resumed_is_straight(base, straight, tmp_path):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_000007")  # as if killed after step 4, its metrics written further
+    again = run(config_of(base, resumed, save_steps=4, disable_ckpt=False, load_checkpoint=True, eval_steps=7))
+    weights = load_file(straight / "hf" / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights) and weights.keys() == again.keys()
+    assert metrics(straight) == metrics(resumed)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_two_ranks_are_one_rank(base, straight, tmp_path, strategy):
+    """One pair per forward pass, so that a rank has empty micro-batches too."""
+    data = base / "pairs.jsonl"
+    words = f"""--max_len 200 --train_batch_size 8 --max_steps 7 --lr_warmup_ratio 0 --learning_rate 3e-3 --disable_ckpt
+        --micro_train_batch_size 3 --strategy {strategy} --pretrain {base} --train_data {data} --eval_data {data}
+        --save_path {tmp_path}"""
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), "-m",
+               "lightrft.cli.train_rm", *words.split()]  # yapf: disable
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    one, two = (load_file(folder / "hf" / "model.safetensors") for folder in (straight, tmp_path))
+    assert one.keys() == two.keys()
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 2e-4
+    for a, b in zip(metrics(straight), metrics(tmp_path), strict=True):
+        assert a["rm/loss"] == pytest.approx(b["rm/loss"], rel=1e-4) and a["rm/accuracy"] == b["rm/accuracy"]
+        assert a["rm/tokens"] == b["rm/tokens"]
+    assert a["eval/reward_mean"] == pytest.approx(b["eval/reward_mean"], abs=1e-3)
+
+
+# -- the head ---------------------------------------------------------------------------------------------------------
+def with_head(base, **options):
+    """A reward model whose new head is not zero."""
+    model = load_reward_model(RewardModelConfig(pretrain=str(base), **options))
+    draw = torch.Generator().manual_seed(0)
+    for module in (model.hf_model.score, *([model.hf_model.pool] if model.head.pooling == "attn" else [])):
+        module.weight.data.normal_(generator=draw)
+    return model
+
+
+PACK = Experience.pack([[5, 6, 7], [8, 9], [10, 11, 12, 13]])
+
+
+def test_attention_pooling_is_a_softmax_over_the_tokens_of_a_sequence(base, tmp_path):
+    model = with_head(base, pooling_method="attn").eval()
+    found = model(PACK)
+    for i, exp in enumerate(PACK.split([[0], [1], [2]])):
+        hidden = model.hidden_states(exp)
+        weights = (hidden @ model.hf_model.pool.weight[0]).softmax(0)
+        wanted = model.hf_model.score((weights[:, None] * hidden).sum(0))
+        torch.testing.assert_close(found[i], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer, kept", [(0, 0), (1, 1), (2, 2), (-1, 2), (-2, 1)])
+def test_probing_layer_cuts_the_layers_above(base, layer, kept):
+    model = with_head(base, probing_layer=layer).eval()
+    assert len(model.hf_model.model.layers) == kept == model.config.num_hidden_layers
+    whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    states = whole.model(PACK.token_ids[None, :3], output_hidden_states=True).hidden_states
+    normed = states[kept] if kept == 2 else whole.model.norm(states[kept])  # the last one is normed already
+    torch.testing.assert_close(model.hidden_states(PACK)[:3], normed[0], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_the_model_does_not_have(base):
+    for layer in (3, -4):
+        with pytest.raises(UserError, match=rf"--probing_layer {layer}: the model has 2 layers; give 0 .* to 2, or -1"):
+            with_head(base, probing_layer=layer)
+
+
+def test_the_scale_is_learnt_and_only_of_training(base, tmp_path):
+    model = with_head(base, scale_for_train=True)
+    scaled, plain = model.train()(PACK), model.eval()(PACK)
+    torch.testing.assert_close(scaled, plain / 0.07, rtol=1e-4, atol=1e-4)
+    trainer = trainer_of(config_of(base, tmp_path, scale_for_train=True, max_steps=3))
+    trainer.fit()
+    assert trainer.scorer.scale.log.item() != pytest.approx(2.6593, abs=1e-4)
+    assert not any("scale" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_several_heads_learn_from_their_labels(base, tmp_path):
+    trainer = trainer_of(config_of(base, tmp_path, heads_types=["preference", "short"], value_head_prefix="value_head"))
+    labels = trainer.pack(trainer.eval_rows).exp.labels[::2]
+    assert labels[:4, 1].nan_to_num(9.0).tolist() == [1.0, 0.0, 0.5, 9.0] and labels[5].tolist()[0] == 0.5
+    trainer.fit()
+    assert "eval/accuracy_short" in metrics(tmp_path)[-1]
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert weights["value_head.weight"].shape == (2, 32) and "score.weight" not in weights
+    scorer = load_scorer(str(tmp_path / "hf"))
+    assert scorer.head.names == ["preference", "short"]
+    torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
+
+
+def test_lora_trains_its_head_and_exports_merged_weights(base, tmp_path):
+    trainer = trainer_of(config_of(base, tmp_path, lora_rank=2, max_steps=3))
+    trained = {name for name, param in trainer.scorer.named_parameters() if param.requires_grad}
+    assert sum("lora_" in name for name in trained) == 28 and len(trained) == 29, "adapters and the head"
+    trainer.fit()
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert hf.score.weight.abs().max() > 0
+    answer = trainer.eval_rows[0].chosen
+    wanted = trainer.scorer.eval()(Experience.pack([answer.token_ids]))
+    torch.testing.assert_close(alone(hf, [answer]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_computes_in_float32_where_the_model_computes_in_bfloat16(base, straight, tmp_path):
+    config = config_of(base, tmp_path, bf16=True)
+    config.model.pretrain = str(straight / "hf")
+    trainer = trainer_of(config)
+    trainer.scorer.eval()
+    hidden, weight = trainer.scorer.hidden_states(PACK), load_file(straight / "hf" /
+                                                                   "model.safetensors")["score.weight"]
+    assert hidden.dtype == torch.bfloat16
+    last = hidden.float()[PACK.cu_seqlens[1:].long() - 1]
+    close = partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    assert close(trainer.scorer(PACK), last @ weight.T)
+    assert not close(last @ weight.bfloat16().float().T, last @ weight.T)
+    assert trainer.train_step()["rm/optimizer_steps"] == 1
+
+
+def test_models_that_cannot_score_are_refused(base, tmp_path):
+    with pytest.raises(UserError, match="has no head .*Qwen2ForCausalLM.* train one with lightrft rm"):
+        load_scorer(str(base))
+    three = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    three.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has 3 scores; give a sequence classifier with one"):
+        load_scorer(str(tmp_path))
+    with pytest.raises(DataError, match="row 1: the chosen answer is missing"):
+        trainer_of(config_of(base, tmp_path, chosen_key="better"))
+
+
+def test_a_tokenizer_without_a_pad_token_leaves_no_way_to_take_the_end_for_padding(base, tmp_path):
+    """Hugging Face scores the last token that is no padding; where padding is eos, that would be the one before."""
+    trainer = trainer_of(config_of(base, tmp_path))
+    assert trainer.scorer.config.pad_token_id == trainer.tokenizer.pad_token_id
+    trainer.tokenizer.pad_token = trainer.tokenizer.eos_token
+    again = RMTrainer(trainer.config, trainer.strategy, lambda: RMTrainer.load(trainer.config), trainer.tokenizer,
+                      trainer.loader.dataset)
+    assert again.scorer.config.pad_token_id is None

@@ -1,0 +1,74 @@
+"""The Hugging Face hub: its cache where there is no network, and where another process has filled it."""
+import fnmatch
+import os
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
+
+
+def looks_local(path: str) -> bool:
+    """Return True if ``path`` cannot be a hub id (``name`` or ``owner/name``)."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def model_folder(path: str) -> Path | None:
+    """Return the local folder of a model; None for a hub id, which may then be read from the hub or its cache.
+
+    Raises:
+        ValueError: ``path`` is a file, or a local path that does not exist.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"model path {path!r} is a file; give the folder that holds config.json")
+    if looks_local(path):
+        raise UserError(
+            f"model path {path!r} does not exist; give a Hugging Face folder or a hub id such as Qwen/Qwen2.5-0.5B")
+    prefer_cache_without_network()
+    return None
+
+
+def prefer_cache_without_network() -> None:
+    """Switch the hub's clients to their offline mode if the hub has no address here.
+
+    They then read their cache or fail at once. Else they ask again for half a minute, per file. A proxy may know the
+    address, so with one nothing is switched. Call this before a hub id is read.
+    """
+    from huggingface_hub import constants
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        read_cache_only()
+        get_logger().info(f"{host} has no address here ({error.strerror}): what is not in the cache of the hub cannot "
+                          "be read")
+
+
+def read_cache_only() -> None:
+    """Switch the hub's clients to their offline mode, also in worker processes."""
+    from huggingface_hub import constants
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+def download_model(name: str) -> None:
+    """Download a model into the cache: its weights in one format, its tokenizer and its configuration.
+
+    Raises:
+        OSError, ValueError: the hub does not give it.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    files = [file.rfilename for file in HfApi().model_info(name).siblings or ()]
+    weights = [kind for kind in ("*.safetensors", "*.bin") if fnmatch.filter(files, kind)]
+    snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", *weights[:1]],
+                      ignore_patterns=["*/*", "consolidated*"])
