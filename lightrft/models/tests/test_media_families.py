@@ -41,6 +41,17 @@ def gradients(rig, batches):
     return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
+def assert_equal_up_to_rounding(gradients, others):
+    """Compare norms, not elements: those of Gemma-4 are sums of terms up to 50, and each CPU rounds them differently.
+
+    Measured: 7e-6 of the norm at most; another token in one response is off by 1e-2 and more.
+    """
+    for name, grad in gradients.items():
+        if not name.endswith("k_proj.bias"):  # its true gradient is 0
+            off, size = (grad - others[name]).norm().item(), others[name].norm().item()
+            assert off <= 5e-5 * size + 1e-5, f"{name}: off by {off:.2e} of {size:.2e}"
+
+
 def test_packed_is_alone_is_hugging_face(rig):
     samples = rig.samples()
     with torch.no_grad():
@@ -57,10 +68,7 @@ def test_gradients_do_not_depend_on_the_cut(rig):
     """Each tower runs once per unique picture; a batch without one passes a blank, which adds 0."""
     samples = rig.samples()
     whole, parts = gradients(rig, [samples]), gradients(rig, [[sample] for sample in samples])
-    for name, grad in whole.items():
-        if not name.endswith("k_proj.bias"):  # its true gradient is 0
-            within = max(1e-5, 4e-6 * grad.abs().max().item())  # sums of large terms round as these do (Gemma-4: 50)
-            torch.testing.assert_close(grad, parts[name], rtol=1e-4, atol=within, msg=name)
+    assert_equal_up_to_rounding(whole, parts)
     blank = gradients(rig, [samples[1:2]])
     paths = tuple(tower.path for tower in rig.actor.modality.family.towers.values())
     tower = [name for name in blank if name.removeprefix("model.").startswith(paths)]
@@ -83,10 +91,7 @@ def test_shared_prompts_are_as_alone(rig):
     assert (shared - apart).abs().max() < EXACT
     copied = gradients(rig, [samples])
     rig.actor.share_prompts = True
-    for name, grad in whole.items():
-        if not name.endswith("k_proj.bias"):
-            within = max(2e-5, 1e-5 * grad.abs().max().item())
-            torch.testing.assert_close(grad, copied[name], rtol=1e-4, atol=within, msg=name)
+    assert_equal_up_to_rounding(whole, copied)
 
 
 def test_a_drawn_media_token_is_text(rig):
