@@ -29,19 +29,15 @@ napoleon_use_rtype = False
 def _tables() -> dict[str, str]:
     from algorithm_pages import pages
     from lightrft.preflight.report import option_table, recipe_table, semantics_table
-    from lightrft.config.kd_schema import KDConfig
-    from lightrft.config.rm_schema import RMConfig
+    from lightrft.cli.offline import OFFLINE
     from lightrft.config.chat_schema import ChatConfig
     from lightrft.config.evaluate_schema import EvaluateConfig
     from lightrft.config.generate_schema import GenerateConfig
     from lightrft.config.schema import Config
-    from lightrft.config.preference_schema import DPOConfig, KTOConfig
-    from lightrft.config.sft_schema import SFTConfig
     return {
-        "options.md": option_table(Config), "sft_options.md": option_table(SFTConfig),
-        "rm_options.md": option_table(RMConfig), "dpo_options.md": option_table(DPOConfig),
-        "kto_options.md": option_table(KTOConfig), "kd_options.md": option_table(KDConfig),
-        "generate_options.md": option_table(GenerateConfig), "evaluate_options.md": option_table(EvaluateConfig),
+        "options.md": option_table(Config), **{
+            f"{name}_options.md": option_table(command.tree) for name, command in OFFLINE.items()
+        }, "generate_options.md": option_table(GenerateConfig), "evaluate_options.md": option_table(EvaluateConfig),
         "chat_options.md": option_table(ChatConfig), "recipes.md": recipe_table(), "semantics.md": semantics_table(),
         **{f"algorithms/{page}.md": text for page, text in pages().items()}
     }

@@ -4,18 +4,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightrft.cli.offline import OFFLINE, OfflineCommand
 from lightrft.config.cli import parse_keywords, ParsedConfig
 from lightrft.config.options import split_commas
-from lightrft.config.kd_schema import KDConfig
-from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
-from lightrft.config.sft_schema import SFTConfig
 from lightrft.rewards.base import REWARDS
 from lightrft.utils.env import World
 from lightrft.utils.errors import end_in_one_line, UserError
@@ -137,7 +133,10 @@ class GRPO(RL):
 class _Offline(_Training):
     """Training on fixed data."""
     data = ("train_data", "eval_data")
-    command: ClassVar[str]  # module whose ``train`` runs it
+    command: ClassVar[OfflineCommand]
+
+    def __init_subclass__(cls) -> None:
+        cls.tree = cls.command.tree
 
     def __init__(self, model: str | Path, train_dataset: Data, eval_dataset: Data | None = None, *,
                  plugins: Sequence[str] = (), **options: Any) -> None:
@@ -153,33 +152,33 @@ class _Offline(_Training):
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
     def _train(self, exits: bool) -> None:
-        import_module(self.command).train(self.parsed, exits)
+        self.command.train(self.parsed, exits)
 
 
 class SFT(_Offline):
     """Supervised fine-tuning on conversations: ``SFT(model, train_dataset).train()``, the command ``lightrft sft``."""
-    tree, command = SFTConfig, "lightrft.cli.train_sft"
+    command = OFFLINE["sft"]
 
 
 class DPO(_Offline):
     """Training on pairs of answers: ``DPO(model, train_dataset, loss="sigmoid").train()``, the command
     ``lightrft dpo``."""
-    tree, command = DPOConfig, "lightrft.cli.train_dpo"
+    command = OFFLINE["dpo"]
 
 
 class KTO(_Offline):
     """Training on answers that are good or bad: ``KTO(model, train_dataset).train()``, the command ``lightrft kto``."""
-    tree, command = KTOConfig, "lightrft.cli.train_kto"
+    command = OFFLINE["kto"]
 
 
 class KD(_Offline):
     """Distillation: ``KD(model, train_dataset, teacher_model=...).train()``, the command ``lightrft kd``."""
-    tree, command = KDConfig, "lightrft.cli.train_kd"
+    command = OFFLINE["kd"]
 
 
 class RM(_Offline):
     """Training of a scalar reward model on pairs: ``RM(model, train_dataset).train()``, the command ``lightrft rm``."""
-    tree, command = RMConfig, "lightrft.cli.train_rm"
+    command = OFFLINE["rm"]
 
 
 def _specs(data: Data, option: str) -> list[str]:

@@ -1,20 +1,18 @@
 """Turn a checkpoint into a Hugging Face model: ``lightrft export CHECKPOINT OUT``."""
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightrft.cli.offline import OFFLINE, OfflineCommand
 from lightrft.config.cli import exit_on_config_error
-from lightrft.config.kd_schema import KDConfig
-from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config, StrategyConfig
-from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
 from lightrft.utils.errors import UserError
 
 PROG = "lightrft export"
-TREES = (Config, SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig)  # of the commands that write checkpoints
+TRAINED: dict[type, OfflineCommand] = {command.tree: command for command in OFFLINE.values()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +41,7 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     Raises:
         UserError: there is no complete checkpoint, the model does not fit it, or ``out`` is not empty.
     """
-    from lightrft.models.loader import load_actor, load_reward_model
+    from lightrft.models.loader import load_actor
     from lightrft.models.tokenizer import load_tokenizer
     from lightrft.strategy.checkpoint import CheckpointManager, marker, read_global
     from lightrft.strategy.strategy import get_strategy
@@ -53,13 +51,13 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     config = _config(read_global(path)["options"], pretrain)
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
-    with strategy.init_model_context():
-        load = load_reward_model if isinstance(config, RMConfig) else load_actor
-        actor = strategy.prepare(load(config.model))
+    command = TRAINED.get(type(config))  # None: of reinforcement learning
+    actor = strategy.prepare(
+        partial(command.trainer_class().load, config) if command else partial(load_actor, config.model))
     manager = CheckpointManager(strategy, path.parent)
     manager.load(path, {"actor": actor})
     strategy.save_model(actor, out)
-    log = (RolloutLog if isinstance(config, Config) else RunLog)(config, strategy)
+    log = (RunLog if command else RolloutLog)(config, strategy)
     info = marker(path)
     if (path.parents[1] / "metrics.jsonl").is_file():  # the run may have moved
         log.folder = path.parents[1]
@@ -93,7 +91,7 @@ def _config(saved: dict[str, Any], pretrain: str) -> Any:
 
     Liger's kernels are left out: the export computes nothing, and need not run on a GPU as the run did.
     """
-    tree = min(TREES, key=lambda tree: len(options(tree).keys() ^ saved.keys()))
+    tree = min((Config, *TRAINED), key=lambda tree: len(options(tree).keys() ^ saved.keys()))
     known = {name: value for name, value in saved.items() if name in options(tree)}
     return build(tree, known | {"use_liger": False} | ({"pretrain": pretrain} if pretrain else {}))
 

@@ -5,13 +5,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from lightrft.cli.offline import OFFLINE
+
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
-    "sft": ("lightrft.cli.train_sft", "supervised fine-tuning"),
-    "rm": ("lightrft.cli.train_rm", "training of reward models"),
-    "dpo": ("lightrft.cli.train_dpo", "training on pairs of answers: DPO, IPO, SimPO, ORPO ..."),
-    "kto": ("lightrft.cli.train_kto", "training on answers that are good or bad"),
-    "kd": ("lightrft.cli.train_kd", "distillation of a teacher into a student"),
+    **{name: (command.module, command.summary) for name, command in OFFLINE.items()},
     "generate": ("lightrft.cli.generate", "batch inference: responses, scores and training rows"),
     "evaluate": ("lightrft.cli.evaluate", "pass@k, avg@k and maj@k of models on the same prompts"),
     "chat": ("lightrft.cli.chat", "talk to a model in the terminal"),

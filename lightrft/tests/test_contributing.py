@@ -47,11 +47,12 @@ class Recipe:
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_text(text, encoding="utf-8")
         for path, text in self.insertions.items():
-            before = "".join(line[1:] for line in text.splitlines(keepends=True) if line.startswith(" "))
-            after = "".join(line[1:] for line in text.splitlines(keepends=True))
-            old = (tree / path).read_text(encoding="utf-8")
-            assert old.count(before) == 1, f"{path} has no lines {before!r}"
-            (tree / path).write_text(old.replace(before, after), encoding="utf-8")
+            for hunk in text.split("@@\n"):
+                before = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line.startswith(" "))
+                after = "".join(line[1:] for line in hunk.splitlines(keepends=True))
+                old = (tree / path).read_text(encoding="utf-8")
+                assert old.count(before) == 1, f"{path} has no lines {before!r}"
+                (tree / path).write_text(old.replace(before, after), encoding="utf-8")
 
 
 def recipes() -> dict[str, Recipe]:
@@ -182,3 +183,6 @@ def test_a_trainer(tree, home):
     checked(tree, "A trainer")
     options, (metrics, ) = train(tree, home, *RECIPES["A trainer"].commands)
     assert options["anchor_coef"] == 0.5 and metrics["sft/loss"] > 0
+    shown = run(tree, sys.executable, "-X", "importtime", "-m", "lightrft.cli.main", "anchored_sft", "--help",
+                "anchor_coef")
+    assert "--anchor_coef" in shown and not re.search(r"\| +torch$", shown, re.MULTILINE), "--help waits for torch"

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import lightrft
 from lightrft.cli import doctor
+from lightrft.cli.offline import OFFLINE
 from lightrft.preflight import engine_rules
 from lightrft.tests.support import tiny, tiny_task
 from lightrft.tests.support.printed import Block, Program, ROOT, Workplace, blocks, commands, pages
@@ -126,7 +127,7 @@ def environment(command: str, place: Workplace) -> None:
 
 OWN = r"(\w+=\S* )*(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
 RULES: dict[str, Callable[[str, Workplace], None]] = {
-    OWN + r"(train|train_sft|train_rm|train_dpo|train_kto|train_kd|sft|rm|dpo|kto|kd|generate|evaluate|chat) ": planned,
+    OWN + r"(train(_\w+)?|" + "|".join(OFFLINE) + r"|generate|evaluate|chat) ": planned,
     OWN + r"doctor\b": examined,
     OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,

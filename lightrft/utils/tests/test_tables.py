@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from lightrft.config.kd_schema import KDConfig
-from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.rm_schema import RMConfig
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.cli.offline import OFFLINE
 from lightrft.tests.support.launch import ROOT
 from lightrft.utils import tables
 from lightrft.utils.run_summary import RunSummary
@@ -104,7 +101,7 @@ def test_an_evaluation_of_several_sources_has_a_table_with_intervals():
     assert evaluation_table({name: value for name, value in metrics.items() if "aime24" not in name}) == []
 
 
-@pytest.mark.parametrize("tree", [SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig])
+@pytest.mark.parametrize("tree", [command.tree for command in OFFLINE.values()])
 def test_trainers_on_fixed_data_show_what_they_learn(tree):
     name = tree.METRICS[0]
     metrics = {f"{name}/loss": 1.5, f"{name}/accuracy": 0.625, "eval/accuracy": 0.75, f"{name}/tokens": 30}
