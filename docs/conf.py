@@ -34,11 +34,13 @@ def _tables() -> dict[str, str]:
     from lightrft.config.evaluate_schema import EvaluateConfig
     from lightrft.config.generate_schema import GenerateConfig
     from lightrft.config.schema import Config
+    from lightrft.config.serve_schema import ServeConfig
     return {
         "options.md": option_table(Config), **{
             f"{name}_options.md": option_table(command.tree) for name, command in OFFLINE.items()
         }, "generate_options.md": option_table(GenerateConfig), "evaluate_options.md": option_table(EvaluateConfig),
-        "chat_options.md": option_table(ChatConfig), "recipes.md": recipe_table(), "semantics.md": semantics_table(),
+        "chat_options.md": option_table(ChatConfig), "serve_rm_options.md": option_table(ServeConfig), "recipes.md":
+        recipe_table(), "semantics.md": semantics_table(),
         **{f"algorithms/{page}.md": text for page, text in pages().items()}
     }
 

@@ -12,6 +12,7 @@ COMMANDS = {
     **{name: (command.module, command.summary) for name, command in OFFLINE.items()},
     "generate": ("lightrft.cli.generate", "batch inference: responses, scores and training rows"),
     "evaluate": ("lightrft.cli.evaluate", "pass@k, avg@k and maj@k of models on the same prompts"),
+    "serve_rm": ("lightrft.cli.serve_rm", "score texts with reward models, over HTTP"),
     "chat": ("lightrft.cli.chat", "talk to a model in the terminal"),
     "export": ("lightrft.cli.export", "turn a checkpoint into a Hugging Face model"),
     "convert": ("lightrft.cli.convert", "turn a checkpoint of DeepSpeed, DCP or lightrft into a Hugging Face model"),

@@ -89,6 +89,7 @@ ELSEWHERE: dict[str, str] = {
     "generation_batch_size": "--rollout_batch_size, which counts prompts",
     "per_device_train_batch_size": f"{_BATCH}; {_MICRO} bounds one forward pass",
     "gradient_accumulation_steps": _BATCH,
+    "batch_size": "--train_batch_size | --max_tokens_per_micro_batch, which bounds a pass by its tokens",
     "num_iterations": "--max_epochs",
     "num_train_epochs": "--num_episodes | --max_epochs",
     "max_completion_length": "--generate_max_len",

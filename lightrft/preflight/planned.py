@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.options import ConfigError
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.checks.run_plan import memory_verdict
@@ -99,6 +100,7 @@ def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:
         raise ConfigError(f"the run {found.text}; {found.remedy}")
 
 
-@refuse_what_does_not_fit.register
-def _(config: InferenceTree, machine: Machine) -> None:
-    """Leave the verdict to the engine, which knows how much memory it was given."""
+@refuse_what_does_not_fit.register(ServeConfig)
+@refuse_what_does_not_fit.register(InferenceTree)
+def _(config: InferenceTree | ServeConfig, machine: Machine) -> None:
+    """Leave the verdict to the engine, which knows how much memory it was given, or to a server that loads at once."""

@@ -9,6 +9,7 @@ from lightrft.config.options import in_words, show
 from lightrft.config.presets import MEANINGS, RECIPES, SEMANTICS
 from lightrft.config.schema import Config
 from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
@@ -71,8 +72,9 @@ def _(config: OfflineConfig, world_size: int) -> list[str]:
             f"rank{'s' if world_size > 1 else ''}"]  # yapf: disable
 
 
-@estimates.register
-def _(config: InferenceTree, machine: Machine) -> list[str]:
+@estimates.register(ServeConfig)
+@estimates.register(InferenceTree)
+def _(config: InferenceTree | ServeConfig, machine: Machine) -> list[str]:
     return []
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config.schema import Config, RewardConfig
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.shared_rules import folder
 from lightrft.rewards.spec import parse_models, parse_recipe
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import did_you_mean, UserError
 
 
 def reward_problems(c: Config) -> Iterator[str]:
@@ -25,6 +26,19 @@ def reward_problems(c: Config) -> Iterator[str]:
             yield str(error)
     yield from _judge(r)
     yield from _judge_forms(r)
+
+
+def served_problems(c: ServeConfig) -> Iterator[str]:
+    """Yield the problems of the models of a server, and of their weights."""
+    if not c.model.reward_pretrain:
+        yield "--reward_pretrain is missing: give an HF folder or hub id of a reward model"
+    yield from reward_problems(Config(reward=c.as_reward_config()))
+    models = parse_models(c.model.reward_pretrain)
+    for entry in c.model.reward:
+        name = entry.partition("=")[0]
+        if name not in models:
+            yield (f"--reward {entry}: a server scores with its models alone ({', '.join(models)})"
+                   f"{did_you_mean(name, models)}; name one of them")
 
 
 def _part(part: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, Option
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import check_ranges, flatten, options
 from lightrft.datasets.suites import parse_suite
@@ -33,8 +34,9 @@ def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     yield from _packages(c.log)
 
 
-@shared_problems.register
-def _(c: InferenceTree, world_size: int, cuda: bool) -> Iterator[str]:
+@shared_problems.register(ServeConfig)
+@shared_problems.register(InferenceTree)
+def _(c: InferenceTree | ServeConfig, world_size: int, cuda: bool) -> Iterator[str]:
     yield from check_ranges(c)
     yield from unmet_needs(c)
 

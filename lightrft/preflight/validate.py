@@ -15,6 +15,7 @@ from lightrft.config.options import ConfigError, show
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
@@ -25,7 +26,7 @@ from lightrft.preflight.engine_rules import (engine_problems, missing_engine, ov
 from lightrft.preflight.inference_rules import engine_of_task, evaluation_problems, output_problems, score_problems
 from lightrft.preflight.kd_rules import teacher_problems
 from lightrft.preflight.preference_rules import pair_problems, reference_problems
-from lightrft.preflight.reward_rules import reward_problems
+from lightrft.preflight.reward_rules import reward_problems, served_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
                                              nearest_divisors, per_rank, shared_problems, sources, suites)
 
@@ -123,6 +124,15 @@ def _(config: ChatConfig, world_size: int, cuda: bool, local_ranks: int) -> Iter
     yield from _inference(config, [config.model.pretrain or ""], world_size, cuda, local_ranks)
 
 
+@problems.register
+def _(config: ServeConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    if world_size > 1:
+        yield (
+            f"lightrft serve_rm runs in one process, not on {world_size} ranks; start one per GPU, each with a --port "
+            "of its own, and give --remote_rm_url all of them")
+    yield from served_problems(config)
+
+
 def _inference(config: InferenceTree, models: list[str], world_size: int, cuda: bool,
                local_ranks: int) -> Iterator[str]:
     """Yield the problems of models and an engine that generate without training."""
@@ -160,6 +170,11 @@ def _(config: Config) -> Iterator[str]:
 @missing_packages.register
 def _(config: InferenceTree) -> Iterator[str]:
     yield from missing_engine(config.as_config())
+
+
+@missing_packages.register
+def _(config: ServeConfig) -> Iterator[str]:
+    yield from ()
 
 
 def nearest_multiples(value: int, step: int) -> str:

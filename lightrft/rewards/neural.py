@@ -2,6 +2,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -20,10 +21,12 @@ from lightrft.utils.errors import UserError
 
 @dataclass(frozen=True)
 class ScorerSetup:
-    """Device and type of reward models, and the most tokens of one pass; each rank holds them whole."""
+    """Device and type of reward models, the most tokens of one pass, and the longest text (0: the positions of the
+    model); each rank holds the models whole."""
     device: torch.device = torch.device("cpu")
     bf16: bool = False
     max_tokens: int = 16384
+    max_len: int = 0
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "ScorerSetup":
@@ -43,7 +46,8 @@ class NeuralReward:
     """
 
     def __init__(self, path: str, cfg: RewardConfig, place: ScorerSetup) -> None:
-        self.path, self.place, self.context = path, place, context_of(path)
+        self.path, self.place = path, place
+        self.most = min((limit for limit in (context_of(path), place.max_len) if limit), default=0)  # tokens; 0: any
         self.resting = torch.device("cpu") if cfg.reward_offload else place.device
         self.model = load_scorer(path).eval()
         if place.bf16:
@@ -64,17 +68,24 @@ class NeuralReward:
         return futures
 
     def flush(self) -> None:
-        """Score all that is queued. A response that does not fit the model's context stays unscored."""
+        """Score all that is queued. A response that is too long for the model stays unscored."""
         queue, self._queue = self._queue, []
         if not queue:
             return
         tokens = self.encode([item for item, _ in queue])
-        fitting = [i for i, ids in enumerate(tokens) if len(ids) <= (self.context or len(ids))]
+        fitting = [i for i, ids in enumerate(tokens) if len(ids) <= (self.most or len(ids))]
         rewards = dict(zip(fitting, self.score([tokens[i] for i in fitting])))
         for i, (_, future) in enumerate(queue):
-            long = Outcome(None, "too_long", f"{len(tokens[i])} tokens are more than the {self.context} positions of "
-                           f"{self.path!r}")
-            future.set_result([Outcome(rewards[i]) if i in rewards else long])
+            future.set_result([self._outcome(rewards.get(i), len(tokens[i]))])
+
+    def _outcome(self, reward: float | None, length: int) -> Outcome:
+        if reward is None:
+            return Outcome(
+                None, "too_long", f"{length} tokens are more than {self.most}, the positions of "
+                f"{self.path!r} or the limit of its server")
+        if not isfinite(reward):
+            return Outcome(None, "not_finite", f"the reward of {self.path!r} is {reward}")
+        return Outcome(reward)
 
     def encode(self, items: list[RewardInput]) -> list[list[int]]:
         """Tokenize prompts and responses with the model's own template, up to the end token of the response.

@@ -2,7 +2,9 @@
 
 Reward servers: POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``,
 optionally with ``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of
-either dialect. Judges: :mod:`lightrft.rewards.judge`.
+either dialect. Prompts that are chats are in ``messages`` too, for :mod:`lightrft.rewards.server`.
+
+Judges: :mod:`lightrft.rewards.judge`.
 """
 import json
 import threading
@@ -196,10 +198,19 @@ def ask_server(session: requests.Session, url: str, batch: list[RewardInput], li
         [item.label if item.reference is None else item.reference for item in batch], "references":
         [item.reference for item in batch]
     }
+    if any(item.messages for item in batch):
+        body["messages"] = [_chat(item) for item in batch]
     answer = post(session, url, body, limit_s)
     if not isinstance(answer, dict) or not {"rewards", "scores"} & answer.keys():
         raise RequestFailed("wrong_json", f"{url}: expected {{\"rewards\": [...]}}, got {str(answer)[:300]}")
     return outcomes_of(answer, len(batch))
+
+
+def _chat(item: RewardInput) -> list[dict[str, Any]]:
+    """Return the prompt as a chat, for servers that render it themselves; of media only the kinds."""
+    return [{"role": turn["role"], "content": content if isinstance(content, str) else
+             [{key: part[key] for key in ("type", "text") if key in part} for part in content or []]}
+            for turn in item.messages for content in [turn.get("content")]]  # yapf: disable
 
 
 def post(session: requests.Session, url: str, body: dict[str, Any], limit_s: float,

@@ -23,7 +23,7 @@ def test_every_command_shows_its_options(capsys):
     for name in command.COMMANDS:
         with pytest.raises(SystemExit) as done:
             command.main([name, "--help"])
-        shown = {"report": "RUN", "merge_lora": "--lora_path"}.get(name, "--pretrain")
+        shown = {"report": "RUN", "merge_lora": "--lora_path", "serve_rm": "--reward_pretrain"}.get(name, "--pretrain")
         assert done.value.code == 0 and shown in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["train", "--nproc", "8", "--help", "eps_clip"])  # once, not on eight processes

@@ -127,7 +127,7 @@ def environment(command: str, place: Workplace) -> None:
 
 OWN = r"(\w+=\S* )*(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
 RULES: dict[str, Callable[[str, Workplace], None]] = {
-    OWN + r"(train(_\w+)?|" + "|".join(OFFLINE) + r"|generate|evaluate|chat) ": planned,
+    OWN + r"(train(_\w+)?|" + "|".join(OFFLINE) + r"|generate|evaluate|chat|serve_rm) ": planned,
     OWN + r"doctor\b": examined,
     OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,

@@ -7,54 +7,21 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config, RewardConfig
-from lightrft.models.reward_model import KEY, RewardHead
-from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.memory import reward_parameters
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import NeuralReward, ScorerSetup
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.scorers import plain
 from lightrft.utils.errors import UserError
 
-OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
 ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}], data_source=f"source{i % 2}")
          for i in range(1, 7)]  # yapf: disable
-
-
-def save_scorer(folder, seed, template=tiny.CHATML, **moments):
-    """A tiny classifier of Hugging Face with one score, and its tokenizer."""
-    tiny.save_model(folder, seed=seed)
-    torch.manual_seed(seed)
-    hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    if moments:
-        setattr(hf.config, KEY, vars(RewardHead(**moments)))
-    hf.save_pretrained(folder)
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def scorers(tmp_path_factory):
-    """Two reward models; the second one has another template, and knows its moments."""
-    home = tmp_path_factory.mktemp("scorers")
-    return save_scorer(home / "a", 1), save_scorer(home / "b", 2, OTHER, mean=0.5, std=2.0)
-
-
-def plain(path, items):
-    """Rewards by Hugging Face alone: one conversation at a time, up to its end token."""
-    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), load_tokenizer(path)
-    chats = [[*item.messages, {"role": "assistant", "content": item.response}] for item in items]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n") for chat in chats]
-    with torch.no_grad():
-        return [hf(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item() for text in texts]
 
 
 def manager_of(*entries, place=None, **options):

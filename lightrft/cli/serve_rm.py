@@ -1,0 +1,39 @@
+"""Server of reward models: ``lightrft serve_rm --reward_pretrain RM --port 5000``; see docs/serve_rm.md."""
+from collections.abc import Sequence
+
+from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.config.serve_schema import ServeConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
+    serve(
+        parse_config(argv, prog="lightrft serve_rm", tree=ServeConfig,
+                     description="Score texts with reward models, over HTTP."))
+
+
+def serve(parsed: ParsedConfig) -> None:
+    """Serve with parsed options until SIGTERM or Ctrl-C."""
+    # imported after the command line is read: --help and mistakes do not wait for torch
+    from lightrft.rewards.manager import RewardManager
+    from lightrft.rewards.neural import ScorerSetup
+    from lightrft.rewards.server import RewardServer
+    from lightrft.trainer.session import training_session
+    from lightrft.utils.logging import get_logger
+    from lightrft.utils.watchdog import clear_stop_request, stop_requested
+    config, m = parsed.config, parsed.config.model
+    with training_session(parsed) as session:
+        place = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
+        rewards = RewardManager(config.as_reward_config(), place=place)
+        tokenizers = [model.renderer.tokenizer for model in rewards.neural.values()]
+        ends = {str(end) for each in tokenizers for end in (each.eos_token, each.pad_token) if end}
+        server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)))
+        get_logger().info(f"serving {', '.join(rewards.neural)}: POST {server.url}/get_reward")
+        server.run(stop_requested)
+        rewards.shutdown()
+        get_logger().info(f"stopped after {server.queue.requests} requests with {server.queue.texts} texts")
+        clear_stop_request()  # the end of a server is no failure
+
+
+if __name__ == "__main__":
+    main()

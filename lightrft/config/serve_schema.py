@@ -1,0 +1,66 @@
+"""Options of a server of reward models."""
+from dataclasses import dataclass
+
+from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
+from lightrft.config.reward_schema import RewardConfig
+from lightrft.config.shared_schema import StrategyConfig, Tree
+from lightrft.config.tree import group
+
+
+@dataclass
+class ServedModelConfig:
+    """The reward models."""
+    reward_pretrain: list[str] = option(
+        [], "reward models, PATH or NAME=PATH: of lightrft rm, or sequence classifiers with one score; the reward of a "
+        "text is the sum over several (rm1, rm2 ... without NAME)", common=True)
+    reward: list[str] = option([], "weights of the models in the sum, NAME=WEIGHT; 1 for a model that is not named")
+    normalize_reward: bool = option(
+        False, "subtract mean and divide by std of the rewards that a reward model had in "
+        "its last evaluation", common=True)
+    max_len: int = option(0, "longest text in tokens, a longer one is left unscored; 0: the positions of the model",
+                          within=NON_NEGATIVE, common=True)
+    max_tokens_per_micro_batch: int = option(16384, "most tokens in one forward pass (a longer single text goes alone)",
+                                             within=COUNT, common=True)
+    bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
+
+
+@dataclass
+class ServerConfig:
+    """The address, and the limits of requests."""
+    host: str = option("127.0.0.1",
+                       "address to listen on; other machines reach 0.0.0.0, and whoever reaches the port may ask",
+                       common=True)
+    port: int = option(5000, "port to listen on; 0: a free one, which the log names", within="[0, 65535]", common=True)
+    max_texts: int = option(1024, "most texts of a request; one with more is refused", within=COUNT)
+    max_body_mib: float = option(16.0, "largest body of a request in MiB; a larger one is refused unread",
+                                 within=POSITIVE)
+    request_timeout_s: float = option(
+        60.0, "seconds in which a request must have been read, and then scored; a later one is refused",
+        within=POSITIVE)
+
+
+@dataclass
+class ServeConfig(Tree):
+    """The whole option tree of ``lightrft.cli.serve_rm``."""
+    model: ServedModelConfig = group(ServedModelConfig)  # type: ignore[assignment]  # several, which are not trained
+    server: ServerConfig = group(ServerConfig)
+
+    @property
+    def folder(self) -> None:
+        """None: a server writes nothing."""
+        return None
+
+    @property
+    def seed(self) -> int:
+        """0: nothing is random."""
+        return 0
+
+    @property
+    def placement(self) -> StrategyConfig:
+        """One process."""
+        return StrategyConfig()
+
+    def as_reward_config(self) -> RewardConfig:
+        """Convert to the reward group of the RL trainer, which the reward manager reads."""
+        m = self.model
+        return RewardConfig(reward_pretrain=m.reward_pretrain, reward=m.reward, normalize_reward=m.normalize_reward)

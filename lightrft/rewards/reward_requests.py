@@ -1,0 +1,149 @@
+"""Requests to a reward server and its answers, in the forms of OpenRLHF, LightRFT and verl. Texts only, never code."""
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.rewards.base import RewardInput, Score
+
+Body = dict[str, Any]
+
+
+class BadRequest(ValueError):
+    """A request that is refused; ``status`` is the HTTP status of the answer, the message says why."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the texts of a request.
+
+    Attributes:
+        ends: end and padding tokens of the models. Behind a text they are dropped, because its end token is added.
+        max_texts: of a request.
+    """
+    ends: tuple[str, ...]
+    max_texts: int
+
+    def queries(self, body: Body) -> list[RewardInput]:
+        """Read ``{"query" or "queries": [...], "prompts": [...], "messages": [...]}``; the last two may be missing.
+
+        A query is prompt + response. ``messages`` has the prompts as chats (lists of turns, or null), which a model
+        renders by its own template; texts are read as they are.
+        """
+        queries = self._texts(body, "query" if "query" in body else "queries")
+        prompts: list[Any] = [None] * len(queries)
+        if body.get("prompts"):
+            prompts = self._texts(body, "prompts", len(queries))
+        chats = _column(body, "messages", len(queries)) if body.get("messages") else [None] * len(queries)
+        return [self._input(i, *row) for i, row in enumerate(zip(queries, prompts, chats))]
+
+    def inputs(self, body: Body) -> list[RewardInput]:
+        """Read ``{"input": "..." or [...]}``: whole texts, as verl sends them."""
+        given = body.get("input")
+        texts = self._texts({"input": [given] if isinstance(given, str) else given}, "input")
+        return [RewardInput("", self._without_end(text)) for text in texts]
+
+    def _texts(self, body: Body, name: str, size: int | None = None) -> list[str]:
+        found = _column(body, name, size)
+        if len(found) > self.max_texts:
+            raise BadRequest(
+                f"{name}: {len(found)} texts are more than {self.max_texts} (--max_texts); send several "
+                "requests", 413)
+        for i, text in enumerate(found):
+            if not isinstance(text, str):
+                raise BadRequest(f"{name}[{i}]: expected a text, got {type(text).__name__}")
+            if re.search("[\ud800-\udfff]", text):
+                raise BadRequest(f"{name}[{i}]: holds half of a surrogate pair, which no tokenizer reads")
+        return found
+
+    def _input(self, index: int, query: str, prompt: str | None, chat: Any) -> RewardInput:
+        begins = prompt is not None and query.startswith(prompt)
+        if chat and not begins:
+            raise BadRequest(
+                f"messages[{index}]: the query must begin with its entry of prompts, since the rest is the "
+                "response; send both, or no messages")
+        prompt = prompt if prompt and begins else ""  # one that was decoded otherwise is scored with its response
+        return RewardInput(prompt, self._without_end(query[len(prompt):]), _turns(chat, index))
+
+    def _without_end(self, text: str) -> str:
+        return re.sub(rf"(?:(?:{'|'.join(map(re.escape, self.ends))})\s*)+\Z", "", text) if self.ends else text
+
+
+def read_json(raw: bytes) -> Body:
+    """Parse the body of a request; raise :class:`BadRequest` if it is no JSON object."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is a JSON {type(body).__name__}; expected an object such as {{\"query\": [...]}}")
+    return body
+
+
+def _column(body: Body, name: str, size: int | None = None) -> list[Any]:
+    found = body.get(name)
+    if not isinstance(found, list) or not found:
+        raise BadRequest(f"{name}: expected a list with one entry per text, got {str(found):.100}; the body has "
+                         f"{', '.join(body) or 'nothing'}")
+    if size is not None and len(found) != size:
+        raise BadRequest(f"{name}: {len(found)} entries for {size} queries")
+    return found
+
+
+def _turns(chat: Any, index: int) -> list[dict[str, Any]]:
+    """Check that a chat is a list of turns with texts."""
+    if not isinstance(chat or [], list):
+        raise BadRequest(f"messages[{index}]: expected a list of turns, or null, got {str(chat):.100}")
+    for turn in chat or []:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or not _is_text(turn.get("content")):
+            raise BadRequest(f"messages[{index}]: expected turns {{\"role\": TEXT, \"content\": TEXT}}, got "
+                             f"{str(turn):.100}; a reward model behind a server reads text only")
+    return [{"role": turn["role"], "content": turn["content"]} for turn in chat or []]
+
+
+def _is_text(content: Any) -> bool:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts)
+
+
+def rewards_answer(scores: Sequence[Score]) -> Body:
+    """Answer OpenRLHF and LightRFT: null for a text that is not scored, with its cause in ``errors``."""
+    totals, names = [score.total for score in scores], list(scores[0].parts)
+    logs = {name: [score.parts[name] for score in scores] for name in names} if len(names) > 1 else {}
+    answer: Body = {"rewards": totals, "scores": totals, "extra_logs": logs}
+    return answer | ({"errors": [score.error for score in scores]} if None in totals else {})
+
+
+def _scored(scores: Sequence[Score]) -> list[float]:
+    for i, score in enumerate(scores):
+        if score.total is None:
+            raise BadRequest(f"input[{i}]: not scored: {score.error}")
+    return [score.total for score in scores if score.total is not None]
+
+
+def classify_answer(scores: Sequence[Score]) -> Body:
+    """Answer a client of vLLM's ``/classify``; raise :class:`BadRequest` for a text that is not scored."""
+    rows = [{"index": i, "label": "reward", "probs": [value], "num_classes": 1}
+            for i, value in enumerate(_scored(scores))]  # yapf: disable
+    return {"object": "list", "data": rows}
+
+
+def embeddings_answer(scores: Sequence[Score]) -> Body:
+    """Answer a client of SGLang's ``/v1/embeddings``; raise :class:`BadRequest` for a text that is not scored."""
+    rows = [{"index": i, "object": "embedding", "embedding": [value]} for i, value in enumerate(_scored(scores))]
+    return {"object": "list", "data": rows}
+
+
+Form = tuple[Callable[[Reader, Body], list[RewardInput]], Callable[[Sequence[Score]], Body]]
+FORMS: dict[str, Form] = {
+    "/get_reward": (Reader.queries, rewards_answer),
+    "/classify": (Reader.inputs, classify_answer),
+    "/v1/embeddings": (Reader.inputs, embeddings_answer),
+}
+"""Path -> how its requests are read and answered: that of OpenRLHF and LightRFT, and those that verl asks."""
