@@ -1,5 +1,5 @@
 """Options of batch inference: prompts or responses in, responses, scores and training rows out."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config.engine_schema import EngineConfig
@@ -54,7 +54,7 @@ class OutputConfig:
         "unfinished run, which the same command resumes", common=True)
     eval_task: str = option(
         "generate", "generate: answer prompts; generate_vllm: the same with --engine_type vllm; rm: score the "
-        "responses that rows have", TASKS, common=True)
+        "responses that rows have, by --score and, as a reward model, --pretrain", TASKS, common=True)
     seed: int = option(1234, "seed of the samples; a sample depends on it, its prompt and its number alone",
                        within="[0, 4294967295]")
 
@@ -98,11 +98,18 @@ class GenerateConfig(InferenceTree):
         """True if the responses are generated, and not those of the rows."""
         return self.output.eval_task != "rm"
 
+    @property
+    def scoring(self) -> PostProcessConfig:
+        """What scores; where nothing is generated, the model of ``--pretrain`` too, which then is a reward model."""
+        if self.generates or not self.model.pretrain:
+            return self.score
+        return replace(self.score, score=[*self.score.score, self.model.pretrain])
+
     def as_config(self) -> Config:
         """Convert to the tree of the RL trainer."""
         data = DataConfig(**shared(PromptDataConfig, self.data), shuffle=False)
         config = self._as_config(self.model.pretrain, data, self.engine.best_of_n, self.engine.temperature,
-                                 self.score.as_reward_config())
+                                 self.scoring.as_reward_config())
         if self.output.eval_task == "generate_vllm":
             config.rollout.engine_type = "vllm"
         return config

@@ -1,4 +1,5 @@
 """Option groups of the commands that generate without training, and the base of their option trees."""
+import re
 from abc import abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,18 +25,42 @@ class InferenceModelConfig:
 class ScoreConfig(ScoringConfig):
     """Scoring of the responses."""
     score: list[str] = option(
-        [], "what scores responses: rewards 'name' or 'name=weight', a python file 'path.py[:function][=weight]', the "
-        "URL of a reward server, or 'recipe', that of each row's label or data source; several are added", common=True)
+        [], "what scores responses: rewards 'name' or 'name=weight', a python file 'path.py[:function][=weight]', a "
+        "reward model '[name=]path[=weight]', the URL of a reward server, or 'recipe', that of each row's label or "
+        "data source; several are added", common=True)
 
     @property
     def urls(self) -> list[str]:
         """Reward servers among the entries of ``score``."""
         return [entry for entry in self.score if "://" in entry]
 
+    @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        """Entries of ``score`` that are reward models -> ``path`` or ``name=path``, and the weight."""
+        return {entry: found for entry in self.score if (found := _model_of(entry))}
+
     def as_reward_config(self) -> RewardConfig:
         """Convert to the reward group of the RL trainer, which the reward manager reads."""
-        names = [entry for entry in self.score if "://" not in entry and entry != RECIPE]
-        return RewardConfig(**shared(ScoringConfig, self), reward=names, remote_rm_url=self.urls)
+        names = [entry for entry in self.score if "://" not in entry and entry not in {RECIPE, *self.models}]
+        models = [*self.models.values()]
+        parts = ["rm" if len(models) == 1 else f"rm{i}" for i in range(1, len(models) + 1)]  # of those without a name
+        weights = [f"{path.rpartition('=')[0] or part}={weight}" for (path, weight), part in zip(models, parts)]
+        return RewardConfig(**shared(ScoringConfig, self), reward=names + weights,
+                            reward_pretrain=[path for path, _ in models], remote_rm_url=self.urls)
+
+
+def _model_of(entry: str) -> tuple[str, str] | None:
+    """Split ``path``, ``name=path`` or either with ``=weight`` into the model and its weight; None for no model."""
+    path, equals, weight = entry.rpartition("=")
+    if not equals or _is_model(weight):
+        path, weight = entry, "1"
+    return (path, weight) if _is_model(path.rpartition("=")[2]) else None
+
+
+def _is_model(path: str) -> bool:
+    """Tell a folder or hub id from the name of a reward, a file and a URL."""
+    file, folder = re.fullmatch(r".+\.py(:\w+)?", path), Path(path).expanduser()
+    return "://" not in path and not file and ("/" in path or (folder / "config.json").is_file())
 
 
 def shared(group: type, values: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightrft.inference.prompts import content_of, generate, identity, scoring
 from lightrft.inference.responses import read_responses, score_responses
 from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.neural import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.types import Prompt
@@ -26,7 +27,10 @@ LATER = ("output_path", "post_processor", "normalize_reward", "reward_template")
 
 def run(config: GenerateConfig, strategy: StrategyBase) -> None:
     """Run the task of ``config`` to its end, or to a stop request; a collective."""
-    with scoring(config.score) if config.score.score else nullcontext() as rewards:
+    rl = config.as_config()
+    fetch_once(strategy, rl, rl.data)
+    place = ScorerSetup.of(rl, strategy.device)
+    with scoring(config.scoring, place) if config.scoring.score else nullcontext() as rewards:
         files, done = (_generated if config.generates else _scored)(config, strategy, rewards)
     files.close()
     if not done:
@@ -40,7 +44,6 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
 def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
     """Answer the prompts that are not answered yet."""
     rl = config.as_config()
-    fetch_once(strategy, rl, rl.data)
     model = LoadedModel.open(rl, strategy)
     suffix = f" {config.data.csft_prompt.strip()} " if config.data.enable_csft else ""
     data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media, suffix=suffix)
@@ -52,7 +55,7 @@ def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardMa
 def _scored(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
     """Score responses that the rows have; without ``--score`` they have rewards too."""
     rows = _of_iteration(config, read_responses(config.data, rescored=rewards is not None))
-    files = _open_files(config, strategy, rows)
+    files = _open_files(config, strategy, [one.row for one in rows])
     return files, score_responses(strategy, rows, config.data, files, rewards)
 
 

@@ -11,6 +11,7 @@ from lightrft.inference.accuracy import differences, group_answers, Measure, mea
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.prompts import content_of, generate, identity, scoring
 from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.rewards.neural import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.utils.logging import get_logger
@@ -59,7 +60,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media)
     files = RowFiles(folder, identity(config, LATER, content_of(prompts)) | {"the model": path}, strategy)
     get_logger().info(f"{path}: {len(prompts) - len(files.done)} of {len(prompts)} prompts to answer")
-    with scoring(config.score) as rewards:
+    with scoring(config.score, ScorerSetup.of(rl, strategy.device)) as rewards:
         return files, generate(model, prompts, files, rewards, config.seed)
 
 

@@ -17,6 +17,7 @@ from lightrft.utils.watchdog import stop_requested, tick
 
 GROUPS_PER_CALL = 1024  # prompts of a rank in one call of the engine, which ends with its slowest response
 RESPONSES_PER_CALL = 4096  # and their responses
+WAITING = GROUPS_PER_CALL  # groups without scores, at most: a reward model scores when somebody waits for it
 
 
 class ScoredWriter:
@@ -38,7 +39,7 @@ class ScoredWriter:
             self._write(number, rows)
         else:
             self._waiting.append((number, rows, self.rewards.submit(asked)))
-            self.drain(lambda handle: handle.ready)
+            self.drain(lambda handle: handle.ready or len(self._waiting) >= WAITING)
 
     def drain(self, due: Callable[[Handle], bool] = lambda handle: True) -> None:
         """Write the waiting groups up to the first one that is not ``due``; wait for their scores."""

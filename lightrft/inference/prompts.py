@@ -1,5 +1,6 @@
 """From a model and prompts to scored responses on disk: what batch inference and evaluation share."""
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from lightrft.inference.generation import BatchGenerator
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.neural import ScorerSetup
 from lightrft.rollout.engine import SamplingParams
 from lightrft.trainer.samples import stop_token_ids
 from lightrft.types import Prompt
@@ -54,15 +56,15 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
 
 
 @contextmanager
-def scoring(cfg: ScoreConfig) -> Iterator[RewardManager]:
-    """Score as ``--score`` says; workers end afterwards. Errors name rewards by that option, which selects them here.
-    """
+def scoring(cfg: ScoreConfig, place: ScorerSetup) -> Iterator[RewardManager]:
+    """Score as ``--score`` says, reward models at ``place``; workers end afterwards. Errors name rewards by that
+    option, which selects them here."""
     rewards: RewardManager | None = None
     try:
-        rewards = RewardManager(cfg.as_reward_config())
+        rewards = RewardManager(cfg.as_reward_config(), place=place)
         yield rewards
     except UserError as error:
-        error.args = (str(error).replace("--reward ", "--score "), *error.args[1:])
+        error.args = (re.sub("--reward(_pretrain)? ", "--score ", str(error)), *error.args[1:])
         raise
     finally:
         if rewards is not None:

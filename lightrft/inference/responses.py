@@ -1,9 +1,11 @@
 """Rows that have their responses already: ``--eval_task rm`` scores them without generating."""
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateDataConfig
-from lightrft.datasets.records import (find_label, find_reference, missing, prompt_column, text_of, to_messages)
+from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
+                                       to_messages)
 from lightrft.datasets.rows import DataError, load_rows, Row
 from lightrft.inference.generation import ScoredWriter
 from lightrft.inference.row_files import RowFiles
@@ -12,11 +14,19 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.strategy.base import StrategyBase
 from lightrft.utils.watchdog import stop_requested
 
+
+@dataclass(frozen=True)
+class AnsweredRow:
+    """A row with ``input`` and ``output`` as text, and its prompt as a chat, if it is one."""
+    row: Row
+    messages: list[Message]
+
+
 OWN = ("reward", "reward_parts", "unscored")  # columns of an earlier score
 
 
-def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[Row]:
-    """Read the rows of ``--prompt_data``, with ``input`` and ``output`` as text; other columns stay.
+def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]:
+    """Read the rows of ``--prompt_data``; their other columns stay.
 
     A chat (``--input_key chosen``, say) whose last turn is the assistant's is a prompt and its response.
 
@@ -26,17 +36,17 @@ def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[Row]:
     Raises:
         DataError: a row has no prompt, no response, or no reward and nothing scores it.
     """
-    found: list[Row] = []
+    found: list[AnsweredRow] = []
     for spec in cfg.prompt_data:
         rows = load_rows(spec, cfg.prompt_split)
         for i, row in enumerate(rows.rows):
             if not rescored and "reward" not in row:
                 raise DataError(f"{rows.where(i)}: the row has no reward, and nothing scores it; add --score")
-            found.append(_response(row, cfg, rows.where(i)) | ({} if rescored else {"reward": row["reward"]}))
+            found.append(_response(row, cfg, rows.where(i), {} if rescored else {"reward": row["reward"]}))
     return found[:cfg.max_samples or None]
 
 
-def _response(row: Row, cfg: GenerateDataConfig, where: str) -> Row:
+def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> AnsweredRow:
     column = prompt_column({name: value for name, value in row.items() if name != cfg.output_key}, cfg.input_key)
     if column is None:
         raise DataError(
@@ -51,18 +61,21 @@ def _response(row: Row, cfg: GenerateDataConfig, where: str) -> Row:
         raise DataError(f"{where}: the row has no response to score (looked in {cfg.output_key}; it has "
                         f"{', '.join(row)}). Name its column with --output_key, or remove the row")
     text = value if isinstance(value, str) else "\n".join(text_of(turn["content"]) for turn in turns)
-    return {name: kept for name, kept in row.items() if name not in OWN} | {"input": text, "output": output}
+    chat = turns or ([{"role": "user", "content": text}] if cfg.apply_chat_template else [])
+    kept = {name: value for name, value in row.items() if name not in OWN}
+    return AnsweredRow(kept | {"input": text, "output": output} | added, chat)
 
 
-def reward_input_of(row: Row, cfg: GenerateDataConfig) -> RewardInput:
+def reward_input_of(answered: AnsweredRow, cfg: GenerateDataConfig) -> RewardInput:
     """Build the input of a reward from a row of :func:`read_responses`."""
+    row = answered.row
     columns: dict[str, Any] = {name: value for name, value in row.items() if name not in (cfg.output_key, "output")}
-    return RewardInput(row["input"], row["output"], data_source=str(row.get("data_source") or ""),
+    return RewardInput(row["input"], row["output"], answered.messages, data_source=str(row.get("data_source") or ""),
                        label=find_label(row, cfg.label_key), reference=find_reference(columns, cfg.reference_key),
                        columns=columns)  # yapf: disable
 
 
-def score_responses(strategy: StrategyBase, rows: Sequence[Row], cfg: GenerateDataConfig, files: RowFiles,
+def score_responses(strategy: StrategyBase, rows: Sequence[AnsweredRow], cfg: GenerateDataConfig, files: RowFiles,
                     rewards: RewardManager | None) -> bool:
     """Score the rows that ``files`` does not have, on all ranks; a collective.
 
@@ -75,7 +88,7 @@ def score_responses(strategy: StrategyBase, rows: Sequence[Row], cfg: GenerateDa
     for number in mine:
         if stop_requested():
             break
-        writer.add(number, [rows[number]], [reward_input_of(rows[number], cfg)])
+        writer.add(number, [rows[number].row], [reward_input_of(rows[number], cfg)])
     writer.drain()
     writer.close()
     return not strategy.any_rank(stop_requested())

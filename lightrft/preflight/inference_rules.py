@@ -1,4 +1,5 @@
 """Checks of the options of scoring, post-processing and output of the commands that generate without training."""
+import re
 from collections.abc import Iterator
 
 from lightrft.config.evaluate_schema import EvaluateConfig
@@ -15,7 +16,7 @@ NEEDS_BOTH = ("{input}", "{reward}")
 def score_problems(c: ScoreConfig) -> Iterator[str]:
     """Yield the problems of what scores responses, under the name that it has here."""
     for text in reward_problems(Config(reward=c.as_reward_config())):
-        yield text.replace("--reward ", "--score ").replace("--remote_rm_url ", "--score ")
+        yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
     if RECIPE in c.score and len(c.score) > 1:
         yield f"--score {' '.join(c.score)}: {RECIPE} is that of each row, and nothing is added to it; drop one of them"
 
@@ -29,7 +30,7 @@ def engine_of_task(c: GenerateConfig) -> Iterator[str]:
 
 def output_problems(c: GenerateConfig) -> Iterator[str]:
     """Yield the problems of the output, and of what is made of the responses."""
-    s, out = c.score, c.out
+    s, out = c.scoring, c.out
     if out.is_dir():
         yield f"--output_path {out}: is a folder; give a file, e.g. {out / 'generated.jsonl'}"
     else:
@@ -63,9 +64,10 @@ def _sampling(c: GenerateConfig) -> Iterator[str]:
 
 
 def _no_sampling(c: GenerateConfig) -> Iterator[str]:
-    """Yield the options that only generation reads; of the scored rows the prompts are text already."""
-    rendering = ("apply_chat_template", "chat_template", "system_prompt", "input_template", "enable_csft")
-    read = {*vars(c.engine), *rendering, "pretrain"}
+    """Yield the options that only generation reads; of the scored rows the prompts are text already, or chats that a
+    reward model renders by its own template."""
+    rendering = ("chat_template", "system_prompt", "input_template", "enable_csft")
+    read = {*vars(c.engine), *rendering} | (set() if c.scoring.models else {"apply_chat_template"})
     for name, value in changed(c, read):
         yield f"--{name} {value}: has no effect with --eval_task rm, which generates nothing; drop it"
 

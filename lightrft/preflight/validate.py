@@ -98,7 +98,7 @@ def _(config: Config, world_size: int, cuda: bool, local_ranks: int) -> Iterator
 
 @problems.register
 def _(config: GenerateConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from score_problems(config.score)
+    yield from score_problems(config.scoring)
     yield from output_problems(config)
     yield from _prompts(config.as_config())
     if config.generates:

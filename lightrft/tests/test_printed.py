@@ -24,6 +24,7 @@ from lightrft.preflight import engine_rules
 from lightrft.tests.support import tiny, tiny_task
 from lightrft.tests.support.printed import Block, Program, ROOT, Workplace, blocks, commands, pages
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.test_gpu_start import QWEN, SHAPES
 from lightrft.tests.test_packaging import lists_in_setup
 
@@ -236,6 +237,7 @@ def save_models(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(QWEN | shape), encoding="utf-8")
     for name in ("MODEL", min(SHAPES)):
         save_brief_model(folder / name)
+    save_scorer(folder / "RM", seed=1)
 
 
 def save_senses(place: Workplace) -> None:
@@ -265,6 +267,8 @@ def save_data(folder: Path) -> None:
     judged = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
     for name, rows in (("pairs", pairs), ("held_out_pairs", pairs), ("judged", judged)):
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
+    answered = [{"input": row["prompt"], "output": row["chosen"]} for row in pairs]
+    tiny_task.write_rows(folder / "answered.jsonl", answered)
     hub = folder / "openai" / "gsm8k" / "main"
     hub.mkdir(parents=True)
     for split in ("train", "test"):

@@ -13,9 +13,11 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.inference import batch
+from lightrft.rewards.base import RewardInput
 from lightrft.tests.support import launch, tiny_task
 from lightrft.tests.support.generate_flips import GENERATE_FLIPS
 from lightrft.tests.support.runs import read_lines
+from lightrft.tests.support.scorers import plain, save_scorer
 from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
@@ -54,6 +56,12 @@ def run(home, save, **given):
     parsed = parse_config([], defaults=json.loads(text), tree=GenerateConfig)
     generate(parsed, exits=False)
     return Run(parsed.config.out)
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """A tiny reward model."""
+    return save_scorer(tmp_path_factory.mktemp("scorer") / "rm", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +162,26 @@ def test_a_finished_run_whose_output_was_not_written_generates_nothing(home, tmp
     assert len(run(home, tmp_path, post_processor="rs", **given).rows) == 6
 
 
+def test_a_reward_model_scores_what_is_generated_and_what_is_there(home, tmp_path, scorer):
+    """The numbers of Hugging Face, of chats by the model's own template; and of the rows that were written, again."""
+    made = run(home, tmp_path, score=[f"{scorer}=0.5", "exact"], best_of_n=2, apply_chat_template=True).rows
+    chats = [[{"role": "user", "content": f"What is {i}+{i}?"}] for i in range(50, 56) for _ in range(2)]
+    wanted = plain(scorer, [RewardInput("", row["output"], chat) for row, chat in zip(made, chats)])
+    assert [row["reward_parts"]["rm"] for row in made] == pytest.approx(wanted, abs=1e-4)
+    assert [row["reward"] for row in made] == pytest.approx([0.5 * value for value in wanted], abs=1e-4)
+    asked = {"eval_task": "rm", "prompt_data": [str(tmp_path / "chats.jsonl")], "pretrain": scorer}
+    tiny_task.write_rows(tmp_path / "chats.jsonl",
+                         [{"prompt": chat[0]["content"], "output": row["output"]} for row, chat in zip(made, chats)])
+    main(launch.flags({**asked, "apply_chat_template": True, "output_path": tmp_path / "again.jsonl"}))
+    assert [row["reward"] for row in read_lines(tmp_path / "again.jsonl")] == pytest.approx(wanted, abs=1e-4)
+
+
 BAD = [
     ({"best_of_n": 2, "temperature": 0}, "greedy responses to one prompt are all the same"),
     ({"post_processor": "rs"}, "--post_processor rs: needs rewards; add --score"),
     ({"post_processor": "iter_dpo", "score": "exact"}, "a pair needs two responses"),
     ({"score": "nothing.py"}, "--score nothing.py: no such file"),
+    ({"score": "./nothing=2"}, "--score ./nothing: no such folder"),
     ({"score": "recipe,math"}, "recipe is that of each row"),
     ({"post_processor": "csft", "score": "exact", "reward_template": "{input}"}, "must hold {reward}"),
     ({"csft_prompt": "good"}, "has no effect without --enable_csft"),
