@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.datasets.loader import MixedDataset
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import missing
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, Conversation, encode_all, SFTExample, to_conversation,
-                                           with_media)
+                                           TokenizedDataset, with_media)
 
 
 @dataclass(frozen=True)
@@ -53,58 +51,36 @@ def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str)
     return replace(chat, first=len(chat.messages) - 1)
 
 
-class JudgedDataset(MixedDataset[Judged]):
-    """Judged answers of one split, tokenized at construction.
-
-    Args:
-        cfg: selects the data, its columns and the rendering of a row.
-        tokenizer: tokenizer of the policy.
-        split: "train" or "eval".
-        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
-
-    Attributes:
-        dropped: rows left out because they are too long.
+class JudgedDataset(TokenizedDataset[Judged]):
+    """Judged answers; ``cfg`` also selects their columns.
 
     Raises:
-        DataError: data, rows or templates cannot be used, or all prompts are the same.
+        DataError: also if all prompts are the same.
     """
+    NAME = "answers"
 
     def __init__(self, cfg: JudgedDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
                  media: MediaStore | None = None) -> None:
-        data = cfg.as_data_config()
-        parts, self.probs = load_specs(data, split)
-        self._renderer, self._media, self._max_len = Renderer(data, tokenizer), media, cfg.max_len
-        self._answers: list[SFTExample] = []
-        self._good: list[bool] = []
-        self.sizes, self.dropped = [], 0
-        for entry, rows in enumerate(parts):
-            before = len(self._answers)
-            self._add(entry, rows, cfg)
-            self.sizes.append(len(self._answers) - before)
-            self.dropped += len(rows) - self.sizes[-1]
-        if not self._answers:
-            raise DataError(f"all {self.dropped} answers are longer than --max_len {cfg.max_len} tokens. Raise it")
-        self._others = others(self._answers)
+        self._cfg = cfg
+        super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
+        self._others = others([answer for answer, _ in self._rows])
 
-    def _add(self, entry: int, rows: Rows, cfg: JudgedDataConfig) -> None:
+    def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
+        """Return answers, and whether they are desirable."""
+        cfg = self._cfg
         good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
         chats = [last_answer(row, cfg, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
         found = with_media(rows, chats, self._renderer.cfg, self._media)
         rows, chats, good = rows.pick(found), [*found.values()], [good[i] for i in found]
         encoded = encode_all(chats, self._renderer, self._media)
         check_learnable(rows, encoded)
-        kept = fitting(rows, [len(ids) for ids, _ in encoded], cfg.max_len, self._renderer.cfg.overlong_prompt,
-                       "--max_len")
-        self._answers += [SFTExample(f"{entry}:{rows.number(i)}", *encoded[i], chats[i].media) for i in kept]
-        self._good += [good[i] for i in kept]
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        return [(SFTExample(f"{entry}:{rows.number(i)}", *encoded[i], chats[i].media), good[i])
+                for i in self.fitting(rows, [len(ids) for ids, _ in encoded])]  # yapf: disable
 
     def item(self, index: int) -> Judged:
         """The row at ``index``."""
-        answer, other = self._answers[index], self._answers[self._others[index]]
-        return Judged(answer.uid, answer, mismatched(answer, other, self._max_len), self._good[index])
+        (answer, good), (other, _) = self._rows[index], self._rows[self._others[index]]
+        return Judged(answer.uid, answer, mismatched(answer, other, self._max_len), good)
 
 
 def prompt_len(row: SFTExample) -> int:

@@ -13,13 +13,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
-from lightrft.datasets.loader import MixedDataset
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import Message, missing, to_messages
-from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample, with_media)
+from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample,
+                                           TokenizedDataset, with_media)
 from lightrft.utils.logging import get_logger
 
 Answer = str | list[Message]
@@ -116,39 +114,18 @@ def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer, where: str)
     return prompt if isinstance(prompt, str) else to_messages(prompt, where), chosen, rejected
 
 
-class PairDataset(MixedDataset[Pair]):
-    """Pairs of one split, tokenized at construction.
-
-    Args:
-        cfg: selects the data, its columns and the rendering of a row.
-        tokenizer: tokenizer of the model.
-        split: "train" or "eval".
-        media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
-
-    Attributes:
-        dropped: rows left out because a sequence is too long, or for ``--pair_policy skip``.
-
-    Raises:
-        DataError: data, rows or templates cannot be used.
-    """
+class PairDataset(TokenizedDataset[Pair]):
+    """Pairs; ``cfg`` also selects their columns. ``dropped`` counts those of ``--pair_policy skip`` too."""
+    NAME = "pairs"
 
     def __init__(self, cfg: PairDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
                  media: MediaStore | None = None) -> None:
-        data = cfg.as_data_config()
-        parts, self.probs = load_specs(data, split)
-        self._renderer, self._media, self._pairs = Renderer(data, tokenizer), media, list[Pair]()
-        self.sizes, self.dropped = [], 0
-        for entry, rows in enumerate(parts):
-            found = self._pairs_of(entry, rows, cfg)
-            self._pairs += found
-            self.sizes.append(len(found))
-            self.dropped += len(rows) - len(found)
-        if not self._pairs:
-            raise DataError(f"none of {self.dropped} pairs can be used: they are longer than --max_len {cfg.max_len} "
-                            "tokens, or left out for another reason, which the log has")
+        self._cfg = cfg
+        super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 
-    def _pairs_of(self, entry: int, rows: Rows, cfg: PairDataConfig) -> list[Pair]:
-        records = find_pairs(rows, cfg)
+    def read(self, entry: int, rows: Rows) -> list[Pair]:
+        """Tokenize both sequences of each pair."""
+        records = find_pairs(rows, self._cfg)
         rows = rows.pick(records)
         pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
         for answers in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs]):
@@ -159,10 +136,8 @@ class PairDataset(MixedDataset[Pair]):
         rows, pairs = rows.pick(both), [pairs[i] for i in both]
         chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)
         lens = [max(len(a.token_ids), len(b.token_ids)) for a, b in zip(chosen, rejected)]
-        kept = fitting(rows, lens, cfg.max_len, data.overlong_prompt, "--max_len")
-        return [
-            Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads) for i in kept
-        ]
+        return [Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads)
+                for i in self.fitting(rows, lens)]  # yapf: disable
 
     def _encoded(self, entry: int, rows: Rows, chats: list[Conversation]) -> list[SFTExample]:
         """Tokenize one side of all pairs, up to the last token of the answer."""
@@ -171,13 +146,6 @@ class PairDataset(MixedDataset[Pair]):
         ends = [len(mask) - mask[::-1].index(True) for _, mask in encoded]
         return [SFTExample(f"{entry}:{rows.number(i)}", ids[:end], mask[:end], chat.media)
                 for i, ((ids, mask), end, chat) in enumerate(zip(encoded, ends, chats))]  # yapf: disable
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def item(self, index: int) -> Pair:
-        """The pair at ``index``."""
-        return self._pairs[index]
 
 
 def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:

@@ -1,11 +1,13 @@
 """Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
+from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.loader import MixedDataset
+from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
@@ -171,62 +173,79 @@ def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
             for i, (messages, keys) in found.items()}  # yapf: disable
 
 
-class SFTDataset(MixedDataset[SFTExample]):
-    """Demonstrations of one split, tokenized at construction; batches come from ``PromptLoader``.
-
-    Rows: ``{messages}`` or one of :func:`lightrft.datasets.records.as_chat` (every assistant turn is learnt), or
-    ``{prompt, response}``, ``{input, output}``,
-    ``{prompt, completion}`` with text or messages (only the answer is learnt).
+class TokenizedDataset(MixedDataset[Item]):
+    """Base of the data sets that tokenize the rows of one split at construction.
 
     Args:
         cfg: selects the data and the rendering of a row (as for prompts).
-        tokenizer: tokenizer of the policy.
-        max_len: longest demonstration in tokens; longer ones follow ``cfg.overlong_prompt``.
+        tokenizer: tokenizer of the model.
+        max_len: longest sequence in tokens; longer ones follow ``cfg.overlong_prompt``.
         split: "train" or "eval".
         media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
 
     Attributes:
-        dropped: demonstrations left out because they are too long.
+        dropped: rows left out because they are too long, or by a policy of the subclass.
 
     Raises:
         DataError: data, rows or templates cannot be used.
     """
+    NAME: ClassVar[str]  # of its rows, in messages
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
                  media: MediaStore | None = None) -> None:
         parts, self.probs = load_specs(cfg, split)
-        self._renderer, self._media = Renderer(cfg, tokenizer), media
-        self._uids: list[str] = []
-        self._keys: list[tuple[str, ...]] = []
-        self._encoded: list[tuple[np.ndarray, np.ndarray]] = []
+        self._renderer, self._media, self._max_len = Renderer(cfg, tokenizer), media, max_len
+        self._rows: list[Any] = []
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
-            self._add(entry, rows, max_len)
-        if not self._encoded:
-            raise DataError(f"all {self.dropped} demonstrations are longer than {max_len} tokens. Raise the limit")
+            found = self.read(entry, rows)
+            self._rows += found
+            self.sizes.append(len(found))
+            self.dropped += len(rows) - len(found)
+        if not self._rows:
+            raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than --max_len {max_len} "
+                            "tokens, or left out for another reason, which the log has")
 
-    def _add(self, entry: int, rows: Rows, max_len: int) -> None:
-        before, cfg = len(rows), self._renderer.cfg
+    @abstractmethod
+    def read(self, entry: int, rows: Rows) -> list[Any]:
+        """Tokenize the rows of the data set with the number ``entry``, and leave out those that cannot be used."""
+
+    def fitting(self, rows: Rows, lengths: list[int]) -> list[int]:
+        """Return the indices of the rows that are not too long."""
+        return fitting(rows, lengths, self._max_len, self._renderer.cfg.overlong_prompt, "--max_len")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def item(self, index: int) -> Item:
+        """The row at ``index``."""
+        return self._rows[index]
+
+
+class SFTDataset(TokenizedDataset[SFTExample]):
+    """Demonstrations; batches come from ``PromptLoader``.
+
+    Rows: ``{messages}`` or one of :func:`lightrft.datasets.records.as_chat` (every assistant turn is learnt), or
+    ``{prompt, response}``, ``{input, output}``,
+    ``{prompt, completion}`` with text or messages (only the answer is learnt).
+    """
+    NAME = "demonstrations"
+
+    def read(self, entry: int, rows: Rows) -> list[Any]:
+        """Keep uid, arrays of ids and mask, and media: lists of numbers take several times the memory."""
         chats = [to_conversation(row, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
-        found = with_media(rows, chats, cfg, self._media)
+        found = with_media(rows, chats, self._renderer.cfg, self._media)
         rows, chats = rows.pick(found), [*found.values()]
         encoded = encode_all(chats, self._renderer, self._media)
         check_learnable(rows, encoded)
-        kept = fitting(rows, [len(ids) for ids, _ in encoded], max_len, cfg.overlong_prompt, "the limit of")
-        self._encoded += [(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
-                          for ids, mask in (encoded[i] for i in kept)]
-        self._keys += [chats[i].media for i in kept]
-        self._uids += [f"{entry}:{rows.number(i)}" for i in kept]
-        self.sizes.append(len(kept))
-        self.dropped += before - len(kept)
-
-    def __len__(self) -> int:
-        return len(self._encoded)
+        kept = self.fitting(rows, [len(ids) for ids, _ in encoded])
+        return [(f"{entry}:{rows.number(i)}", np.asarray(encoded[i][0], dtype=np.int32),
+                 np.asarray(encoded[i][1], dtype=bool), chats[i].media) for i in kept]  # yapf: disable
 
     def item(self, index: int) -> SFTExample:
         """The demonstration at ``index``."""
-        ids, mask = self._encoded[index]
-        return SFTExample(self._uids[index], ids.tolist(), mask.tolist(), self._keys[index])
+        uid, ids, mask, media = self._rows[index]
+        return SFTExample(uid, ids.tolist(), mask.tolist(), media)
 
 
 def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
