@@ -3,36 +3,24 @@
 CHECKPOINT is one of this library (as for ``lightrft export``), a DeepSpeed folder, or a folder that
 ``torch.distributed.checkpoint`` wrote.
 """
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.cli.export import check_empty, export
-from lightrft.config.cli import exit_on_config_error
+from lightrft.cli.export import check_empty, export, write_model
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PROG = "lightrft convert"
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROG, description="Turn a checkpoint into a Hugging Face model.")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
-                        help="checkpoint or run of this library, DeepSpeed folder, or DCP folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the model; it must not exist or be empty")
-    parser.add_argument(
-        "--pretrain", default="", metavar="MODEL",
-        help="the model that the run started from: its architecture, tokenizer and processor. A "
-        "checkpoint of this library knows it")
-    words = parser.parse_args(argv)
-    with exit_on_config_error(PROG):
-        convert(words.checkpoint, words.out, words.pretrain)
-    print(f"model written: {words.out}")
+    write_model(
+        "lightrft convert", convert, "checkpoint or run of this library, DeepSpeed folder, or DCP folder",
+        "the model that the run started from: its architecture, tokenizer and processor. A checkpoint of this library "
+        "knows it", argv)
 
 
 def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:

@@ -1,6 +1,6 @@
 """Turn a checkpoint into a Hugging Face model: ``lightrft export CHECKPOINT OUT``."""
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,27 @@ from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.tree import build, options
 from lightrft.utils.errors import UserError
 
-PROG = "lightrft export"
 TRAINED: dict[type, OfflineCommand] = {command.tree: command for command in OFFLINE.values()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").partition(":")[0] + ".")
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT",
-        help="a checkpoint such as runs/a/checkpoints/step_000050; or the folder of the checkpoints or "
-        "of the run, whose newest complete checkpoint is taken")
+    write_model(
+        "lightrft export", export, "a checkpoint such as runs/a/checkpoints/step_000050; or the folder of the "
+        "checkpoints or of the run, whose newest complete checkpoint is taken",
+        "the model that the run started from, if it is not where it was then", argv)
+
+
+def write_model(prog: str, work: Callable[[Path, Path, str], None], checkpoint: str, pretrain: str,
+                argv: Sequence[str] | None) -> None:
+    """Run a command that writes the model of a checkpoint, with the help texts of its words."""
+    parser = argparse.ArgumentParser(prog=prog, description="Turn a checkpoint into a Hugging Face model.")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the model; it must not exist or be empty")
-    parser.add_argument("--pretrain", default="", metavar="MODEL",
-                        help="the model that the run started from, if it is not where it was then")
+    parser.add_argument("--pretrain", default="", metavar="MODEL", help=pretrain)
     words = parser.parse_args(argv)
-    with exit_on_config_error(PROG):
-        export(words.checkpoint, words.out, words.pretrain)
+    with exit_on_config_error(prog):
+        work(words.checkpoint, words.out, words.pretrain)
     print(f"model written: {words.out}")
 
 

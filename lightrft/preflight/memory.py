@@ -93,10 +93,8 @@ def not_trained(config: Tree, world_size: int, size: ModelSize, device: Device) 
 
 @not_trained.register
 def _(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
-    s, m, sharded = config.strategy, config.model, config.strategy.divides_weights(world_size)
-    share = 1 / (m.initial_model_shard_size or world_size) if sharded else 1
-    share = share * (not s.fsdp_cpu_offload) + secondary_share(s, world_size)
-    reference = frozen_width(s, world_size, bool(m.bf16)) * size.total * share
+    m, sharded = config.model, config.strategy.divides_weights(world_size)
+    reference = _frozen(config, world_size, size, m.initial_model_shard_size)
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     scoring = (2 if m.bf16 else 4) * reward_parameters(config.reward) * (not config.reward.reward_offload)
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
@@ -121,17 +119,17 @@ def _(config: KTOConfig, world_size: int, size: ModelSize, device: Device) -> di
 @not_trained.register
 def _(config: KDConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
     teacher = known_model(config.teacher.teacher_model, device.cuda)[0]
-    held = 0.0 if teacher is None else _frozen(config, world_size, teacher)
+    held = 0.0 if teacher is None else _frozen(config, world_size, teacher, config.strategy.fsdp_shard_size)
     return {
         "teacher":
         (0, held, held * (not config.teacher.teacher_offload), 0 if config.teacher.teacher_offload else held, 0)
     }
 
 
-def _frozen(config: Tree, world_size: int, size: ModelSize) -> float:
-    """Return the bytes of a model that is not trained, and is divided as the trained one."""
+def _frozen(config: Tree, world_size: int, size: ModelSize, shard_size: int) -> float:
+    """Return the bytes of a model that is not trained; ``shard_size`` ranks share one copy, 0: all."""
     s = config.strategy
-    share = (1 / (s.fsdp_shard_size or world_size) if s.divides_weights(world_size) else 1) * (not s.fsdp_cpu_offload)
+    share = (1 / (shard_size or world_size) if s.divides_weights(world_size) else 1) * (not s.fsdp_cpu_offload)
     return frozen_width(s, world_size, bool(config.model.bf16)) * size.total * (share + secondary_share(s, world_size))
 
 
@@ -139,7 +137,7 @@ def _reference(config: Tree, m: ReferenceModelConfig, world_size: int, size: Mod
     """Return the row of a reference that is a second model: resident, or only in passes that come before training."""
     if m.lora_rank:
         return {}
-    held = _frozen(config, world_size, size)
+    held = _frozen(config, world_size, size, config.strategy.fsdp_shard_size)
     resident = held * (not m.ref_offload and m.ref_cache_dir is None)
     return {"reference": (0, held, resident, resident, 0)}
 

@@ -171,6 +171,6 @@ def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[A
         tokenizer = load_tokenizer(path, data.chat_template)
         media = open_media(path, tokenizer, data)
         rows = trainer.read(config, tokenizer, "train", media)
-        held_out = trainer.read(config, tokenizer, "eval", media) if data.eval_data else []
+        held_out = trainer.read(config, tokenizer, "eval", media) if config.held_out else []
         model = partial(trainer.load, config)  # loaded when the strategy prepares it
         trainer(config, session.strategy, model, tokenizer, rows, held_out, session.timer, media).fit()
