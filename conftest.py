@@ -21,4 +21,8 @@ def _no_process_group_is_left() -> Iterator[None]:
     """A group, or the number that a failed one took, breaks later tests: torch caches meshes by the name of a group."""
     yield
     if groups := sys.modules.get("torch.distributed.distributed_c10d"):
-        assert not groups.is_initialized() and groups._world.group_count == 0, "this module left a process group"
+        alive, numbers = groups.is_initialized(), groups._world.group_count
+        if alive:
+            groups.destroy_process_group()
+        groups._world.group_count = 0  # only this module is blamed
+        assert not alive and numbers == 0, "this module left a process group"

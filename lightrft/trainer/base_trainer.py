@@ -21,7 +21,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.optimizer import full_shape, is_whole
 from lightrft.trainer.run_log import RunLog
 from lightrft.types import MediaSource
-from lightrft.utils.env import rare_garbage_collection, rng_state, set_rng_state
+from lightrft.utils.env import freed_memory_is_kept, rare_garbage_collection, rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import progress
@@ -119,7 +119,7 @@ class BaseTrainer(ABC):
         self.before_loop(fresh)
         self.timer.metrics()
         bar = progress(self.total_steps, "training", unit="step", initial=self.step)
-        with rare_garbage_collection():
+        with rare_garbage_collection(), freed_memory_is_kept(self.strategy.device):
             while self.step < self.total_steps and not self.strategy.any_rank(stop_requested()):
                 metrics = self.train_step() | self._feature_counts()
                 self.step += 1

@@ -1,4 +1,5 @@
 """Environment of the process: ranks, random state, threads, memory."""
+import ctypes
 import gc
 import os
 import random
@@ -20,6 +21,8 @@ PEAK_FLOPS = {  # of GPUs by a part of their name: dense bfloat16 operations per
 }
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALLOCATIONS = 50_000  # container objects between two garbage collections while models train
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+_MMAP_THRESHOLD = 32 << 20  # bytes; the largest that glibc takes, and where its own rule ends
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,26 @@ def rare_garbage_collection() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+@contextmanager
+def freed_memory_is_kept(device: torch.device, limit: int = 1 << 30) -> Iterator[None]:
+    """Keep up to ``limit`` bytes of freed host memory in the process while models train on the CPU.
+
+    By default glibc returns the temporary tensors of every layer to the kernel, which has to clear the same pages again
+    for the next layer. Other C libraries are left as they are. The kept memory is returned at the end.
+    """
+    libc = ctypes.CDLL(None)
+    if device.type != "cpu" or not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, limit)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD)
+        libc.malloc_trim(0)
 
 
 def count_cores() -> int:

@@ -1,4 +1,6 @@
 """Ranks, random state, threads and memory."""
+import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -55,6 +57,32 @@ def test_threads_are_shared_unless_the_environment_decides(environment, threads)
     env = {"PATH": "", "OMP_NUM_THREADS": environment} if environment else {"PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
     assert set_threads.__doc__, "documented"
+
+
+KEPT = """
+import resource, torch
+from lightrft.utils.env import freed_memory_is_kept, used_memory_gib
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        blocks = [torch.ones(4 << 20) for _ in range(8)]  # 128 MiB, freed together: 32768 pages
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = faults(), used_memory_gib(torch.device("cpu"))
+with freed_memory_is_kept(torch.device("cpu")):
+    faults()
+    inside = faults(), used_memory_gib(torch.device("cpu"))
+after = used_memory_gib(torch.device("cpu"))
+assert inside[0] < before[0] / 10, (before, inside)
+assert inside[1] > after + 0.1, (inside, after)
+with freed_memory_is_kept(torch.device("meta")):
+    assert faults() > 10 * inside[0]
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_not_cleared_again_by_the_kernel():
+    subprocess.run([sys.executable, "-c", KEPT], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60)
 
 
 PEAK = """
