@@ -1,8 +1,8 @@
 """Options of distillation: a student learns the distributions of a teacher on fixed conversations."""
 from dataclasses import dataclass
 
-from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.options import NON_NEGATIVE, option, SHARE
+from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import group
 
 
@@ -23,9 +23,8 @@ class TeacherConfig:
 
 
 @dataclass
-class KDConfig(OfflineConfig):
+class KDConfig(SFTConfig):
     """The whole option tree of ``lightrft.cli.train_kd``."""
     teacher: TeacherConfig = group(TeacherConfig)
 
     METRICS = ("kd", "eval")
-    ROWS = "conversations"

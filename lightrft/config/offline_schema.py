@@ -1,5 +1,5 @@
 """Options that all trainers on fixed data share: rows, their rendering, the optimizer and the length of the run."""
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from lightrft.config.media_schema import MediaConfig
@@ -26,6 +26,10 @@ class OfflineDataConfig(MediaConfig):
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
     system_prompt: str | None = option(None, "system message of every chat; it replaces the one a row brings")
+    apply_chat_template: bool = option(
+        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
+        common=True)
+    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
     shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
 
     def as_data_config(self) -> DataConfig:
@@ -33,7 +37,8 @@ class OfflineDataConfig(MediaConfig):
         media = {field.name: vars(self)[field.name] for field in fields(MediaConfig)}
         return DataConfig(**media, prompt_data=self.train_data, eval_data=self.eval_data, prompt_split=self.train_split,
                           eval_split=self.eval_split, max_samples=self.max_samples, chat_template=self.chat_template,
-                          system_prompt=self.system_prompt, max_eval_samples=0)
+                          system_prompt=self.system_prompt, apply_chat_template=self.apply_chat_template,
+                          input_template=self.input_template, max_eval_samples=0)
 
 
 @dataclass
@@ -68,18 +73,9 @@ class PairDataConfig(OfflineDataConfig):
         "beginning that both answers share")
     chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
     rejected_key: str = option("rejected", "column that holds the worse answer")
-    apply_chat_template: bool = option(
-        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
-        common=True)
-    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
     pair_policy: str = option(
         "error", "a row whose answers are equal, or one of them missing or empty, stops the run, or is left out and "
         "counted", ("error", "skip"))
-
-    def as_data_config(self) -> DataConfig:
-        """Extend :meth:`OfflineDataConfig.as_data_config`."""
-        return replace(super().as_data_config(), apply_chat_template=self.apply_chat_template,
-                       input_template=self.input_template)
 
 
 @dataclass

@@ -68,13 +68,10 @@ class JudgedDataConfig(OfflineDataConfig):
         "completion", "column that holds the answer; of a row without it, response, output, answer or "
         "solution")
     label_key: str = option("label", "column that says if the answer is desirable: true or false, 1 or 0")
-    apply_chat_template: bool = option(
-        False, "render text prompts as one user turn with the tokenizer's chat template "
-        "(message lists always are)", common=True)
 
     def as_data_config(self) -> DataConfig:
         """Extend :meth:`OfflineDataConfig.as_data_config`."""
-        return replace(super().as_data_config(), input_key=self.input_key, apply_chat_template=self.apply_chat_template)
+        return replace(super().as_data_config(), input_key=self.input_key)
 
 
 @dataclass

@@ -1,13 +1,35 @@
 """Options of supervised fine-tuning."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig
+from lightrft.config.options import option
+from lightrft.config.schema import DataConfig
+from lightrft.config.tree import group
 
-SFTDataConfig, SFTTrainConfig = OfflineDataConfig, OfflineTrainConfig  # it has the options that all share
+SFTTrainConfig = OfflineTrainConfig  # it has the options that all share
+
+
+@dataclass
+class SFTDataConfig(OfflineDataConfig):
+    """Demonstrations, their rendering, and which of their tokens are learnt."""
+    input_key: str = option("prompt", "column that holds the prompt or the chat; without it, prompt, messages or input")
+    output_key: str | None = option(
+        None, "column that holds the answer (default: completion, response, output, answer or solution, the first that "
+        "a row has)")
+    multiturn: bool = option(True, "learn every assistant turn of a chat; false: only the last one")
+    pretrain_mode: bool = option(
+        False, "learn every token of a row, prompts included, as in pretraining; a row may be "
+        "a text alone")
+
+    def as_data_config(self) -> DataConfig:
+        """Extend :meth:`OfflineDataConfig.as_data_config`."""
+        return replace(super().as_data_config(), input_key=self.input_key)
 
 
 @dataclass
 class SFTConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_sft``."""
+    data: SFTDataConfig = group(SFTDataConfig)
+
     METRICS = ("sft", "eval")
     ROWS = "conversations"

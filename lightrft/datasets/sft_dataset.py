@@ -39,25 +39,66 @@ class Conversation:
     media: tuple[str, ...] = ()
 
 
-def to_conversation(row: Row, renderer: Renderer, where: str) -> Conversation:
-    """Recognise ``{messages}`` and what stands for it, or a prompt with its completion (text or messages).
+@dataclass(frozen=True)
+class Learning:
+    """Which part of a demonstration is learnt.
+
+    Attributes:
+        output_key: column of the answer; None: the first of ``ANSWER_COLUMNS`` that a row has.
+        every_turn: all assistant turns of a chat, or the last alone.
+        whole: every token but the first, which nothing predicts.
+    """
+    output_key: str | None = None
+    every_turn: bool = True
+    whole: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns in which the answer is looked up."""
+        return ANSWER_COLUMNS if self.output_key is None else (self.output_key, )
+
+    def answer(self, row: Row) -> Any:
+        """Return the answer of a row, or None."""
+        return next((row[name] for name in self.columns if not missing(row.get(name))), None)
+
+    def narrowed(self, chat: Conversation) -> Conversation:
+        """Return the conversation with the part to learn."""
+        if self.whole and chat.messages is None:
+            return replace(chat, pair=("", "".join(chat.pair)))
+        turns = [i for i, turn in enumerate(chat.messages or []) if turn["role"] == "assistant"]
+        return chat if self.every_turn or not turns else replace(chat, first=turns[-1])
+
+    def masked(self, encoded: Encoded) -> Encoded:
+        """Return token ids with the mask of the tokens to learn."""
+        ids, mask = encoded
+        return (ids, [i > 0 for i in range(len(ids))]) if self.whole else (ids, mask)
+
+
+def to_conversation(row: Row, renderer: Renderer, where: str,
+                    learning: Learning = Learning()) -> Conversation:
+    """Recognise ``{messages}`` and what stands for it, or a prompt with its completion (text or messages); with
+    ``learning.whole`` also a text alone.
 
     Raises:
         DataError: the row has no prompt, or no answer to learn.
     """
     row = as_chat(row, renderer.cfg.input_key)
     column = prompt_column(row, renderer.cfg.input_key)
+    if learning.whole and column is None and isinstance(row.get("text"), str):
+        column = "text"
     if column is None:
         raise DataError(f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, "
                         f"conversations, instruction and output, or prompt or input with one of "
                         f"{', '.join(ANSWER_COLUMNS)}: rename its columns, or remove it")
-    answer = next((row[name] for name in ANSWER_COLUMNS if not missing(row.get(name))), None)
-    value = row[column]
+    answer, value = learning.answer(row), row[column]
+    if learning.whole and isinstance(value, str) and missing(answer):
+        return Conversation(None, pair=("", renderer.text(value)))
     if answer is None or (column == "messages" and not isinstance(value, str)):
         messages = [] if isinstance(value, str) else to_messages(value, where)
         if not any(turn["role"] == "assistant" for turn in messages):
             raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
-                            f"{', '.join(ANSWER_COLUMNS)}). Complete or remove it")
+                            f"{', '.join(learning.columns)}). Complete or remove it, or name its column with "
+                            "--output_key")
         return Conversation(renderer.messages(messages))
     return answered(value if isinstance(value, str) else to_messages(value, where), answer, renderer, where)
 
@@ -227,16 +268,23 @@ class SFTDataset(TokenizedDataset[SFTExample]):
 
     Rows: ``{messages}`` or one of :func:`lightrft.datasets.records.as_chat` (every assistant turn is learnt), or
     ``{prompt, response}``, ``{input, output}``,
-    ``{prompt, completion}`` with text or messages (only the answer is learnt).
+    ``{prompt, completion}`` with text or messages (only the answer is learnt). ``learning`` selects another part.
     """
     NAME = "demonstrations"
 
+    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
+                 media: MediaStore | None = None, learning: Learning = Learning()) -> None:
+        self._learning = learning
+        super().__init__(cfg, tokenizer, max_len, split, media)
+
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Keep uid, arrays of ids and mask, and media: lists of numbers take several times the memory."""
-        chats = [to_conversation(row, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
-        found = with_media(rows, chats, self._renderer.cfg, self._media)
+        learning, renderer = self._learning, self._renderer
+        chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))
+                 for i, row in enumerate(rows.rows)]  # yapf: disable
+        found = with_media(rows, chats, renderer.cfg, self._media)
         rows, chats = rows.pick(found), [*found.values()]
-        encoded = encode_all(chats, self._renderer, self._media)
+        encoded = [learning.masked(each) for each in encode_all(chats, renderer, self._media)]
         check_learnable(rows, encoded)
         kept = self.fitting(rows, [len(ids) for ids, _ in encoded])
         return [(f"{entry}:{rows.number(i)}", np.asarray(encoded[i][0], dtype=np.int32),

@@ -14,7 +14,8 @@ from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
-from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.shared_schema import Tree
@@ -62,9 +63,16 @@ def _(config: OfflineConfig, world_size: int, cuda: bool, local_ranks: int) -> I
     d, t = config.data, config.train
     yield from sources("train_data", d.train_data)
     yield from sources("eval_data", d.eval_data)
-    yield from chat_template(d.chat_template)
+    yield from _rendering(d)
     yield from per_rank("train_batch_size", t.train_batch_size, world_size)
     yield from evaluations(config, t.eval_steps)
+
+
+@problems.register
+def _(config: SFTConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    if config.data.pretrain_mode and not config.data.multiturn:
+        yield "--multiturn false: has no effect with --pretrain_mode, which learns every token; drop one"
 
 
 @problems.register
@@ -81,7 +89,7 @@ def _(config: KTOConfig, world_size: int, cuda: bool, local_ranks: int) -> Itera
 
 @problems.register
 def _(config: KDConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    yield from problems.dispatch(SFTConfig)(config, world_size, cuda, local_ranks)
     yield from teacher_problems(config)
 
 
@@ -221,7 +229,7 @@ def _prompts(c: Config) -> Iterator[str]:
     yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
 
 
-def _rendering(d: PromptConfig) -> Iterator[str]:
+def _rendering(d: PromptConfig | OfflineDataConfig) -> Iterator[str]:
     yield from chat_template(d.chat_template)
     if d.input_template is not None and d.input_template.count("{}") != 1:
         yield f"--input_template {d.input_template!r}: must hold {{}} exactly once, e.g. 'Question: {{}}'"

@@ -49,6 +49,8 @@ def home(tmp_path_factory):
     rows = [[("user", text), ("assistant", text * (1 + i % 3))] for i, text in enumerate(runs.PROMPTS)]
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
+    turns = [json.dumps({"messages": json.loads(line)["messages"] * 2}) + "\n" for line in lines]
+    (folder / "turns.jsonl").write_text("".join(turns), encoding="utf-8")
     preference_runs.write_rows(folder)
     pairs = [{"prompt": text, "chosen": f"{text} is it", "rejected": text * (1 + i % 3) + ".", "other": "?" * i + text,
               "margin": 0.3, "heads": {"short": "chosen"}} for i, text in enumerate(runs.PROMPTS)]  # yapf: disable
@@ -215,8 +217,7 @@ def test_no_option_is_missing_from_the_table():
     assert set(group_options(SFTTrainConfig)) <= own, "the core of offline trainers reads its train group by itself"
     rm, own = set(options(RMConfig)), set(RM_FLIPS) | set(RM_SHOWN)
     assert own <= rm and rm - sft <= own, f"not in the table: {rm - sft - own}"
-    assert set(options(KDConfig)) - set(
-        options(OfflineConfig)) == set(KD_FLIPS), "an option of distillation has no flip"
+    assert set(options(KDConfig)) - set(options(SFTConfig)) == set(KD_FLIPS), "an option of distillation has no flip"
     assert set(options(KTOConfig)) - set(options(OfflineConfig)) <= set(KTO_FLIPS), "an option of KTO has no flip"
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
+from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample
 from lightrft.models.loader import load_actor
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
@@ -29,7 +29,9 @@ class SFTTrainer(OfflineTrainer[SFTExample]):
     def read(cls, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: str,
              media: MediaStore | None) -> SFTDataset:
         """Read conversations."""
-        return SFTDataset(config.data.as_data_config(), tokenizer, config.data.max_len, split, media)
+        data = config.data
+        learning = Learning(data.output_key, data.multiturn, data.pretrain_mode)
+        return SFTDataset(data.as_data_config(), tokenizer, data.max_len, split, media, learning)
 
     @classmethod
     def load(cls, config: SFTConfig) -> nn.Module:

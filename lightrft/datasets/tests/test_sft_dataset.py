@@ -3,7 +3,7 @@ import pytest
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.rows import DataError
-from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.sft_dataset import Learning, SFTDataset
 from lightrft.tests.support import tiny
 
 TURNS = [("system", "s"), ("user", "1+1?"), ("assistant", "It is 2."), ("user", "2+2?"), ("assistant", "4")]
@@ -20,8 +20,8 @@ FORGETFUL = ("{% for m in messages %}{{ m['role'] + ':' }}{% if loop.last or m['
 def build(write, tokenizer):
     """``build(rows, **options)`` -> SFTDataset of those rows."""
 
-    def make(rows, max_len=500, tokenizer=tokenizer, **options):
-        return SFTDataset(DataConfig(prompt_data=[write(rows)], **options), tokenizer, max_len)
+    def make(rows, max_len=500, tokenizer=tokenizer, learning=Learning(), **options):
+        return SFTDataset(DataConfig(prompt_data=[write(rows)], **options), tokenizer, max_len, learning=learning)
 
     return make
 
@@ -138,3 +138,38 @@ def test_alpaca_and_sharegpt_are_chats(build, tokenizer, row, turns):
 def test_a_chat_without_an_answer_is_refused(build, row):
     with pytest.raises(DataError, match="no answer to learn"):
         build([row])
+
+
+def test_the_column_of_the_answer(build, tokenizer):
+    row = {"q": "1+1?", "a": "2", "output": "3"}
+    example = build([row], input_key="q", learning=Learning("a"))[0]
+    assert tokenizer.decode(example.token_ids) == "1+1?2<|im_end|>"
+    with pytest.raises(DataError, match="no answer to learn .* in b\\). .* --output_key"):
+        build([row], input_key="q", learning=Learning("b"))
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
+def test_only_the_last_turn(build, template):
+    tokenizer = with_template(template)
+    example = build([{"messages": MESSAGES}], tokenizer=tokenizer, learning=Learning(every_turn=False))[0]
+    assert learnt(example, tokenizer) == ["4<|im_end|>"]
+
+
+@pytest.mark.parametrize("row,text", [
+    ({"text": "Once upon a time."}, "Once upon a time.<|im_end|>"),
+    ({"prompt": "1+1?", "response": "2"}, "1+1?2<|im_end|>"),
+    ({"prompt": "1+1=2"}, "1+1=2<|im_end|>"),
+])  # yapf: disable
+def test_every_token_of_a_text(build, tokenizer, row, text):
+    example = build([row], learning=Learning(whole=True))[0]
+    assert example.token_ids == tokenizer(text).input_ids, "prompt and answer are one text"
+    assert example.loss_mask == [False] + [True] * (len(example.token_ids) - 1), "nothing predicts the first"
+    if "response" not in row:
+        with pytest.raises(DataError, match="no demonstration|no answer to learn"):
+            build([row])
+
+
+def test_every_token_of_a_chat(build, tokenizer):
+    example = build([{"messages": MESSAGES}], learning=Learning(whole=True))[0]
+    assert example.token_ids == build([{"messages": MESSAGES}])[0].token_ids
+    assert example.loss_mask == [False] + [True] * (len(example.token_ids) - 1)

@@ -337,6 +337,7 @@ SHOWN: dict[str, str] = {
 
 # supervised fine-tuning: what its own trainer reads; files, sinks, models and strategies are read by shared code
 CHECKPOINTS = {"disable_ckpt": False, "save_steps": 1, "max_steps": 3, "async_save": False}
+TEXTS = {"train_data": ["@scored_pairs"], "output_key": "chosen"}
 SFT_FLIPS: dict[str, Flip] = {
     "pretrain": Flip("@other", weights),
     "bf16": Flip(True, weights),
@@ -349,6 +350,12 @@ SFT_FLIPS: dict[str, Flip] = {
     "max_samples": Flip(4, weights),
     "system_prompt": Flip("Be brief.", weights),
     "shuffle": Flip(False, weights),
+    "input_key": Flip("other", metric("sft/tokens"), TEXTS),
+    "output_key": Flip("other", metric("sft/tokens"), TEXTS),
+    "apply_chat_template": Flip(True, metric("sft/tokens"), TEXTS),
+    "input_template": Flip("Q: {}", metric("sft/tokens")),
+    "multiturn": Flip(False, metric("sft/loss_tokens"), {"train_data": ["@turns"], "max_len": 300}),
+    "pretrain_mode": Flip(True, metric("sft/loss_tokens")),
     "train_batch_size": Flip(2, metric("sft/tokens")),
     "micro_train_batch_size": Flip(1, forwards),
     "max_tokens_per_micro_batch": Flip(40, forwards),

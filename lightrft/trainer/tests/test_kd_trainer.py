@@ -109,6 +109,8 @@ def test_a_padded_head_is_not(home, tmp_path):
     ({"teacher_model": "./nowhere"}, "--teacher_model ./nowhere: no such folder"),
     ({"js_mix": 0.3}, "--js_mix 0.3: has no effect with --divergence forward"),
     ({"kd_coef": 0.0}, "--kd_coef 0: the teacher has no effect"),
+    ({"pretrain_mode": True, "multiturn": False}, "--multiturn false: has no effect with --pretrain_mode"),
+    ({"input_template": "Q"}, "--input_template 'Q': must hold {} exactly once"),
 ])
 def test_options_that_do_not_fit_are_refused(options, said, home, tmp_path):
     with pytest.raises(ConfigError) as error:
