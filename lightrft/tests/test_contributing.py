@@ -1,4 +1,4 @@
-"""Every recipe of docs/contributing.md, followed in a copy of the package: its files, its tests, its commands."""
+"""Every recipe of docs/contributing.md, followed in one copy of the package: files, tests, commands."""
 import json
 import os
 import re
@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lightrft.tests.support import launch, runs, tiny_task
+from lightrft.tests.support.python_server import PythonServer
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing.md"
@@ -71,18 +73,6 @@ def recipes() -> dict[str, Recipe]:
 RECIPES = recipes()
 
 
-def environment(tree: Path) -> dict[str, str]:
-    """The copy of the package is the one that is imported; its folder is the current one."""
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-
-
-def run(tree: Path, *words: str | Path) -> str:
-    done = subprocess.run([str(word) for word in words], cwd=tree, env=environment(tree), text=True, timeout=250,
-                          capture_output=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A tiny model, prompts, demonstrations and a reward with spread."""
@@ -93,33 +83,37 @@ def home(tmp_path_factory):
     return home
 
 
-@pytest.fixture
-def tree(request, tmp_path):
-    """A copy of the package, with the recipe of the test's parameter followed."""
-    shutil.copytree(ROOT / "lightrft", tmp_path / "lightrft")
-    shutil.copy(ROOT / "setup.cfg", tmp_path)
-    RECIPES[request.param].follow(tmp_path)
-    return tmp_path
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the package in which every recipe is followed. None of them needs another one."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "lightrft", tree / "lightrft")
+    shutil.copy(ROOT / "setup.cfg", tree)
+    for recipe in RECIPES.values():
+        recipe.follow(tree)
+    return tree
 
 
-def train(tree: Path, home: Path, command: str) -> tuple[dict, list[dict]]:
+@pytest.fixture(scope="module")
+def python(tree):
+    """Python in the copy, which is the package that it imports."""
+    server = PythonServer(tree)
+    yield server
+    server.close()
+
+
+def train(python: PythonServer, tree: Path, home: Path, command: str) -> tuple[dict, list[dict]]:
     """Run a command of the page in tiny sizes; return its options, flat, and its metrics."""
     files = {"MODEL": home / "model", "DATA": home / "train.jsonl", "DEMOS": home / "demos.jsonl",
              "REWARD": home / "letters.py"}  # yapf: disable
     words = [str(files.get(word, word)) for word in command.split()]
     assert words[0] == "python", command
     sizes = TINY_SFT if "DEMOS" in command else TINY
-    run(tree, sys.executable, *words[1:], *launch.flags(sizes | {"save_path": tree / "out"}))
+    shutil.rmtree(tree / "out", ignore_errors=True)
+    python.run(*words[1:], *launch.flags(sizes | {"save_path": tree / "out"}))
     options = yaml.safe_load((tree / "out" / "config.yaml").read_text(encoding="utf-8"))
     flat = {name: value for group in options.values() if isinstance(group, dict) for name, value in group.items()}
     return flat, runs.read_lines(tree / "out" / "metrics.jsonl")
-
-
-def checked(tree: Path, title: str) -> None:
-    """The tests of a recipe pass, with the rules of the house for its files."""
-    recipe = RECIPES[title]
-    run(tree, sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "lightrft/tests/test_layering.py", *recipe.tests)
-    run(tree, sys.executable, "-m", "flake8", *recipe.files)
 
 
 def test_the_table_counts_the_files():
@@ -129,60 +123,62 @@ def test_the_table_counts_the_files():
     assert shown == [recipe.row for recipe in RECIPES.values()]
 
 
-@pytest.mark.parametrize("tree", ["A loss with an option"], indirect=True)
-def test_a_loss(tree, home):
-    checked(tree, "A loss with an option")
-    options, (metrics, ) = train(tree, home, *RECIPES["A loss with an option"].commands)
+def test_no_recipe_needs_another():
+    for one, other in permutations(RECIPES.values(), 2):
+        words = set(re.findall(r"\w+", " ".join([*one.files.values(), *one.insertions.values(), *one.commands])))
+        assert not words & {Path(path).stem for path in other.files if not path.endswith("/__init__.py")}, one.title
+
+
+def test_the_tests_of_the_recipes_pass_with_the_rules_of_the_house(python):
+    tests = [path for recipe in RECIPES.values() for path in recipe.tests]
+    assert len(tests) >= len(RECIPES)
+    python.run("-m", "pytest", "-q", "-p", "no:xdist", "lightrft/tests/test_layering.py", *tests)
+    python.run("-m", "flake8", *(path for recipe in RECIPES.values() for path in recipe.files))
+
+
+def test_a_loss(python, tree, home):
+    """Also outside of the package, as a plug-in."""
+    command, = RECIPES["A loss with an option"].commands
+    options, (metrics, ) = train(python, tree, home, command)
     assert options["tanh_width"] == 0.3 and options["policy_loss"] == "tanh_clip"
     assert metrics["policy/optimizer_steps"] == 1 and metrics["policy/grad_norm"] > 0
-    shutil.move(tree / "lightrft" / "algorithms" / "losses" / "tanh_clip.py", tree / "tanh_clip.py")
-    shutil.rmtree(tree / "out")
-    plugin = RECIPES["A loss with an option"].commands[0] + " --plugin tanh_clip"
-    options, (again, ) = train(tree, home, plugin)
+    outside = shutil.move(tree / "lightrft" / "algorithms" / "losses" / "tanh_clip.py", tree / "tanh_clip.py")
+    options, (again, ) = train(python, tree, home, command + " --plugin tanh_clip")
     assert options["tanh_width"] == 0.3 and again["policy/loss"] == metrics["policy/loss"]
+    shutil.move(outside, tree / "lightrft" / "algorithms" / "losses" / "tanh_clip.py")
 
 
-@pytest.mark.parametrize("tree", ["A loss with an option"], indirect=True)
-def test_its_option_is_like_any_other(tree, home):
-    python = [sys.executable, "-m", "lightrft.cli.train"]
-    assert "--tanh_width" in run(tree, *python, "--help", "tanh_width")
-    typo = subprocess.run([*python, "--tanh_widht", "1"], cwd=tree, env=environment(tree), text=True, timeout=100,
-                          capture_output=True)
-    assert typo.returncode == 2 and "did you mean --tanh_width?" in typo.stderr
-    wrong = subprocess.run([*python, "--tanh_width", "-1"], cwd=tree, env=environment(tree), text=True, timeout=100,
-                           capture_output=True)
-    assert wrong.returncode == 2 and "--tanh_width -1" in wrong.stderr
+def test_its_option_is_like_any_other(python):
+    program = ["-m", "lightrft.cli.train"]
+    assert "--tanh_width" in python.run(*program, "--help", "tanh_width")
+    code, said = python.call(*program, "--tanh_widht", "1")
+    assert code == 2 and "did you mean --tanh_width?" in said
+    code, said = python.call(*program, "--tanh_width", "-1")
+    assert code == 2 and "--tanh_width -1" in said
 
 
-@pytest.mark.parametrize("tree", ["A reward"], indirect=True)
-def test_a_reward(tree, home):
-    checked(tree, "A reward")
-    _, (metrics, ) = train(tree, home, *RECIPES["A reward"].commands)
+def test_a_reward(python, tree, home):
+    _, (metrics, ) = train(python, tree, home, *RECIPES["A reward"].commands)
     key = re.search(r"`(reward/\S+)` is its metric", PAGE.read_text(encoding="utf-8"))[1]
     assert key in metrics and metrics["reward/unscored"] == 0
 
 
-@pytest.mark.parametrize("tree", ["An engine"], indirect=True)
-def test_an_engine(tree, home):
-    checked(tree, "An engine")
-    options, (metrics, ) = train(tree, home, *RECIPES["An engine"].commands)
+def test_an_engine(python, tree, home):
+    options, (metrics, ) = train(python, tree, home, *RECIPES["An engine"].commands)
     assert options["engine_type"] == "plain" and metrics["rollout/mismatch/abs_logp_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("tree", ["An environment"], indirect=True)
-def test_an_environment(tree, home):
-    checked(tree, "An environment")
-    _, (metrics, ) = train(tree, home, *RECIPES["An environment"].commands)
+def test_an_environment(python, tree, home):
+    _, (metrics, ) = train(python, tree, home, *RECIPES["An environment"].commands)
     samples = runs.read_lines(tree / "out" / "rollouts" / "step_1.jsonl")
     assert any(re.search(r"\[\d+\]", sample["response"]) for sample in samples), samples
     assert metrics["rollout/mismatch/abs_logp_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("tree", ["A trainer"], indirect=True)
-def test_a_trainer(tree, home):
-    checked(tree, "A trainer")
-    options, (metrics, ) = train(tree, home, *RECIPES["A trainer"].commands)
+def test_a_trainer(python, tree, home):
+    options, (metrics, ) = train(python, tree, home, *RECIPES["A trainer"].commands)
     assert options["anchor_coef"] == 0.5 and metrics["sft/loss"] > 0
-    shown = run(tree, sys.executable, "-X", "importtime", "-m", "lightrft.cli.main", "anchored_sft", "--help",
-                "anchor_coef")
+    words = [sys.executable, "-X", "importtime", "-m", "lightrft.cli.main", "anchored_sft", "--help", "anchor_coef"]
+    shown = subprocess.run(words, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, check=True, text=True,
+                           timeout=100, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout  # yapf: disable
     assert "--anchor_coef" in shown and not re.search(r"\| +torch$", shown, re.MULTILINE), "--help waits for torch"
