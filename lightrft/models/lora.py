@@ -34,7 +34,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers of ``model`` that have adapters, by name."""
+    """Return the layers of ``model`` that have adapters, by name; without an import of peft there are none."""
+    if "peft" not in sys.modules:
+        return {}
     from peft.tuners.lora import LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 

@@ -23,9 +23,11 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[3]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
-    "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
-    "transformers.models.auto.modeling_auto", "lightrft.cli.train", "lightrft.models.lora",
-    "lightrft.strategy.strategy", "lightrft.strategy.fsdp.fsdpv2_strategy"
+    "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2", "lightrft.cli.train",
+    "lightrft.models.lora", "lightrft.preflight.checks.run_plan", "lightrft.preflight.report",
+    "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp.fsdpv2_strategy",
+    "lightrft.trainer.session"
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
