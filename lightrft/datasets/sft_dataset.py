@@ -41,7 +41,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Learning:
-    """Which part of a demonstration is learnt.
+    """Selection of the part of a demonstration that is learnt.
 
     Attributes:
         output_key: column of the answer; None: the first of ``ANSWER_COLUMNS`` that a row has.
@@ -74,8 +74,10 @@ class Learning:
         return (ids, [i > 0 for i in range(len(ids))]) if self.whole else (ids, mask)
 
 
-def to_conversation(row: Row, renderer: Renderer, where: str,
-                    learning: Learning = Learning()) -> Conversation:
+ALL_TURNS = Learning()
+
+
+def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning = ALL_TURNS) -> Conversation:
     """Recognise ``{messages}`` and what stands for it, or a prompt with its completion (text or messages); with
     ``learning.whole`` also a text alone.
 
@@ -273,7 +275,7 @@ class SFTDataset(TokenizedDataset[SFTExample]):
     NAME = "demonstrations"
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
-                 media: MediaStore | None = None, learning: Learning = Learning()) -> None:
+                 media: MediaStore | None = None, learning: Learning = ALL_TURNS) -> None:
         self._learning = learning
         super().__init__(cfg, tokenizer, max_len, split, media)
 
