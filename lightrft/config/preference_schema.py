@@ -9,6 +9,7 @@ from lightrft.config.tree import group
 
 PAIR_LOSSES = ("sigmoid", "ipo_sum", "ipo_mean", "hinge", "robust", "simpo", "orpo", "apo_zero", "apo_down", "sppo",
                "aot", "exo")
+WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 @dataclass
@@ -42,6 +43,11 @@ class PreferenceConfig:
     def chosen_loss(self) -> str:
         """The loss that ``loss`` and ``ipo`` ask for."""
         return "ipo_sum" if self.ipo else self.loss
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss reads log-probs of a reference model."""
+        return self.chosen_loss not in WITHOUT_REFERENCE
 
 
 @dataclass

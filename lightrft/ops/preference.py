@@ -50,7 +50,6 @@ class Pairs(NamedTuple):
 class PairLoss:
     """Registered loss of pairs; ``fn(pairs, **options) -> [P]``."""
     fn: Callable[..., Tensor]
-    needs_reference: bool = True
     needs_smoothing: bool = False  # it is not defined at label_smoothing 0
     matches: bool = False  # it compares the pairs of the whole batch with each other
     averages: bool = False  # its log-ratios are per token
@@ -119,14 +118,14 @@ def robust(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
-@_pair_loss("simpo", needs_reference=False, averages=True)
+@_pair_loss("simpo", averages=True)
 def simpo(pairs: Pairs, beta: float, label_smoothing: float = 0.0, simpo_gamma: float = 0.5) -> Tensor:
     """``-log sigmoid(beta * (mean_c - mean_r) - gamma)`` of log-probs per token: SimPO (arXiv:2405.14734, eq. 6)."""
     chosen, rejected = pairs.means
     return _smoothed(beta * (chosen - rejected) - simpo_gamma, label_smoothing)
 
 
-@_pair_loss("orpo", needs_reference=False, averages=True)
+@_pair_loss("orpo", averages=True)
 def orpo(pairs: Pairs, beta: float) -> Tensor:
     """``-mean_c - beta * log sigmoid(log odds ratio)``: NLL per token of the chosen response and the odds ratio of both
     (arXiv:2403.07691, eq. 6 and 7; beta is its lambda)."""

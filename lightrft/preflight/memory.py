@@ -106,9 +106,7 @@ def _(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[
 
 @not_trained.register
 def _(config: DPOConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
-    from lightrft.ops.preference import PAIR_LOSSES  # the doctor starts without torch
-    without = not PAIR_LOSSES.get(config.preference.chosen_loss).needs_reference
-    return {} if without else _reference(config, config.model, world_size, size)
+    return _reference(config, config.model, world_size, size) if config.preference.needs_reference else {}
 
 
 @not_trained.register

@@ -8,6 +8,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.preflight.algorithm_rules import trains_critic
+from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.run_plan import memory_verdict
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import AMPERE, Machine
@@ -86,17 +87,22 @@ def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
                 f"on rank {groups[False][0]}; set it for all: --{name} {runs_anywhere}")
 
 
+def verdict(config: Tree, machine: Machine) -> Finding | None:
+    """Compare the estimate with the memory of a GPU; None on a CPU, or if nothing is known of the model."""
+    size, shape = known_model(config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
+    if size is None:
+        return None
+    return memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
+
+
 @singledispatch
 def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:
     """Raise an error if a run does not fit into the GPUs of ``machine``; a tree that trains nothing registers its own.
 
     Only what is counted for certain can refuse a run, and on a CPU nothing does: the system may swap.
     """
-    size, shape = known_model(config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
-    if size is None:
-        return
-    found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
-    if found.verdict == "fail":
+    found = verdict(config, machine)
+    if found and found.verdict == "fail":
         raise ConfigError(f"the run {found.text}; {found.remedy}")
 
 

@@ -22,7 +22,7 @@ def pair_problems(c: DPOConfig) -> Iterator[str]:
         yield f"--loss {name}: is not defined with --label_smoothing 0; add --label_smoothing 0.001"
     if name == "robust" and p.label_smoothing == 0.5:
         yield "--label_smoothing 0.5: labels that are wrong half of the time say nothing; nearest valid value: 0.49"
-    yield from reference_problems(c, "" if loss.needs_reference else f"--loss {name}, which has no reference")
+    yield from reference_problems(c, "" if p.needs_reference else f"--loss {name}, which has no reference")
 
 
 def reference_problems(c: Any, without: str = "") -> Iterator[str]:

@@ -14,11 +14,11 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.models.activations import ModelShape
-from lightrft.preflight.checks.run_plan import memory_verdict
 from lightrft.preflight.cost import batch_summary, known_model, time_line
 from lightrft.preflight.engine_rules import missing_engine
 from lightrft.preflight.hardware import Machine
 from lightrft.preflight.memory import memory_lines, micro_batch_tokens
+from lightrft.preflight.planned import verdict
 from lightrft.preflight.validate import warnings
 from lightrft.strategy.memory import ModelSize
 
@@ -55,7 +55,7 @@ def _memory(config: Tree, machine: Machine, size: ModelSize | None, shape: Model
     return [
         *summary(config, machine.ranks),
         *memory_lines(config, machine.ranks, size, machine.device, trains_critic(config), shape),
-        *_verdict(config, machine, size, shape)
+        *_verdict(config, machine)
     ]
 
 
@@ -87,13 +87,12 @@ def _(config: Config, machine: Machine) -> list[str]:
     ]
 
 
-def _verdict(config: Tree, machine: Machine, size: ModelSize | None, shape: ModelShape | None) -> list[str]:
+def _verdict(config: Tree, machine: Machine) -> list[str]:
     """Say that a plan fits on a GPU, and warn if it leaves little; one that does not fit is an error."""
-    if size is None or not machine.device.cuda:
+    found = verdict(config, machine)
+    if found is None or found.verdict == "fail":
         return []
-    found = memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
-    said = {"ok": found.text, "warn": f"warning: {found.text}; {found.remedy}"}
-    return [said[found.verdict]] if found.verdict in said else []
+    return [found.text if found.verdict == "ok" else f"warning: {found.text}; {found.remedy}"]
 
 
 def _unchecked(config: Config) -> list[str]:

@@ -50,7 +50,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
     @property
     def needs_reference(self) -> bool:
         """True for a loss with a reference."""
-        return PAIR_LOSSES.get(self.config.preference.chosen_loss).needs_reference
+        return self.config.preference.needs_reference
 
     def fill(self, batch: Batch, parts: list[list[int]]) -> None:
         """Add log-probs of the reference; where the loss compares pairs with each other, also those it meets."""

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from lightrft.config.preference_schema import WITHOUT_REFERENCE
 from lightrft.ops.preference import PAIR_LOSSES, Pairs, kto, kto_kl, match_by_rank
 
 KNOWN = Pairs(*(torch.tensor(row)
@@ -127,4 +128,10 @@ def test_kto_takes_opposite_sides_and_a_kl_that_is_never_negative():
 def test_what_a_loss_reads_comes_from_its_signature():
     assert PAIR_LOSSES.get("hinge").reads == ("beta", )
     assert PAIR_LOSSES.get("simpo").reads == ("beta", "label_smoothing", "simpo_gamma")
-    assert [name for name in PAIR_LOSSES if not PAIR_LOSSES.get(name).needs_reference] == ["simpo", "orpo"]
+
+
+@pytest.mark.parametrize("name", list(PAIR_LOSSES))
+def test_the_options_know_which_loss_reads_the_reference(name):
+    pairs = drawn(1)
+    moved = pairs._replace(ref_chosen=pairs.ref_chosen - 1)
+    assert torch.equal(losses(name, pairs), losses(name, moved)) is (name in WITHOUT_REFERENCE)

@@ -4,13 +4,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
 from lightrft.config.tree import options as known_options
 from lightrft.models.tokenizer import load_tokenizer
@@ -56,6 +60,42 @@ def trainer_of(kind: Any, tree: type, home: Path, save: Path, data: str, **optio
     rows, held_out = (kind.read(config, tokenizer, split, None) if split == "train" or config.data.eval_data else []
                       for split in ("train", "eval"))
     return kind(config, strategy_of(config), partial(kind.load, config), tokenizer, rows, held_out)
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Runs of one command on fixed data: its name, the file of its rows and options of every run."""
+    command: str
+    data: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def trainer_of(self, home: Path, save: Path, data: str = "", **options: Any) -> Any:
+        """A trainer that is ready to fit; ``{home}`` in a value is replaced."""
+        command = OFFLINE[self.command]
+        own = {name: value.format(home=home) for name, value in self.options.items()}
+        return trainer_of(command.trainer_class(), command.tree, home, save, data or self.data, **own | options)
+
+    def run(self, home: Path, save: Path, **options: Any) -> Any:
+        """A whole run; returns its trainer."""
+        trainer = self.trainer_of(home, save, **options)
+        trainer.fit()
+        return trainer
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and rows of a test module."""
+    return write_home(tmp_path_factory.mktemp("home"))
+
+
+def naive_sums(hf: Any, rows: Sequence[Any]) -> torch.Tensor:
+    """Log-probs of the answers by Hugging Face, one sequence at a time."""
+    found = []
+    for row in rows:
+        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask)
+        logprobs = hf(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        found.append(logprobs[mask[1:]].double().sum())
+    return torch.stack(found)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

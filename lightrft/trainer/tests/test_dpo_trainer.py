@@ -10,64 +10,33 @@ from transformers import AutoModelForCausalLM
 from lightrft.cli import train_dpo
 from lightrft.config.options import ConfigError
 from lightrft.config.preference_schema import PAIR_LOSSES as NAMES
-from lightrft.config.preference_schema import DPOConfig
+from lightrft.config.preference_schema import WITHOUT_REFERENCE
 from lightrft.datasets.rows import DataError
 from lightrft.models.shared_prompts import forward_row
 from lightrft.ops.preference import PAIR_LOSSES, Pairs
 from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import reference
-from lightrft.trainer.dpo_trainer import DPOTrainer
 
-no_picture = no_picture  # the module draws no curve
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-def trainer_of(home, save, data="pairs", **options):
-    return runs.trainer_of(DPOTrainer, DPOConfig, home, save, data, **options)
-
-
-def run(home, save, **options):
-    """A whole run; returns its trainer."""
-    trainer = trainer_of(home, save, **options)
-    trainer.fit()
-    return trainer
-
-
-def naive_sums(path, rows):
-    """Log-probs of the answers by Hugging Face, one sequence at a time."""
-    hf, found = AutoModelForCausalLM.from_pretrained(path), []
-    for row in rows:
-        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask)
-        logprobs = hf(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        found.append(logprobs[mask[1:]].double().sum())
-    return hf, torch.stack(found)
+no_picture, home = no_picture, home  # fixtures; the module draws no curve
+rig = runs.Rig("dpo", "pairs")
+trainer_of, run = rig.trainer_of, rig.run
 
 
 def naive_loss(home, rows, name, options, coef=0.0):
     """The policy, its loss and its log-probs."""
-    hf, chosen = naive_sums(home / "model", [row.chosen for row in rows])
-    _, ref_chosen = naive_sums(home / "other", [row.chosen for row in rows])
-    lens = [torch.tensor([float(sum(side.loss_mask)) for side in sides])
-            for sides in zip(*((row.chosen, row.rejected) for row in rows))]  # yapf: disable
-    _, ref_rejected = naive_sums(home / "other", [row.rejected for row in rows])
-    rejected = torch.stack([_one(hf, row.rejected) for row in rows])
+    hf, ref = (AutoModelForCausalLM.from_pretrained(home / model) for model in ("model", "other"))
+    sides = [*zip(*((row.chosen, row.rejected) for row in rows))]
+    chosen, rejected, ref_chosen, ref_rejected = (runs.naive_sums(model, side) for model in (hf, ref)
+                                                  for side in sides)  # yapf: disable
+    lens = [torch.tensor([float(sum(answer.loss_mask)) for answer in side]) for side in sides]
     loss = PAIR_LOSSES.get(name)
-    if not loss.needs_reference:
+    if name in WITHOUT_REFERENCE:
         ref_chosen, ref_rejected = 0 * ref_chosen, 0 * ref_rejected
     pairs = Pairs(chosen, rejected, ref_chosen.detach(), ref_rejected.detach(), *lens)
     values = loss.fn(pairs, **{key: options[key] for key in loss.reads})
     return hf, (values - coef * pairs.chosen / pairs.chosen_lens).mean(), pairs, loss
-
-
-def _one(hf, row):
-    ids = torch.tensor([row.token_ids])
-    logprobs = hf(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return logprobs[torch.tensor(row.loss_mask)[1:]].double().sum()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +45,7 @@ def test_loss_gradient_and_rewards_are_those_of_hugging_face(name, home, tmp_pat
     loss = PAIR_LOSSES.get(name)
     options = {"beta": 0.5, "label_smoothing": 0.1, "simpo_gamma": 0.7}
     given = {key: options[key] for key in loss.reads}
-    given |= {"ref_pretrain": str(home / "other")} if loss.needs_reference else {}
+    given |= {"ref_pretrain": str(home / "other")} if name not in WITHOUT_REFERENCE else {}
     coef = 0.5 if name == "hinge" else 0.0
     trainer = trainer_of(home, tmp_path, loss=name, micro_train_batch_size=1, nll_loss_coef=coef, **given)
     rows = next(trainer.loader)
@@ -153,7 +122,8 @@ def test_the_reference_of_lora_is_the_base_model(home, tmp_path):
     exp = trainer.pack(trainer.rows[:4]).exp
     sums = trainer.reference.sums(exp, [[0, 3, 1], [2, 4, 5, 6, 7]])
     rows = [side for row in trainer.rows[:4] for side in (row.chosen, row.rejected)]
-    assert sums.tolist() == pytest.approx(naive_sums(home / "model", rows)[1].tolist(), rel=1e-5)
+    alone = runs.naive_sums(AutoModelForCausalLM.from_pretrained(home / "model"), rows)
+    assert sums.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
     assert runs.metrics(tmp_path)[0]["dpo/rewards/margin"] == 0 < runs.metrics(tmp_path)[-1]["dpo/rewards/margin"]
 
 

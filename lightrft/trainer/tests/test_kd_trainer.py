@@ -3,31 +3,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.options import ConfigError
 from lightrft.ops.distillation import coarse, divergence, top_tokens
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
+from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer.kd_trainer import KDTrainer
 from lightrft.utils.errors import UserError
 
-no_picture = no_picture  # the module draws no curve
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-def trainer_of(home, save, **options):
-    return runs.trainer_of(KDTrainer, KDConfig, home, save, "judged",
-                           **{"teacher_model": str(home / "other")} | options)
-
-
-def run(home, save, **options):
-    trainer_of(home, save, **options).fit()
-    return runs.exported(save)
+no_picture, home = no_picture, home  # fixtures; the module draws no curve
+rig = runs.Rig("kd", "judged", {"teacher_model": "{home}/other"})
+trainer_of = rig.trainer_of
 
 
 def naive_loss(home, rows, kind, k, coef):
@@ -66,11 +52,13 @@ def test_loss_and_gradient_are_those_of_hugging_face(kind, k, home, tmp_path):
 @pytest.fixture(scope="module")
 def straight(home, tmp_path_factory):
     save = tmp_path_factory.mktemp("straight")
-    return run(home, save), save
+    rig.run(home, save)
+    return runs.exported(save), save
 
 
 def test_one_micro_batch_is_eight_and_an_offloaded_teacher_the_same(straight, home, tmp_path):
-    assert runs.close(run(home, tmp_path, micro_train_batch_size=1, teacher_offload=True), straight[0]) < 1e-5
+    rig.run(home, tmp_path, micro_train_batch_size=1, teacher_offload=True)
+    assert runs.close(runs.exported(tmp_path), straight[0]) < 1e-5
 
 
 @pytest.mark.dist
@@ -83,8 +71,8 @@ def test_two_ranks_are_one(straight, home, tmp_path):
 
 
 def test_the_student_comes_to_the_teacher(home, tmp_path):
-    run(home, tmp_path, kd_coef=1.0, max_steps=25, learning_rate=1e-2, eval_data=[str(home / "judged.jsonl")],
-        eval_steps=-1)
+    rig.run(home, tmp_path, kd_coef=1.0, max_steps=25, learning_rate=1e-2, eval_data=[str(home / "judged.jsonl")],
+            eval_steps=-1)
     lines = runs.metrics(tmp_path)
     assert lines[-1]["eval/divergence"] < 0.3 * lines[0]["kd/divergence"]
 

@@ -6,44 +6,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.config.preference_schema import KTOConfig
 from lightrft.datasets.judged import others
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.ops.preference import kto, kto_kl
 from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support.preference_runs import home, naive_sums
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import reference
-from lightrft.trainer.kto_trainer import KTOTrainer
 
-no_picture = no_picture  # the module draws no curve
+no_picture, home = no_picture, home  # fixtures; the module draws no curve
+rig = runs.Rig("kto", "judged")
+trainer_of, run = rig.trainer_of, rig.run
 WEIGHTS = {"desirable_loss_weight": 1.5, "undesirable_loss_weight": 0.5}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-def trainer_of(home, save, data="judged", **options):
-    return runs.trainer_of(KTOTrainer, KTOConfig, home, save, data, **options)
-
-
-def run(home, save, **options):
-    """A whole run; returns its trainer."""
-    trainer = trainer_of(home, save, **options)
-    trainer.fit()
-    return trainer
-
-
-def naive_sums(hf, rows):
-    """Log-probs of the answers, one sequence at a time."""
-    found = []
-    for row in rows:
-        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask)
-        logprobs = hf(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        found.append(logprobs[mask[1:]].double().sum())
-    return torch.stack(found)
 
 
 def test_loss_gradient_and_metrics_are_those_of_hugging_face(home, tmp_path):

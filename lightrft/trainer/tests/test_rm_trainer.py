@@ -1,11 +1,11 @@
 """Reward models: loss, gradient and scores against Hugging Face, ranks, micro-batches, resuming, heads."""
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.reward_loss import pair_loss
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
+from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 from lightrft.utils.env import seed_everything
 
-TIMES = re.compile(r"time/|perf/")
 BY_LENGTH = ("chosen", "rejected", "tie", None)
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "chosen": f"{a}+{b} is {a + b}.",
          "rejected": "I do not know" + "!" * (1 + a), "margin": b / 10, "tie": a == b == 1,
@@ -61,12 +61,7 @@ def trainer_of(config):
 
 def run(config):
     trainer_of(config).fit()
-    return load_file(f"{config.checkpoint.save_path}/hf/model.safetensors")
-
-
-def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if not TIMES.match(key)} for row in rows]
+    return exported(Path(config.checkpoint.save_path))
 
 
 @pytest.fixture(scope="module")

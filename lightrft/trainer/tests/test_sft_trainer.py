@@ -1,10 +1,10 @@
 """Supervised fine-tuning: the loss, what it covers, resuming, ranks, LoRA."""
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
+from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
 
-TIMES = re.compile(r"time/|perf/")
 CHATS = [[("user", f"{a}+{b}?"), ("assistant", f"{a + b}."), ("user", "Sure?"), ("assistant", "Yes" * (1 + a % 3))]
          if (a + b) % 2 else [("system", "Add."), ("user", f"{a}+{b}?"), ("assistant", f"{a} and {b} make {a + b}.")]
          for a in range(6) for b in range(4)]  # yapf: disable
@@ -57,12 +57,7 @@ def trainer_of(config, held_out=False):
 
 def run(config):
     trainer_of(config).fit()
-    return load_file(f"{config.checkpoint.save_path}/hf/model.safetensors")
-
-
-def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if not TIMES.match(key)} for row in rows]
+    return exported(Path(config.checkpoint.save_path))
 
 
 def naive_loss(hf, rows):
