@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.ops.distillation import divergence
+from lightrft.ops.divergence import divergence
 from lightrft.ops.preference import kto, kto_kl, PAIR_LOSSES, Pairs
 
 BETA, GAMMA, WEIGHT, SMOOTHING = 0.3, 0.7, 1.33, 0.1

@@ -23,8 +23,8 @@ def serve(parsed: ParsedConfig) -> None:
     from lightrft.utils.watchdog import clear_stop_request, stop_requested
     config, m = parsed.config, parsed.config.model
     with training_session(parsed) as session:
-        place = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
-        rewards = RewardManager(config.as_reward_config(), place=place)
+        setup = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
+        rewards = RewardManager(config.as_reward_config(), setup=setup)
         tokenizers = [model.renderer.tokenizer for model in rewards.neural.values()]
         ends = {str(end) for each in tokenizers for end in (each.eos_token, each.pad_token) if end}
         server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)))

@@ -44,8 +44,8 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         media = open_media(path, tokenizer, data)
         prompts = PromptsDataset(data, tokenizer, limit, media=media)
         held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
-        models, place = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)
-        rewards = RewardManager(config.reward, functions, place)
+        models, setup = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)
+        rewards = RewardManager(config.reward, functions, setup)
         SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
                        media=media).fit()
 

@@ -29,8 +29,8 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
     """Run the task of ``config`` to its end, or to a stop request; a collective."""
     rl = config.as_config()
     fetch_once(strategy, rl, rl.data)
-    place = ScorerSetup.of(rl, strategy.device)
-    with scoring(config.scoring, place) if config.scoring.score else nullcontext() as rewards:
+    setup = ScorerSetup.of(rl, strategy.device)
+    with scoring(config.scoring, setup) if config.scoring.score else nullcontext() as rewards:
         files, done = (_generated if config.generates else _scored)(config, strategy, rewards)
     files.close()
     if not done:

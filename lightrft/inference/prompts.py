@@ -56,12 +56,12 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
 
 
 @contextmanager
-def scoring(cfg: ScoreConfig, place: ScorerSetup) -> Iterator[RewardManager]:
-    """Score as ``--score`` says, reward models at ``place``; workers end afterwards. Errors name rewards by that
+def scoring(cfg: ScoreConfig, setup: ScorerSetup) -> Iterator[RewardManager]:
+    """Score as ``--score`` says, reward models by ``setup``; workers end afterwards. Errors name rewards by that
     option, which selects them here."""
     rewards: RewardManager | None = None
     try:
-        rewards = RewardManager(cfg.as_reward_config(), place=place)
+        rewards = RewardManager(cfg.as_reward_config(), setup=setup)
         yield rewards
     except UserError as error:
         error.args = (re.sub("--reward(_pretrain)? ", "--score ", str(error)), *error.args[1:])

@@ -55,15 +55,15 @@ class Handle:
 class RewardManager:
     """Manager of a run's rewards, one instance per rank. ``total = sum(weight * part)``, unscored if any part is.
 
-    ``functions`` of this program are rewards under their names; they have the signatures of a reward file. ``place``
-    is where reward models compute.
+    ``functions`` of this program are rewards under their names; they have the signatures of a reward file. ``setup``
+    says where reward models compute, and in which type.
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
     ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None,
-                 place: "ScorerSetup | None" = None) -> None:
-        self.cfg, self.functions, self.place = cfg, functions or {}, place
+                 setup: "ScorerSetup | None" = None) -> None:
+        self.cfg, self.functions, self.setup = cfg, functions or {}, setup
         self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
         self.models = parse_models(cfg.reward_pretrain)
         self.neural: dict[str, NeuralReward] = {}
@@ -193,7 +193,7 @@ class RewardManager:
             return function_part(name, self.functions[name], self.pool)
         if name in self.models:
             from lightrft.rewards.neural import NeuralReward, ScorerSetup
-            self.neural[name] = NeuralReward(self.models[name], self.cfg, self.place or ScorerSetup())
+            self.neural[name] = NeuralReward(self.models[name], self.cfg, self.setup or ScorerSetup())
             return RewardPart(name, submit=self.neural[name].submit)
         if name == "judge":
             self.judge = judge_reward(self.cfg)

@@ -30,7 +30,7 @@ class ScorerSetup:
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "ScorerSetup":
-        """Return the placement that the options ask for."""
+        """Return the setup that the options ask for."""
         return cls(device, bool(config.model.bf16), config.train.max_tokens_per_micro_batch)
 
 
@@ -45,12 +45,12 @@ class NeuralReward:
         UserError: the model has no head, no tokenizer, or no moments to normalise with.
     """
 
-    def __init__(self, path: str, cfg: RewardConfig, place: ScorerSetup) -> None:
-        self.path, self.place = path, place
-        self.most = min((limit for limit in (context_of(path), place.max_len) if limit), default=0)  # tokens; 0: any
-        self.resting = torch.device("cpu") if cfg.reward_offload else place.device
+    def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
+        self.path, self.setup = path, setup
+        self.most = min((limit for limit in (context_of(path), setup.max_len) if limit), default=0)  # tokens; 0: any
+        self.resting = torch.device("cpu") if cfg.reward_offload else setup.device
         self.model = load_scorer(path).eval()
-        if place.bf16:
+        if setup.bf16:
             round_frozen(self.model)
         self.model.to(self.resting)
         head = self.model.head
@@ -101,9 +101,9 @@ class NeuralReward:
     def score(self, tokens: list[list[int]]) -> list[float]:
         """Return the rewards of whole sequences."""
         rewards: list[float] = []
-        self.model.to(self.place.device)
-        for part in _cut([len(ids) for ids in tokens], self.place.max_tokens):
-            exp = Experience.pack([tokens[i] for i in part]).to(self.place.device)
+        self.model.to(self.setup.device)
+        for part in _cut([len(ids) for ids in tokens], self.setup.max_tokens):
+            exp = Experience.pack([tokens[i] for i in part]).to(self.setup.device)
             rewards += ((self.model(exp)[:, 0] - self.mean) / self.std).tolist()
         self.model.to(self.resting)
         return rewards

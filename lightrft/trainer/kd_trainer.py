@@ -11,7 +11,7 @@ from lightrft.config.kd_schema import KDConfig
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.ops.distillation import coarse, divergence, top_tokens
+from lightrft.ops.divergence import coarse, divergence, top_tokens
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.base_trainer import connect_media, feature_cache

@@ -119,7 +119,7 @@ class SPMDPPOTrainer(PPOTrainer):
             if each is not None:
                 cast(PackedModel, each.model).share_prompts = config.shares_prompts
         timer = timer or Timer()
-        rewards = rewards or RewardManager(config.reward, place=ScorerSetup.of(config, strategy.device))
+        rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device))
         _try_rewards(config, rewards, prompts)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, bool(config.model.bf16))
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from lightrft.ops.distillation import DIVERGENCES, coarse, divergence, top_tokens
+from lightrft.ops.divergence import DIVERGENCES, coarse, divergence, top_tokens
 
 
 def drawn(seed, rows=4, vocab=9):

@@ -24,8 +24,8 @@ ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?
          for i in range(1, 7)]  # yapf: disable
 
 
-def manager_of(*entries, place=None, **options):
-    return RewardManager(RewardConfig(reward_pretrain=list(entries), **options), place=place)
+def manager_of(*entries, setup=None, **options):
+    return RewardManager(RewardConfig(reward_pretrain=list(entries), **options), setup=setup)
 
 
 def totals(manager, items=ITEMS):
@@ -35,7 +35,7 @@ def totals(manager, items=ITEMS):
 def test_rewards_are_those_of_hugging_face(scorers):
     """One queue for all responses of several submissions, in passes of at most so many tokens."""
     a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
-    manager = manager_of(*scorers, place=ScorerSetup(max_tokens=100))
+    manager = manager_of(*scorers, setup=ScorerSetup(max_tokens=100))
     handles = [manager.submit(ITEMS[:4]), manager.submit(ITEMS[4:])]
     assert not manager.begins_early(ITEMS[0])
     passes = []
@@ -72,7 +72,7 @@ def test_offloaded_models_visit_the_device(scorers):
     moves, reward = [], NeuralReward(scorers[0], RewardConfig(reward_offload=True), ScorerSetup(torch.device("meta")))
     assert next(reward.model.parameters()).device.type == "cpu", "resting"
     reward.model.to = lambda device: moves.append(device.type)
-    reward.place = ScorerSetup()
+    reward.setup = ScorerSetup()
     reward.score([[5, 6, 7]])
     assert moves == ["cpu", "cpu"]
     resident = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(torch.device("meta")))

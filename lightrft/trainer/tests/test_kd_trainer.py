@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.options import ConfigError
-from lightrft.ops.distillation import coarse, divergence, top_tokens
+from lightrft.ops.divergence import coarse, divergence, top_tokens
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
