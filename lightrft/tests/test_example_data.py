@@ -15,14 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.tests.support.launch import run_script
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
-
-
-def run(script, *args):
-    subprocess.run([sys.executable, str(script), *map(str, args)], check=True, timeout=120, capture_output=True,
-                   env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def load(name, folder, monkeypatch):
@@ -34,7 +30,7 @@ def load(name, folder, monkeypatch):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
-    run(QUICKSTART / "prepare.py", "--out", folder / "a", "--train_rows", 300, "--sft_rows", 300)
+    run_script(QUICKSTART / "prepare.py", "--out", folder / "a", "--train_rows", 300, "--sft_rows", 300)
     return folder / "a"
 
 
@@ -78,17 +74,19 @@ def test_quickstart_data_is_read(prepared, reward):
 
 @pytest.mark.slow
 def test_seed_decides_everything(prepared, tmp_path):
-    for seed in (42, 7):
-        run(QUICKSTART / "prepare.py", "--out", tmp_path / str(seed), "--train_rows", 300, "--sft_rows", 300, "--seed",
-            seed)
+    """In processes whose hashes differ, too."""
+    words = ["--train_rows", "300", "--sft_rows", "300", "--seed"]
+    again = [sys.executable, QUICKSTART / "prepare.py", "--out", tmp_path / "42", *words, "42"]
+    subprocess.run(again, check=True, timeout=120, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    run_script(QUICKSTART / "prepare.py", "--out", tmp_path / "7", *words, 7)
     for name in ("base/model.safetensors", "data/train.parquet", "data/test.parquet", "data/sft.parquet"):
         first = (prepared / name).read_bytes()
         assert (tmp_path / "42" / name).read_bytes() == first != (tmp_path / "7" / name).read_bytes()
 
 
 def test_numbers_may_have_more_digits(tmp_path):
-    run(QUICKSTART / "prepare.py", "--out", tmp_path, "--digits", 5, "--train_rows", 9, "--test_rows", 9, "--sft_rows",
-        9)
+    run_script(QUICKSTART / "prepare.py", "--out", tmp_path, "--digits", 5, "--train_rows", 9, "--test_rows", 9,
+               "--sft_rows", 9)
     rows = pq.read_table(tmp_path / "data" / "train.parquet").to_pylist()
     assert all(re.fullmatch(r"What is \d{5}\+\d{5}\?", row["prompt"][0]["content"]) for row in rows)
 
@@ -148,7 +146,7 @@ def test_shipped_problems_come_from_their_script(monkeypatch):
 
 def test_gsm8k_preprocess_script(tmp_path, prepared):
     raw = GSM8K / "data" / "raw_200.jsonl"
-    run(GSM8K / "data_preprocess" / "gsm8k.py", "--local_dataset_path", raw, "--local_save_dir", tmp_path)
+    run_script(GSM8K / "data_preprocess" / "gsm8k.py", "--local_dataset_path", raw, "--local_save_dir", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(prepared / "base")
     cfg = DataConfig(prompt_data=[str(tmp_path / "train.parquet")], eval_data=[str(tmp_path / "test.parquet")])
     train, held_out = PromptsDataset(cfg, tokenizer, 1000), PromptsDataset(cfg, tokenizer, 1000, "eval")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrft.tests.support import tiny
 from lightrft.tests.support.browser import opened
-from lightrft.tests.support.launch import free_port
+from lightrft.tests.support.launch import free_port, run_script
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
@@ -80,8 +80,8 @@ def gsm8k(tmp_path_factory):
     """Preprocess the shipped problems, then the launch script on two ranks for two steps."""
     folder = tmp_path_factory.mktemp("gsm8k")
     tiny.save_model(folder / "model", max_position_embeddings=1024)
-    launch(sys.executable, GSM8K / "data_preprocess" / "gsm8k.py", "--local_dataset_path",
-           GSM8K / "data" / "raw_200.jsonl", "--local_save_dir", folder / "data", cwd=folder)
+    run_script(GSM8K / "data_preprocess" / "gsm8k.py", "--local_dataset_path", GSM8K / "data" / "raw_200.jsonl",
+               "--local_save_dir", folder / "data")
     sizes = {"TBS": "8", "RBS": "4", "N_SAMPLES": "2", "MICRO_TRAIN": "2", "PROMPT_MAX_LEN": "640",
              "GENERATE_MAX_LEN": "12", "EVAL_STEPS": "2", "SAVE_STEPS": "1", "LR": "0.5", "KL": "0.02"}  # yapf: disable
     launch("bash", GSM8K_RUN, "--max_steps", 2, "--max_eval_samples", 4, "--actor_learning_rate", 1e-3,

@@ -7,9 +7,8 @@ import pytest
 from lightrft.config.media_schema import MediaConfig
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import find_row_media
-from lightrft.tests.support.launch import free_port
+from lightrft.tests.support.launch import free_port, run_script
 from lightrft.tests.support.tiny_task import write_avqa, write_geo3k
-from lightrft.tests.test_example_data import run
 from lightrft.tests.test_examples import launch, lines, options_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,11 +27,11 @@ def geo3k(tmp_path_factory):
     """Raw problems with figures, as the hub has them, converted; and the untrained model of the quickstart."""
     pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
     folder = tmp_path_factory.mktemp("geo3k")
-    run(EXAMPLES / "quickstart_vl" / "prepare.py", "--out", folder, "--train_rows", 6, "--test_rows", 6, "--sft_rows",
-        2)
+    run_script(EXAMPLES / "quickstart_vl" / "prepare.py", "--out", folder, "--train_rows", 6, "--test_rows", 6,
+               "--sft_rows", 2)
     write_geo3k(folder / "raw", rows(folder / "data" / "train.parquet"))
-    run(GEO3K / "data_preprocess" / "geo3k.py", "--local_dataset_path", folder / "raw", "--local_save_dir",
-        folder / "geo3k")
+    run_script(GEO3K / "data_preprocess" / "geo3k.py", "--local_dataset_path", folder / "raw", "--local_save_dir",
+               folder / "geo3k")
     return folder
 
 
@@ -46,12 +45,12 @@ def test_geo3k_preprocess_script(geo3k):
 def avqa(tmp_path_factory):
     """Raw questions, one without its sound, converted; and the untrained model of the quickstart."""
     folder = tmp_path_factory.mktemp("avqa")
-    run(EXAMPLES / "quickstart_audio" / "prepare.py", "--out", folder, "--train_rows", 6, "--test_rows", 1,
-        "--sft_rows", 2)
+    run_script(EXAMPLES / "quickstart_audio" / "prepare.py", "--out", folder, "--train_rows", 6, "--test_rows", 1,
+               "--sft_rows", 2)
     sounds = folder / "sounds"
     write_avqa(folder / "raw.jsonl", sounds, rows(folder / "data" / "train.parquet"))
-    run(AQA / "data_preprocess" / "avqa.py", "--input_jsonl", folder / "raw.jsonl", "--audio_dir", sounds,
-        "--local_save_dir", folder / "avqa", "--val_ratio", 0.3, "--enable_think")
+    run_script(AQA / "data_preprocess" / "avqa.py", "--input_jsonl", folder / "raw.jsonl", "--audio_dir", sounds,
+               "--local_save_dir", folder / "avqa", "--val_ratio", 0.3, "--enable_think")
     return folder
 
 

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor
 
-from lightrft.tests.test_example_data import load, run
+from lightrft.tests.support.launch import run_script
+from lightrft.tests.test_example_data import load
 from lightrft.tests.test_examples import CANONICAL, launch, lines, options_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,14 +28,14 @@ def rows(folder, name):
 def pictures(tmp_path_factory):
     pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
     folder = tmp_path_factory.mktemp("pictures")
-    run(VISION / "prepare.py", "--out", folder, *SIZES)
+    run_script(VISION / "prepare.py", "--out", folder, *SIZES)
     return folder
 
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sounds")
-    run(AUDIO / "prepare.py", "--out", folder, *SIZES)
+    run_script(AUDIO / "prepare.py", "--out", folder, *SIZES)
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.launch import finish, ROOT, run_script
 
 PAGE, PREPARE = ROOT / "docs" / "python.md", ROOT / "examples" / "quickstart" / "prepare.py"
 ENVIRON = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -40,10 +40,10 @@ def fixture_home(tmp_path_factory):
     """Data and the model after the warm-up, as the quickstart makes them, with fewer rows and steps."""
     home = tmp_path_factory.mktemp("home")
     out = home / "runs" / "quickstart"
-    python(PREPARE, "--out", out, "--train_rows", 2000, "--test_rows", 300, "--sft_rows", 12800, cwd=home)
-    python("-m", "lightrft.cli.train_sft", "--pretrain", out / "base", "--train_data", out / "data" / "sft.parquet",
-           "--save_path", out / "sft", "--train_batch_size", 32, "--learning_rate", 3e-3, "--max_len", 64,
-           "--disable_ckpt", cwd=home)  # yapf: disable
+    run_script(PREPARE, "--out", out, "--train_rows", 2000, "--test_rows", 300, "--sft_rows", 12800)
+    options = {"pretrain": out / "base", "train_data": out / "data" / "sft.parquet", "save_path": out / "sft",
+               "train_batch_size": 32, "learning_rate": 3e-3, "max_len": 64, "disable_ckpt": True}  # yapf: disable
+    finish(home, options, module="lightrft.cli.train_sft", limit_s=250)
     return home
 
 

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import re
 import resource
+import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, log: str,
            limits: dict[int, int]) -> None:
-    """Become the process that ``python -m MODULE`` would be."""
+    """Become the process that ``python -m MODULE`` would be, or ``python SCRIPT``."""
     os.setpgid(0, 0)
     for which, most in limits.items():
         resource.setrlimit(which, (most, most))
@@ -60,7 +62,12 @@ def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, l
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    import_module(module).main(argv)
+    if module.endswith(".py"):
+        sys.argv[:] = [module, *argv]
+        sys.path.insert(0, str(Path(module).parent))
+        runpy.run_path(module, run_name="__main__")
+    else:
+        import_module(module).main(argv)
 
 
 @dataclass
@@ -147,6 +154,17 @@ def finish(folder: Path, options: dict[str, Any], ranks: int = 1, limit_s: float
     codes = run.wait(limit_s)
     assert codes == [0] * ranks, f"exit codes {codes}\n{run.output}"
     return run
+
+
+def run_script(path: Path, *words: object, limit_s: float = 120.0) -> None:
+    """Run a script of the repository to its good end, in the current folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Launched([], [Path(folder) / "log"])
+        argv, environ = [str(word) for word in words], {"OMP_NUM_THREADS": "1"}
+        arguments = (str(path), argv, environ, os.getcwd(), str(run.logs[0]), {})
+        run.processes.append(_CONTEXT.Process(target=_child, args=arguments))
+        run.processes[0].start()
+        assert run.wait(limit_s) == [0], run.output
 
 
 def workers(folder: Path) -> list[int]:
