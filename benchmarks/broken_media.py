@@ -28,11 +28,13 @@ def anything(media: list[Any]) -> bool:
 
 @dataclass
 class Case:
-    """A row, and what must become of it: "used", "refused" or "either"; used media must pass ``check``."""
+    """A row, and what must become of it: "used", "refused" or "either"; used media must pass ``check``. The model
+    ``takes`` these kinds of media."""
     columns: dict[str, Any]
     must: str
     check: Check = anything
     content: Any = "What is it?"
+    takes: tuple[str, ...] = ("image", "video", "audio")
 
 
 KINDS: dict[str, Callable[[Rng, Path], Case]] = {}

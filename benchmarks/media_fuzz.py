@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import odd_rows  # noqa: F401  (it adds to KINDS)
 from broken_media import Case, KINDS, prepare
 from PIL import Image
 
@@ -73,7 +74,7 @@ def outcome(case: Case, rules: MediaRules, process: Process) -> str:
     """Return "used", "refused", or a sentence about the fault."""
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": case.content}]
     try:
-        messages, found = find_row_media(case.columns, MediaConfig(), turns, rules, "rows.jsonl, row 1")
+        messages, found = find_row_media(case.columns, MediaConfig(), turns, rules, "rows.jsonl, row 1", case.takes)
         media = [decode(medium, rules) for medium in found]
         process(found)
         sizes = [image_size(medium, rules) for medium in found if medium.kind == "image"]

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 import requests
 from PIL import Image
 
-from lightrft.datasets.media import check_size, Medium, MediaError, MediaRules
+from lightrft.datasets.media import check_size, file_digest, Medium, MediaError, MediaRules
 from lightrft.datasets.pictures import (ANIMATED, animation, check_pixels, Frame, open_picture, picture_size,
                                         sample_frames, to_rgb)
 from lightrft.datasets.waveform import read_sound, resample, Waveform
@@ -92,11 +92,14 @@ def _limited(read: Callable[[Tick], T], medium: Medium, rules: MediaRules) -> T:
 
 
 def _opened(medium: Medium, rules: MediaRules, tick: Tick) -> BinaryIO:
-    """Open the encoded bytes of a medium that is not a list of pictures."""
+    """Open the encoded bytes of a medium that is not a list of pictures; a file must have the content of its key."""
     if isinstance(medium.source, bytes):
         return io.BytesIO(medium.source)
     if isinstance(medium.source, Path):
         check_size(medium.source.stat().st_size, rules, medium.where)
+        if file_digest(medium.source) != medium.key.rpartition(":")[2]:
+            raise MediaError(f"{medium.where}: the file has changed since the run read its rows. Start the run again, "
+                             "and leave the files alone while it lasts")
         return medium.source.open("rb")
     return io.BytesIO(_download(str(medium.source), medium, rules, tick))
 

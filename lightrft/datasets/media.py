@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -23,8 +24,18 @@ from lightrft.datasets.waveform import as_mono, write_wav
 KINDS = ("image", "video", "audio")
 _NESTED = 4  # objects inside each other around one medium, at most
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
-_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"fLaC", b"OggS", b"ID3", b"\xff\xfb",
-          b"\xff\xf3", b"\x1aE\xdf\xa3", b"FORM", b".snd")  # yapf: disable
+_LONGEST_NAME = 255  # of a file: longer text that could be base64 is
+_MAGIC = re.compile(  # first bytes of the formats that are read; weak ones with what else they state
+    rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF|II\*\0|MM\0\*|BM....\0\0\0\0|\0\0\0\x0cjP  |\xff\x4f\xff\x51"  # pictures
+    rb"|fLaC|OggS|ID3|FORM|\.snd|caff|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]"  # sounds; last MP3
+    rb"|....ftyp|....(?:moov|mdat|wide|free)|\x1aE\xdf\xa3|FLV\x01|G.{187}(?:G|$)|\0\0\x01[\xb3\xba]"  # videos
+    rb"|\x30\x26\xb2\x75\x8e\x66\xcf\x11",
+    re.DOTALL)
+_GIVEN_TO_ALL = ("min_pixels", "max_pixels", "fps")  # options, which an object may repeat
+_NOT_READ = ("sample_fps", "nframes", "min_frames", "max_frames", "total_pixels", "resized_height", "resized_width",
+             "video_start", "video_end")  # keys of objects in rows of other programs that change a medium
+_BLOCK = 1 << 20  # bytes that are read at a time
+_DIGESTS: dict[Path, tuple[int, int, str]] = {}  # size, time of change and hash of the files that were read
 
 
 class MediaError(DataError):
@@ -37,23 +48,24 @@ class MediaRules:
 
     Attributes:
         root: the folder that holds all files; None: files are refused.
-        prefix: text that tells the files of several roots apart in keys.
         urls: download ``http://`` and ``https://`` addresses.
         max_bytes: of one encoded medium.
         max_image_pixels: of one decoded picture or frame; a video may have 10 times as many in all its frames.
         decode_timeout_s: to read, download and decode one medium.
         fps: frames per second of a video.
+        min_pixels, max_pixels: of a picture or frame as the model gets it; 0: no limit.
         max_frames: most frames of a video; longer ones have fewer frames per second.
         max_seconds: longest sound.
         policy: "error" or "skip": what a :class:`MediaError` does to its row.
     """
     root: Path | None = None
-    prefix: str = ""
     urls: bool = False
     max_bytes: int = 2**29
     max_image_pixels: int = 64_000_000
     decode_timeout_s: float = 30.0
     fps: float = 2.0
+    min_pixels: int = 0
+    max_pixels: int = 0
     max_frames: int = 256
     max_seconds: float = 3600.0
     policy: str = "error"
@@ -69,15 +81,14 @@ class MediaRules:
         if root is not None and not root.is_dir():
             raise DataError(f"--media_root {cfg.media_root}: no such folder")
         return cls(root=root, urls=cfg.media_urls, decode_timeout_s=cfg.media_timeout_s, policy=cfg.media_policy,
-                   fps=cfg.fps)
+                   fps=cfg.fps, min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels)
 
     def for_rows_of(self, file: str) -> "MediaRules":
         """Return these rules for the rows of ``file``: without a ``root``, the folder of an existing file is it."""
         path = Path(file)
         if self.root is not None or not path.exists():
             return self
-        folder = path if path.is_dir() else path.parent
-        return replace(self, root=folder, prefix=str(folder))
+        return replace(self, root=path if path.is_dir() else path.parent)
 
 
 @dataclass(frozen=True)
@@ -86,8 +97,7 @@ class Medium:
 
     Attributes:
         kind: "image", "video" or "audio".
-        key: the kind and a hash, the same on every rank and node: of the content; of a file, of its path below the root
-            and its size; of a URL, of its text.
+        key: the kind and a hash, the same on every rank and node: of the content, or of the text of a URL.
         source: the encoded bytes, a file, a URL, or the pictures of a video.
         where: row and value, for messages.
     """
@@ -109,12 +119,13 @@ def find_medium(value: Any, kind: str, rules: MediaRules, where: str) -> Medium:
         where: file and row, for messages.
 
     Raises:
-        MediaError: it is missing, empty, of another type, too large, or outside of ``rules.root``.
+        MediaError: it is missing, empty, of another type, too large, or outside of ``rules.root``, or an object states
+            a size or rate that is not that of the options.
     """
-    value = _unwrapped(value, kind, where)
+    value = _unwrapped(value, kind, rules, where)
     named = f"{where}: {kind} {shorten(value)}"
     source = _source(value, kind, rules, named)
-    return Medium(kind, f"{kind}:{_digest(source, rules)}", source, named)
+    return Medium(kind, f"{kind}:{_digest(source, named)}", source, named)
 
 
 def shorten(value: Any) -> str:
@@ -129,13 +140,38 @@ def shorten(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, type(None))) else type(value).__name__
 
 
-def _digest(source: Any, rules: MediaRules) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def file_digest(path: Path) -> str:
+    """Hash the content of a file; one that has not changed since then is not read again.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = path.stat()
+    known = _DIGESTS.get(path)
+    if known is not None and known[:2] == (found.st_size, found.st_mtime_ns):
+        return known[2]
+    digest = _hash()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    _DIGESTS[path] = (found.st_size, found.st_mtime_ns, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _hash() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _digest(source: Any, where: str) -> str:
+    if isinstance(source, Path):
+        try:
+            return file_digest(source)
+        except OSError as error:
+            raise MediaError(f"{where}: cannot be read ({error.strerror}). Make it readable, or correct the "
+                             "row") from error
+    digest = _hash()
     if isinstance(source, bytes):
         digest.update(source)
-    elif isinstance(source, Path) and rules.root is not None:
-        below = source.relative_to(rules.root.resolve()).as_posix()
-        digest.update(f"file\0{rules.prefix}\0{below}\0{source.stat().st_size}".encode("utf-8", "surrogateescape"))
     elif isinstance(source, tuple):
         digest.update("\0".join(("frames", *(frame.key for frame in source))).encode())
     else:
@@ -143,14 +179,28 @@ def _digest(source: Any, rules: MediaRules) -> str:
     return digest.hexdigest()
 
 
-def _unwrapped(value: Any, kind: str, where: str) -> Any:
+def _unwrapped(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
     """Take the value out of the objects that data sets put around it."""
     names = ("bytes", kind, f"{kind}_url", f"input_{kind}", "url", "path", "data", "base64")
     for _ in range(_NESTED):
+        if isinstance(value, Mapping):
+            _check_options(value, kind, rules, where)
         if not isinstance(value, Mapping) or value.get("array") is not None:
             return value
         value = next((value[name] for name in names if value.get(name) is not None), None)
     raise MediaError(f"{where}: {kind} {shorten(value)}: objects inside objects. Write the {kind} as bytes or a path")
+
+
+def _check_options(given: Mapping[str, Any], kind: str, rules: MediaRules, where: str) -> None:
+    """Refuse sizes and rates of one medium, unless they are those of all."""
+    for name in (*_GIVEN_TO_ALL, *_NOT_READ):
+        value = given.get(name)
+        same = name in _GIVEN_TO_ALL and isinstance(value, Real) and value == getattr(rules, name)
+        if value is None or same:
+            continue
+        remedy = f"Use --{name} {value} for all" if name in _GIVEN_TO_ALL else f"Cut or resize the {kind} itself"
+        raise MediaError(f"{where}: {kind} with {name} {shorten(value)}: sizes and rates are not read for one {kind} "
+                         f"alone. {remedy}, or remove {name} from the row")
 
 
 def _source(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
@@ -207,7 +257,16 @@ def _text_source(text: str, rules: MediaRules, where: str) -> bytes | Path | str
     if re.match(r"[a-z][a-z0-9+.-]*://", scheme):
         raise MediaError(f"{where}: this kind of URL is not read. Write a path, or an http(s) URL with --media_urls")
     inline = _base64(text)
-    return _file(text, rules, where) if inline is None else _checked(inline, rules, where)
+    if inline is not None and _MAGIC.match(inline):
+        return _checked(inline, rules, where)
+    try:
+        return _file(text, rules, where)
+    except MediaError as error:
+        if inline is None or len(text) <= _LONGEST_NAME:
+            raise
+        raise MediaError(
+            f"{where}: base64 of no known format (it begins with {inline[:8].hex(' ')}). Write the bytes of "
+            "a picture, video or sound, or a path") from error
 
 
 def _data_url(text: str, where: str) -> bytes:
@@ -231,15 +290,14 @@ def _file_url(text: str, where: str) -> str:
 
 
 def _base64(text: str) -> bytes | None:
-    """Decode base64 whose first bytes are those of a known format; None for other text, e.g. a path."""
+    """Decode base64; None for other text. A path without a dot may be base64 too."""
     if not _BASE64.fullmatch("".join(text[:96].split())):
         return None
     plain = "".join(text.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
     try:
-        data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
         return None
-    return data if data.startswith(_MAGIC) or data[4:8] == b"ftyp" else None
 
 
 def _file(text: str, rules: MediaRules, where: str) -> Path:
@@ -282,9 +340,10 @@ def _encoded_sound(value: Mapping[str, Any], where: str) -> bytes:
     """Encode ``{"array", "sampling_rate"}`` as a WAV file."""
     rate = value.get("sampling_rate")
     try:
-        if isinstance(rate, bool) or not isinstance(rate, int) or not 0 < rate < 2**31:
+        hertz = float(rate) if isinstance(rate, Real) and not isinstance(rate, bool) else 0.0
+        if not (0 < hertz < 2**31 and hertz.is_integer()):
             raise ValueError(f"sampling_rate {rate!r}")
-        return write_wav(as_mono(value["array"]), rate)
+        return write_wav(as_mono(value["array"]), int(hertz))
     except (ValueError, TypeError, OverflowError) as error:
         raise MediaError(f"{where}: not a sound: {error}. Write numbers from -1 to 1 and their sampling_rate in "
                          "Hz") from error

@@ -4,7 +4,7 @@ import json
 import os
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,7 @@ from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
-_FORMAT = "1"  # of the files
+_FORMAT = "2"  # of the files
 _PACKAGES = ("lightrft", "transformers", "torch", "torchvision", "pillow", "soxr", "soundfile", "av"
              )  # that decide about tensors
 _SCANS = 16  # the folder is measured again each time that a rank has written this part of the budget
@@ -68,10 +68,9 @@ class DiskCache:
 
     def path(self, key: str, medium: Medium) -> Path | None:
         """Return the file of ``medium``, whose role in a prompt is in ``key``; None: its content is not known here."""
-        content = _content(medium)
-        if content is None:
+        if not _by_content(medium):
             return None
-        name = hashlib.blake2b(f"{self.settings}\0{key[-1] == '+'}\0{content}".encode(), digest_size=20).hexdigest()
+        name = hashlib.blake2b(f"{self.settings}\0{key}".encode(), digest_size=20).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def read(self, path: Path) -> MediaTensors | None:
@@ -133,19 +132,11 @@ class DiskCache:
                 used -= size
 
 
-def _content(medium: Medium) -> str | None:
-    """Hash the content of a medium; None for a URL, and for a file that cannot be read."""
+def _by_content(medium: Medium) -> bool:
+    """Return True if the key of a medium is a hash of its content, as of all but URLs."""
     if isinstance(medium.source, tuple):
-        frames = [_content(frame) for frame in medium.source]
-        return None if None in frames else f"{medium.kind}:{','.join(map(str, frames))}"
-    if isinstance(medium.source, Path):
-        try:
-            return _content(replace(medium, source=medium.source.read_bytes()))
-        except OSError:
-            return None
-    if isinstance(medium.source, bytes):
-        return f"{medium.kind}:{hashlib.blake2b(medium.source).hexdigest()}"
-    return None
+        return all(map(_by_content, medium.source))
+    return not isinstance(medium.source, str)
 
 
 def _checksum(made: MediaTensors) -> str:

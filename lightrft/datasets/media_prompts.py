@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.media import MediaError
+from lightrft.datasets.media import KINDS, MediaError
 from lightrft.datasets.media_rows import find_media, media_columns
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import Message, Record
@@ -24,7 +24,8 @@ class EncodedPrompt:
     unexpanded: list[int]
 
 
-def with_media(rows: Rows, records: list[Record], cfg: DataConfig, store: MediaStore) -> tuple[Rows, list[Record]]:
+def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
+               store: MediaStore | None) -> tuple[Rows, list[Record]]:
     """Pair the records of one entry with their media, which the store then knows; see :func:`pair_media`."""
     chats = [[{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
              for record in records]  # yapf: disable
@@ -37,19 +38,27 @@ def with_media(rows: Rows, records: list[Record], cfg: DataConfig, store: MediaS
     return rows.pick(found), [paired(records[i], *chat) for i, chat in found.items()]
 
 
-def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore) -> dict[int, Paired]:
-    """Find, decode and process the media of the rows of one entry; ``chats`` holds their messages.
+def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None) -> dict[int, Paired]:
+    """Find, decode and process the media of the rows of one entry.
+
+    Args:
+        chats: the messages of each row.
+        store: None: the model takes text only.
 
     Returns:
         By index of the row the messages, with a part for each medium, and the keys of the media. Rows with a medium
-        that cannot be used, or with a token of media in a text, are left out and counted under
-        ``--media_policy skip``.
+        that cannot be used, or that the model does not take, or with a token of media in a text, are left out and
+        counted under ``--media_policy skip``.
 
     Raises:
         DataError: a medium cannot be used, under the policy "error"; or no row is left.
     """
-    found = {i: (messages, store.register(media)) for i, each in enumerate(find_media(rows, chats, cfg))
-             if each is not None for messages, media in [each]}  # yapf: disable
+    takes = () if store is None else store.takes
+    every = {i: each for i, each in enumerate(find_media(rows, chats, cfg, takes)) if each is not None}
+    if store is None:
+        return {i: (messages, ()) for i, (messages, _) in every.items()}
+    found = {i: (messages, store.register(media)) for i, (messages, media) in every.items()}
+    _check_options(cfg, store)
     order, errors = list(found), []
     for number, i in enumerate(phase(order, "media", "row")):
         store.prefetch_texts(key for ahead in order[number:number + AHEAD] for key in found[ahead][1])
@@ -68,6 +77,16 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
     if not found:
         raise DataError(f"{rows.where(0)}: no row has media that can be read")
     return found
+
+
+def _check_options(cfg: DataConfig, store: MediaStore) -> None:
+    """Refuse options that write what stands for a medium into every prompt."""
+    for name in ("system_prompt", "input_template"):
+        text = getattr(cfg, name) or ""
+        mark = next((mark for mark in (*store.tokens, *(f"<{kind}>" for kind in KINDS)) if mark in text), None)
+        if mark is not None:
+            raise DataError(f"--{name} holds {mark}, which stands for a picture, video or sound: only rows have these. "
+                            "Remove it, and write it in the rows that have a medium")
 
 
 def expand_media(records: list[Record], plain: list[tuple[str, list[int]]],

@@ -1,6 +1,7 @@
 """Pairs the media of a row with their positions in its messages, whichever way the row writes both."""
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from lightrft.config.media_schema import MediaConfig
@@ -16,10 +17,11 @@ COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": 
 _PLACEHOLDER = re.compile(f"<({'|'.join(KINDS)})>")
 _TYPES = {f"{prefix}{kind}{suffix}": kind for kind in KINDS
           for prefix, suffix in (("", ""), ("", "_url"), ("input_", ""))}  # yapf: disable
-_PAYLOADS = ("url", "path", "bytes", "base64", "data")  # other names of what a part of a content list holds
+_PAYLOADS = ("url", "path", "bytes", "base64", "data", "array")  # other names of what a part of a content list holds
 
 
-def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: MediaRules, where: str) -> Chat:
+def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: MediaRules, where: str,
+                   takes: Sequence[str] = KINDS) -> Chat:
     """Return the messages with a part ``{"type": "image"}`` at the position of each medium, and the media in order.
 
     Positions are ``<image>``, ``<video>`` and ``<audio>`` in texts, and parts of content lists. Media are in the
@@ -29,16 +31,17 @@ def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: M
 
     Args:
         where: file and row, for messages.
+        takes: kinds of media that the model takes.
 
     Raises:
-        MediaError: more or fewer media than positions, more than the limits, parts of unknown types, or a medium that
-            :func:`find_medium` refuses.
+        MediaError: a kind that the model does not take, more or fewer media than positions, more than the limits, parts
+            of unknown types, or a medium that :func:`find_medium` refuses.
     """
-    marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
-    turns = [list(_parts(message.get("content"), marks, where)) for message in messages]
-    listed = {kind: _listed(row, kind, cfg) for kind in KINDS}
+    turns, listed = _taken(row, cfg, messages, where, takes)
     if not any(listed.values()) and all(kind == "text" for turn in turns for kind, _ in turn):
         return messages, []
+    for kind in KINDS:
+        _check_columns(row, kind, cfg, rules, where)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     for kind in reversed(KINDS):  # those put at the start end up in the order of KINDS
         turns = _fill(turns, kind, listed[kind], first, rules, where)
@@ -47,7 +50,18 @@ def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: M
     return [{**message, "content": _content(message, turn)} for message, turn in zip(messages, turns)], media
 
 
-def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig) -> list[Chat | None]:
+def check_kinds(row: Row, cfg: MediaConfig, messages: list[Message], where: str, takes: Sequence[str]) -> bool:
+    """Return True if a row has media, all of kinds that the model ``takes``; none of them is opened.
+
+    Raises:
+        MediaError: it has another kind, or parts of unknown types.
+    """
+    turns, listed = _taken(row, cfg, messages, where, takes)
+    return any(listed.values()) or any(kind != "text" for turn in turns for kind, _ in turn)
+
+
+def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
+               takes: Sequence[str] = KINDS) -> list[Chat | None]:
     """Apply :func:`find_row_media` to all rows of one spec; ``chats`` holds their messages.
 
     Relative paths start at ``--media_root``, else at the folder of the row's file. A row whose media cannot be used is
@@ -58,10 +72,11 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig) -> list
         DataError: no row is left.
     """
     rules, errors = MediaRules.of(cfg), []
+    of_file = lru_cache(rules.for_rows_of)
     found: list[Chat | None] = []
     for i, (row, chat) in enumerate(zip(rows.rows, chats, strict=True)):
         try:
-            found.append(find_row_media(row, cfg, chat, rules.for_rows_of(rows.origin(i)[0]), rows.where(i)))
+            found.append(find_row_media(row, cfg, chat, of_file(rows.origin(i)[0]), rows.where(i), takes))
         except MediaError as error:
             if rules.policy == "error":
                 raise
@@ -81,6 +96,31 @@ def media_columns(cfg: MediaConfig) -> set[str]:
 
 
 # -- one row ----------------------------------------------------------------------------------------------------------
+def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
+           takes: Sequence[str]) -> tuple[list[list[Part]], dict[str, list[Any]]]:
+    """Return the parts of each turn, and the media of each kind in columns; refuse kinds that the model does not take.
+
+    A text that goes into no chat has no turns, and no position for media. For a model that takes text only, a content
+    that is neither text nor a list (the result of a tool) is left to the template.
+    """
+    marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
+    contents = [message.get("content") for message in messages]
+    turns = [list(_parts(content, marks, where)) if takes or isinstance(content, (str, list)) else []
+             for content in contents]  # yapf: disable
+    listed = {kind: _listed(row, kind, cfg) for kind in KINDS}
+    for kind in KINDS:
+        in_part = any(its == kind and value is not None for turn in turns for its, value in turn)
+        if kind not in takes and (listed[kind] or in_part):
+            place = "a part of a message" if in_part else f"the column {_column(row, kind, cfg)!r}"
+            raise MediaError(
+                f"{where}: {place} holds media of kind {kind}, and this model takes {', '.join(takes) or 'text'} only. "
+                f"Choose a model that takes {kind}, or leave such rows out with --media_policy skip")
+        if listed[kind] and not messages:
+            raise MediaError(f"{where}: the column {_column(row, kind, cfg)!r} holds media of kind {kind}, and a text "
+                             "prompt that is not rendered as a chat has no place for them. Write the row as messages")
+    return turns, listed
+
+
 def _parts(content: Any, marks: list[str], where: str) -> Iterator[Part]:
     """Split a content, text or a list of parts, into texts and media; ``marks``: kinds whose placeholders count."""
     if content is None:
@@ -124,13 +164,37 @@ def _columns(kind: str, cfg: MediaConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((key, *COLUMNS[kind])))
 
 
+def _values(value: Any) -> list[Any]:
+    """Return the media in the value of a column."""
+    if value is None or isinstance(value, (str, list, tuple, dict)) and not value:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _column(row: Row, kind: str, cfg: MediaConfig) -> str | None:
+    """Return the column that holds the media of one kind: the named one, else the first known one that is not
+    empty."""
+    return next((name for name in _columns(kind, cfg) if _values(row.get(name))), None)
+
+
 def _listed(row: Row, kind: str, cfg: MediaConfig) -> list[Any]:
-    """Return the media of one kind in the columns of a row: of the named column, else of the first known one."""
-    for name in _columns(kind, cfg):
-        value = row.get(name)
-        if value is not None and not (isinstance(value, (str, list, tuple, dict)) and not value):
-            return list(value) if isinstance(value, (list, tuple)) else [value]
-    return []
+    """Return the media of one kind in the columns of a row."""
+    name = _column(row, kind, cfg)
+    return [] if name is None else _values(row[name])
+
+
+def _check_columns(row: Row, kind: str, cfg: MediaConfig, rules: MediaRules, where: str) -> None:
+    """Refuse a row that has other media in a second column, unless an option names the first."""
+    filled = [name for name in _columns(kind, cfg) if _values(row.get(name))]
+    if len(filled) < 2 or (filled[0] == _columns(kind, cfg)[0] != COLUMNS[kind][0]):
+        return
+    try:
+        found = [_keys(_values(row[name]), kind, rules, where) for name in filled]
+    except MediaError:
+        found = [[name] for name in filled]  # one of them cannot be read, so they are not the same
+    if any(keys != found[0] for keys in found):
+        raise MediaError(f"{where}: the columns {' and '.join(map(repr, filled))} hold different {kind}s. Name the one "
+                         f"to read with --{kind}s_key, or remove the others")
 
 
 def _fill(turns: list[list[Part]], kind: str, values: list[Any], first: int, rules: MediaRules,

@@ -3,7 +3,7 @@
 Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -31,9 +31,10 @@ _SEVERAL = "+"  # ends the key of a picture that is processed as one of several
 Replaced = tuple[tuple[int, int], tuple[int, int]]
 
 
-def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, token_frames: int = 0) -> "MediaStore":
+def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, token_frames: int = 0,
+               takes: Sequence[str] = KINDS) -> "MediaStore":
     """Open the store for the model at ``path``, whose processor gets ``tokenizer``; ``token_frames`` as for
-    :class:`~lightrft.datasets.processing.MediumProcessor`.
+    :class:`~lightrft.datasets.processing.MediumProcessor`, ``takes`` as for :class:`MediaStore`.
 
     Raises:
         UserError: the processor cannot be loaded.
@@ -52,7 +53,7 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
         settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
         disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, settings)
     return MediaStore(processor, rules, pixels, cfg.media_cache_mib, headers=cfg.media_check == "header", disk=disk,
-                      token_frames=token_frames)
+                      token_frames=token_frames, takes=takes)
 
 
 class MediaStore:
@@ -62,23 +63,25 @@ class MediaStore:
         processor: of the model.
         rules: limits of decoding.
         pixels: least and most pixels of a picture or frame, to which others are resized; 0: no limit.
-        cache_mib: MiB of processed tensors that are kept.
+        cache_mib: MiB of processed tensors that are kept. At most as many again, and one medium per worker, wait for
+            their first use; with 0 nothing is processed ahead.
         workers: threads that decode and process ahead.
         headers: take the text of a picture from its header, where the processor has a function for sizes.
         disk: keeps processed media for other ranks and runs.
         token_frames: as for :class:`~lightrft.datasets.processing.MediumProcessor`.
+        takes: kinds of media that the model takes; rows with others are refused.
 
     Attributes:
         decoded: media decoded so far.
         most: most media of each kind in one row.
     """
 
-    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int,
-                                                                                   int] = (0, 0), cache_mib: int = 1024,
-                 workers: int = 2, headers: bool = False, disk: DiskCache | None = None, token_frames: int = 0) -> None:
+    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int, int] = (0, 0),
+                 cache_mib: int = 1024, workers: int = 2, headers: bool = False, disk: DiskCache | None = None,
+                 token_frames: int = 0, takes: Sequence[str] = KINDS) -> None:
         self.processor: Any = processor
         self.single = MediumProcessor(processor, token_frames)
-        self.headers, self.disk = headers, disk
+        self.headers, self.disk, self.takes = headers, disk, tuple(takes)
         self._texts: dict[str, str] = {}
         self._distinct: dict[str, str] = {}
         self.rules, self.pixels = rules, pixels
@@ -87,7 +90,8 @@ class MediaStore:
         self._media: dict[str, Medium] = {}
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
-        self._ahead: dict[str, Future[MediaTensors]] = {}
+        self._ahead: dict[str, Future[MediaTensors | None]] = {}
+        self._waiting = 0  # bytes of what was processed ahead
         self.blank = lru_cache(self.single.blank)
 
     def register(self, media: Iterable[Medium]) -> tuple[str, ...]:
@@ -154,7 +158,12 @@ class MediaStore:
             coming = self._ahead.pop(key, None) if kept is None else None
         if kept is not None:
             return kept
-        made = self._made(key) if coming is None else coming.result()
+        made = None if coming is None else coming.result()
+        if made is None:
+            made = self._made(key)
+        else:
+            with self._lock:
+                self._waiting -= _size(made)
         self._keep_text(key, made.text)
         return self._cache.keep(key, made)
 
@@ -193,11 +202,39 @@ class MediaStore:
                           "Change or remove the row")
 
     def prefetch(self, keys: Iterable[str]) -> None:
-        """Process media in the background, before they are asked for."""
+        """Process media in the background, before they are asked for, as far as there is room."""
+        wanted = dict.fromkeys(keys)
         with self._lock:
-            for key in dict.fromkeys(keys):
-                if key not in self._cache and key not in self._ahead:
-                    self._ahead[key] = self._pool.submit(self._made, key)
+            if self._waiting >= self._cache.budget:
+                self._drop_unused(wanted)
+            for key in wanted:
+                if self._waiting >= self._cache.budget:
+                    return
+                if key not in self._cache and not self._is_coming(key):
+                    self._ahead[key] = self._pool.submit(self._made_ahead, key)
+
+    def _drop_unused(self, wanted: Container[str]) -> None:
+        """Drop what was processed ahead for batches that never came."""
+        for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
+            made = _result(self._ahead.pop(key))
+            self._waiting -= 0 if made is None else _size(made)
+
+    def _is_coming(self, key: str) -> bool:
+        """Return False for a medium that nobody has asked for, or for which there was no room."""
+        coming = self._ahead.get(key)
+        if coming is None or not coming.done():
+            return coming is not None
+        return coming.exception() is not None or coming.result() is not None
+
+    def _made_ahead(self, key: str) -> MediaTensors | None:
+        """Make the tensors of a medium that waits for its use; None: there is no room for it now."""
+        with self._lock:
+            if self._waiting >= self._cache.budget:
+                return None
+        made = self._made(key)
+        with self._lock:
+            self._waiting += _size(made)
+        return made
 
     def _made(self, key: str) -> MediaTensors:
         """Make the tensors of a medium, from the disk where they are."""
@@ -256,6 +293,10 @@ def resized(picture: Image.Image, least: int, most: int) -> Image.Image:
     """Resize a picture to at least ``least`` and at most ``most`` pixels (:func:`fitted`)."""
     size = fitted(picture.size, least, most)
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
+
+
+def _result(done: Future[MediaTensors | None]) -> MediaTensors | None:
+    return None if done.exception() else done.result()
 
 
 def _size(made: MediaTensors) -> int:

@@ -55,6 +55,8 @@ class MediumProcessor:
         content, options = _content(medium), self._options(medium)
         if getattr(self.processor, f"{kind}_token", None) is None:
             raise UserError(f"{type(self.processor).__name__} takes no media of kind {kind}")
+        if kind == "audio" and not self.token_frames:
+            self._check_window(len(content), options)
         if kind == "audio" and self.token_frames:
             tensors, text = self._windows(content)
         elif getattr(type(self.processor), f"replace_{kind}_token") is getattr(ProcessorMixin, f"replace_{kind}_token"):
@@ -119,6 +121,13 @@ class MediumProcessor:
         ids, mark = found.pop("input_ids")[0], self.processor.tokenizer.convert_tokens_to_ids(token)
         found.pop("attention_mask", None)
         return found, token * int((ids == mark).sum())
+
+    def _check_window(self, samples: int, options: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a sound of which the processor would keep only the start."""
+        most = getattr(self.processor.feature_extractor, "n_samples", samples)
+        if samples > most and options.get("truncation", True):
+            raise ValueError(f"it lasts {samples / self.rate:.1f} s, and the model hears the first "
+                             f"{most / self.rate:g} s of a sound. Cut it into pieces")
 
     def _windows(self, samples: np.ndarray) -> tuple[dict[str, Any], str]:
         """Process a sound in whole windows, :attr:`token_frames` a token."""

@@ -102,8 +102,7 @@ class PromptsDataset(MixedDataset[Prompt]):
     def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
         """Tokenize the records of one entry and keep those that fit and whose media can be used."""
         before = len(rows)
-        if self._media is not None:
-            rows, records = with_media(rows, records, self._renderer.cfg, self._media)
+        rows, records = with_media(rows, records, self._renderer.cfg, self._media)
         workers = self._renderer.cfg.data_workers
         plain = encode_all(self._renderer, [record.prompt for record in records], workers)
         prompts = expand_media(records, plain, self._media)

@@ -209,8 +209,6 @@ def encode_all(chats: list[Conversation], renderer: Renderer, store: MediaStore 
 def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
                store: MediaStore | None) -> dict[int, Conversation]:
     """Return by index of the row the conversations with their media; see :func:`pair_media` on those left out."""
-    if store is None:
-        return dict(enumerate(chats))
     found = pair_media(rows, [chat.messages or [] for chat in chats], cfg, store)
     return {i: replace(chats[i], messages=chats[i].messages and messages, media=keys)
             for i, (messages, keys) in found.items()}  # yapf: disable

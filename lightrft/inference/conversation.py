@@ -36,6 +36,8 @@ class Conversation:
         """Add a picture to the next message; return what to say about it."""
         if self.model.media is None:
             return "this model takes text only"
+        if "image" not in self.model.media.takes:
+            return f"this model takes {', '.join(self.model.media.takes)} only"
         if self.model.config.rollout.engine_type != "hf":
             return "pictures need --engine_type hf, because other engines are started for a known number of them"
         file = Path(path).expanduser()

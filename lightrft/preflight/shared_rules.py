@@ -1,6 +1,6 @@
 """Rules that hold for every trainer: of single options, and of the option groups that all trees have."""
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import singledispatch
 from importlib.util import find_spec
 from math import isqrt
@@ -26,6 +26,7 @@ def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the trainer, or on the command that generates."""
     yield from check_ranges(c)
     yield from unmet_needs(c)
+    yield from _pixels(flatten(c))
     yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
@@ -39,6 +40,14 @@ def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
 def _(c: InferenceTree | ServeConfig, world_size: int, cuda: bool) -> Iterator[str]:
     yield from check_ranges(c)
     yield from unmet_needs(c)
+    yield from _pixels(flatten(c))
+
+
+def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
+    """Check the limits on the size of pictures."""
+    least, most = values.get("min_pixels", 0), values.get("max_pixels", 0)
+    if 0 < most < least:
+        yield f"--min_pixels {least}: more than --max_pixels {most}; nearest valid value: {most}"
 
 
 def unmet_needs(c: Tree) -> Iterator[str]:

@@ -12,7 +12,7 @@ from lightrft.config.schema import CheckpointConfig
 from lightrft.config.tree import flatten
 from lightrft.datasets.media_store import MediaStore, open_store
 from lightrft.models.feature_cache import FeatureCache
-from lightrft.models.loader import takes_media, token_frames
+from lightrft.models.loader import media_kinds, token_frames
 from lightrft.models.lora import hf_name
 from lightrft.models.packed_model import PackedModel
 from lightrft.preflight.validate import changes, lost_length
@@ -31,7 +31,8 @@ from lightrft.utils.watchdog import clear_stop_request, stop_requested
 
 def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig) -> MediaStore | None:
     """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only."""
-    return open_store(path, tokenizer, cfg, token_frames(path)) if takes_media(path) else None
+    kinds = media_kinds(path)
+    return open_store(path, tokenizer, cfg, token_frames(path), kinds) if kinds else None
 
 
 def feature_cache(cfg: MediaConfig) -> FeatureCache | None:

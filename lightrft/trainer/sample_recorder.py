@@ -17,7 +17,8 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Experience, MediaSource, Sample
-from lightrft.utils.errors import optional_output
+from lightrft.utils.errors import first_line, optional_output, UserError
+from lightrft.utils.logging import get_logger
 from lightrft.utils.sinks import backup_path, cut_after
 from lightrft.utils.trajectory_saver import json_line, shorten
 
@@ -171,13 +172,18 @@ class SampleRecorder:
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
 
     def _shown(self, key: str) -> str:
-        """Return a picture as a small JPEG in a data URL; of another medium its kind."""
+        """Return a picture as a small JPEG in a data URL; of another medium, and of a picture that cannot be read any
+        more, its kind."""
         kind = key.partition(":")[0]
         if kind != "image" or self.media is None:
             return kind
-        picture, file = self.media.open(key).copy(), BytesIO()
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-        picture.save(file, "JPEG", quality=80)
+        try:
+            picture, file = self.media.open(key).copy(), BytesIO()
+            picture.thumbnail((THUMBNAIL, THUMBNAIL))
+            picture.save(file, "JPEG", quality=80)
+        except (UserError, OSError, ValueError, MemoryError) as error:
+            get_logger().warning(f"the report shows no picture for {key}: {first_line(error)}")
+            return kind
         return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
     def _append(self, line: bytes) -> None:

@@ -1,21 +1,24 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
 from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
-from lightrft.datasets.media import MediaRules
-from lightrft.datasets.media_rows import find_row_media
+from lightrft.datasets.media import KINDS, MediaError, MediaRules
+from lightrft.datasets.media_rows import check_kinds, find_row_media
 from lightrft.datasets.preferences import find_pairs
 from lightrft.datasets.prompts_dataset import load_specs
-from lightrft.datasets.records import Record, missing, text_of, to_records
+from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
+from lightrft.models.loader import media_kinds
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import good_answers, quoted
@@ -37,23 +40,39 @@ def try_out(config: Tree) -> Iterator[str]:
 @try_out.register
 def _(config: OfflineConfig) -> Iterator[str]:
     for split in ("train", "eval"):
-        yield from _read(config.data.as_data_config(), split, {})
+        yield from _read(config.data.as_data_config(), split, {}, config.model.pretrain)
+
+
+@try_out.register
+def _(config: EvaluateConfig) -> Iterator[str]:
+    for path in config.model.pretrain:
+        yield from _read(config.as_config().data, "eval", {}, path)
+
+
+@try_out.register
+def _(config: GenerateConfig) -> Iterator[str]:
+    if config.generates:
+        yield from _read(config.as_config().data, "train", {}, config.model.pretrain)
 
 
 @try_out.register
 def _(config: PairConfig) -> Iterator[str]:
     for split in ("train", "eval"):
-        lines, parts = _on_disk(config.data.as_data_config(), split)
+        data = config.data.as_data_config()
+        lines, parts = _on_disk(data, split)
         yield from lines
         for rows in parts:
-            yield f"pairs: {len(find_pairs(rows, config.data)):,} of {len(rows):,} rows can be compared"
+            pairs = find_pairs(rows, config.data)
+            yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
+            chats = [_chat(pair.prompt) + _chat(pair.chosen) + _chat(pair.rejected) for pair in pairs.values()]
+            yield from _opened(rows.pick(pairs), chats, data, config.model.pretrain)
 
 
 @try_out.register
 def _(config: Config) -> Iterator[str]:
     found: dict[str, Record] = {}
     for split in ("train", "eval"):
-        yield from _read(config.data, split, found)
+        yield from _read(config.data, split, found, config.model.pretrain)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     rewards = RewardManager(config.reward)
@@ -75,28 +94,55 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _read(cfg: DataConfig, split: str, found: dict[str, Record]) -> Iterator[str]:
+def _read(cfg: DataConfig, split: str, found: dict[str, Record], model: str | None) -> Iterator[str]:
     """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place."""
     lines, parts = _on_disk(cfg, split)
     yield from lines
     for rows in parts:
         records = to_records(rows, cfg)
-        yield from _opened(rows.pick([0]), records[0], cfg)
+        yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model)
         for i, record in enumerate(records):
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), record)
                 break
 
 
-def _opened(first: Rows, record: Record, cfg: DataConfig) -> Iterator[str]:
-    """Decode the pictures, videos and sounds of the first row."""
-    chat = record.prompt if isinstance(record.prompt, list) else [{"role": "user", "content": record.prompt}]
-    rules = MediaRules.of(cfg).for_rows_of(first.origin(0)[0])
-    _, media = find_row_media(first.rows[0], cfg, chat, rules, first.where(0))
+def _chat(prompt: str | list[Message]) -> list[Message]:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+
+def _takes(model: str | None) -> Sequence[str]:
+    """Kinds of media that ``model`` takes; all of them if that is not known, which is an error elsewhere."""
+    try:
+        return media_kinds(model) if model else KINDS
+    except UserError:
+        return KINDS
+
+
+def _opened(rows: Rows, chats: list[list[Message]], cfg: DataConfig, model: str | None) -> Iterator[str]:
+    """Compare the kinds of media of all rows with those that ``model`` takes, and decode those of the first row that
+    has some."""
+    takes, refused, seen = _takes(model), list[MediaError](), False
+    for i, chat in enumerate(chats):
+        try:
+            if check_kinds(rows.rows[i], cfg, chat, rows.where(i), takes) and not seen:
+                yield f"media: {_decoded(rows, i, chat, cfg)} of {rows.where(i)} can be read"
+                seen = True
+        except MediaError as error:
+            if cfg.media_policy == "error":
+                raise
+            refused.append(error)
+    if refused:
+        yield f"media: at least {len(refused):,} of {len(rows):,} rows are left out (the first: {refused[0]})"
+
+
+def _decoded(rows: Rows, index: int, chat: list[Message], cfg: DataConfig) -> str:
+    """Decode the pictures, videos and sounds of a row; return their kinds."""
+    rules = MediaRules.of(cfg).for_rows_of(rows.origin(index)[0])
+    _, media = find_row_media(rows.rows[index], cfg, chat, rules, rows.where(index))
     for medium in media:
         decode(medium, rules)
-    if media:
-        yield f"media: {', '.join(medium.kind for medium in media)} of {first.where(0)} can be read"
+    return ", ".join(medium.kind for medium in media)
 
 
 def _later(entry: str) -> str:

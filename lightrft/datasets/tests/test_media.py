@@ -14,6 +14,7 @@ from PIL import Image
 
 from lightrft.datasets.decoding import decode, image_size
 from lightrft.datasets.media import find_medium, MediaError, MediaRules
+from lightrft.datasets.tests.test_decoding import greys, video
 from lightrft.datasets.waveform import write_wav
 
 RED = Image.new("RGB", (4, 2), "red")
@@ -109,34 +110,103 @@ def test_videos_of_pictures(rules):
 def test_a_key_is_that_of_the_content(rules):
     same = [find(FORMS[form], rules).key for form in ("bytes", "struct", "base64", "data URL", "chat part")]
     assert len(set(same)) == 1 and same[0].startswith("image:") and len(same[0]) == 38
-    other = [encoded(Image.new("RGB", (4, 2), "blue")), RED, np.asarray(RED), "red.png", [PNG], [PNG, PNG]]
-    kinds = ["image"] * 4 + ["video"] * 2
+    other = [encoded(Image.new("RGB", (4, 2), "blue")), RED, np.asarray(RED), [PNG], [PNG, PNG]]
+    kinds = ["image"] * 3 + ["video"] * 2
     keys = [find(value, rules, kind).key for value, kind in zip(other, kinds)]
-    assert keys[1] == keys[2] and len({*keys, same[0]}) == 6, "Pillow and array are one picture, all others differ"
+    assert keys[1] == keys[2] and len({*keys, same[0]}) == 5, "Pillow and array are one picture, all others differ"
     assert find(RED, rules).key == find(RED.copy(), rules).key
 
 
-def test_the_key_of_a_file_is_its_path_below_the_root_and_its_size(rules, tmp_path):
-    before = find("red.png", rules).key
-    assert find("./more/../red.png", rules).key == find(str(rules.root / "red.png"), rules).key == before
+def test_the_key_of_a_file_is_that_of_its_content(rules, tmp_path):
+    """Another node has the same files in another folder, with other times."""
+    medium = find("red.png", rules)
+    assert medium.key == find("./more/../red.png", rules).key == find(PNG, rules).key
     moved = replace(rules, root=rules.root.rename(tmp_path / "elsewhere"))
-    assert find("red.png", moved).key == before, "another node has the same files in another folder"
-    (moved.root / "red.png").write_bytes(PNG + b"\0")
-    assert find("red.png", moved).key != before
+    os.utime(moved.root / "red.png", (0, 0))
+    assert find("red.png", moved).key == medium.key
 
 
-def test_files_of_two_data_files_have_two_keys(tmp_path):
-    keys = []
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "red.png").write_bytes(PNG)
-        (tmp_path / name / "rows.jsonl").touch()
-        own = MediaRules().for_rows_of(str(tmp_path / name / "rows.jsonl"))
-        keys.append(find("red.png", own).key)
-    assert keys[0] != keys[1]
+def test_a_file_that_is_written_again_is_another_medium(rules):
+    """Of the same size; what was found before is not decoded from the new content."""
+    file, other = rules.root / "red.png", encoded(Image.new("RGB", (4, 2), (254, 0, 0)))
+    assert len(other) == len(PNG)
+    medium = find("red.png", rules)
+    before = file.stat()
+    file.write_bytes(other)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert find("red.png", rules).key != medium.key
+    with pytest.raises(MediaError, match="row 3: .*: the file has changed since the run read its rows"):
+        decode(medium, rules)
+    file.write_bytes(PNG)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 2))
+    assert decode(medium, rules).tobytes() == RED.tobytes()
+
+
+def test_the_root_of_a_row_is_the_folder_of_its_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "rows.jsonl").touch()
+    assert MediaRules().for_rows_of(str(tmp_path / "a" / "rows.jsonl")).root == tmp_path / "a"
     assert MediaRules(root=tmp_path).for_rows_of(str(tmp_path / "a" / "rows.jsonl")).root == tmp_path
     assert MediaRules().for_rows_of("memory:12").root is None
     assert MediaRules().for_rows_of(str(tmp_path)).root == tmp_path
+
+
+# -- base64 -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000"])
+def test_base64_of_every_picture(form, rules):
+    options = {"irreversible": False} if form == "JPEG2000" else {}
+    for data in (encoded(RED, form, **options), encoded(RED, form, no_jp2=True) if form == "JPEG2000" else b""):
+        assert not data or decode(find(base64.b64encode(data).decode(), rules), rules).size == RED.size
+
+
+@pytest.mark.parametrize("form, codec", [("mp4", "mpeg4"), ("mov", "mpeg4"), ("matroska", "mpeg4"), ("avi", "mpeg4"),
+                                         ("flv", "flv"), ("mpegts", "mpeg2video"), ("mpeg", "mpeg2video"),
+                                         ("asf", "mpeg4")])
+def test_base64_of_every_video(form, codec, rules):
+    data = video(greys(30), 25, form, codec)
+    assert decode(find(base64.b64encode(data).decode(), rules, "video"), rules).frames[0].size == (48, 32)
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "AIFF", "AU", "CAF", "MP3"])
+def test_base64_of_every_sound(form, rules):
+    soundfile, file = pytest.importorskip("soundfile"), io.BytesIO()
+    soundfile.write(file, np.tile(TONE, 20), 16_000, format=form)
+    data = file.getvalue()
+    assert decode(find(base64.b64encode(data).decode(), rules, "audio"), rules).seconds == pytest.approx(1, abs=0.1)
+
+
+def test_mp3_of_every_kind_is_no_path(rules):
+    """By version, layer and checksum; soundfile writes one kind."""
+    for second in (0xE3, 0xF2, 0xF3, 0xFA, 0xFB, 0xFC, 0xFD):
+        data = bytes([0xFF, second, 0x64, 0]) + bytes(96)
+        assert find(base64.b64encode(data).decode(), rules, "audio").source == data
+
+
+def test_base64_of_no_known_format_is_no_path(rules):
+    with pytest.raises(MediaError, match="row 3: image .*: base64 of no known format .it begins with 25 50 44 46 2d"):
+        find(base64.b64encode(b"%PDF-1.7" + bytes(300)).decode(), rules)
+    (rules.root / "QUJDREVGR0hJSktMTU5P").write_bytes(PNG)  # letters of a name
+    assert decode(find("QUJDREVGR0hJSktMTU5P", rules), rules).tobytes() == RED.tobytes()
+
+
+# -- sizes and rates of one medium ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, kind", [("max_pixels", "image"), ("min_pixels", "image"), ("fps", "video"),
+                                        ("nframes", "video"), ("video_start", "video"), ("resized_height", "image")])
+def test_sizes_and_rates_of_one_medium_are_refused(name, kind, rules):
+    """Unless they are those of the options; None is what parquet fills in."""
+    own = find_medium({kind: [PNG] if kind == "video" else PNG, name: None}, kind, rules, "row 1")
+    assert own.kind == kind
+    for value in ({"bytes": PNG, name: 3.0}, {"type": kind, kind: {"path": "red.png", name: 3.0}}):
+        with pytest.raises(MediaError, match=f"row 3: {kind} with {name} 3.0: .* not read for one {kind} alone. "):
+            find(value, rules, kind)
+        if name in ("max_pixels", "min_pixels", "fps"):
+            assert find(value, replace(rules, **{name: 3}), kind)
+
+
+@pytest.mark.parametrize("rate", [8000, 8000.0, np.int64(8000)])
+def test_the_rate_of_an_array_is_that_of_its_sound(rate, rules):
+    sound = decode(find({"array": TONE, "sampling_rate": rate}, rules, "audio"), rules, 8000)
+    assert sound.rate == 8000 and (sound.samples == TONE).all()
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

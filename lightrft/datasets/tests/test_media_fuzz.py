@@ -26,7 +26,7 @@ def test_broken_rows_are_used_rightly_or_refused(fuzz, tmp_path):
     tallies = fuzz.fuzz(150, 3, str(tiny_vision.save_model(tmp_path, "qwen2_5_vl", True)))
     total = fuzz.total(tallies)
     assert not total.faults and total.rows == 150 == total.used + total.refused
-    assert total.used > 20 and total.refused > 60 and all(tally.rows >= 6 for tally in tallies.values())
+    assert total.used > 20 and total.refused > 60 and all(tally.rows >= 5 for tally in tallies.values())
 
 
 @pytest.mark.parametrize("place, name, wrong, kind", [

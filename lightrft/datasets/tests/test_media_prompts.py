@@ -10,7 +10,7 @@ from PIL import Image
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.sft_schema import SFTDataConfig
-from lightrft.datasets.media import MediaError
+from lightrft.datasets.media import find_medium, MediaError
 from lightrft.datasets.media_store import open_store
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import Renderer
@@ -120,9 +120,12 @@ def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
     words = {"prompt": [{"role": "user", "content": "is <image> a tag?"}], "answer": "1"}
     found = prompts([words], tokenizer, store)[0]
     assert "is <image> a tag?" in tokenizer.decode(found.token_ids) and found.media == ()
-    rows = [ask("<image>?", png(0)), ask("<image><|image_pad|>", png(0)),
-            {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
-            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"}]
+    rows = [
+        ask("<image>?", png(0)),
+        ask("<image><|image_pad|>",
+            png(0)), {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"}
+    ]
     for row in rows[1:]:
         with pytest.raises(MediaError, match="row 1: a text holds .*_pad.>, which this model reads as a picture"):
             prompts([row], tokenizer, store)
@@ -130,12 +133,20 @@ def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
     assert len(left) == 1 and left.dropped == 3
 
 
-PARTS_ONLY = ("{% for m in messages %}{{ m.role }}: {% for p in m.content %}{% if p.type == 'image' %}"
-              + tiny_vision.PICTURE + "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}")
+def test_options_write_no_media(tokenizer, store):
+    for name, text, mark in (("system_prompt", "Look at <image>.", "<image>"),
+                             ("system_prompt", "a <|image_pad|>", ".|image_pad|>"), ("input_template", "<video>{}",
+                                                                                     "<video>")):
+        for row in (ask("<image>?", png(0)), {"prompt": [{"role": "user", "content": "?"}], "answer": "1"}):
+            with pytest.raises(DataError, match=f"--{name} holds {mark.replace('|', '.')}, which stands for"):
+                prompts([row], tokenizer, store, **{name: text}, media_policy="skip")
 
 
-TEXTS_ONLY = ("{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{% if p.type == 'image' %}"
-              + tiny_vision.PICTURE + "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% else %}"
+PARTS_ONLY = ("{% for m in messages %}{{ m.role }}: {% for p in m.content %}{% if p.type == 'image' %}" +
+              tiny_vision.PICTURE + "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}")
+
+TEXTS_ONLY = ("{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{% if p.type == 'image' %}" +
+              tiny_vision.PICTURE + "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% else %}"
               "{{ m.role + ': ' + m.content }}{% endif %}\n{% endfor %}")
 
 
@@ -182,10 +193,32 @@ def test_the_store_keeps_what_it_has_room_for(folder, tokenizer, store):
     tight = open_store(str(folder), tokenizer, DataConfig(media_cache_mib=0))
     tight.register(store._media.values())
     tight.prefetch([second])
+    assert not tight._ahead, "nothing is processed ahead without a cache"
     tight.tensors(first), tight.tensors(second), tight.tensors(first)
     assert tight.decoded == 3 and tight._cache.nbytes == size
     with pytest.raises(UserError, match="ranks read different data"):
         store.tensors("image:nothing")
+
+
+def test_what_waits_for_its_use_has_a_limit(folder, tokenizer):
+    """Pictures of 300 KiB when processed: of 12 about 1 MiB waits; those that were left out are processed later."""
+    store = open_store(str(folder), tokenizer, DataConfig(media_cache_mib=1))
+    keys = store.register(find_medium(png(seed, (224, 224)), "image", store.rules, "row 1") for seed in range(12))
+    store.prefetch(keys)
+    coming = dict(store._ahead)
+    waiting = [future.result() for future in coming.values()]
+    size = sum(tensor.nbytes for made in waiting if made for tensor in made.tensors.values())
+    assert len(coming) == 12 and 1 << 20 <= size == store._waiting < (1 << 20) + 3 * 400_000
+    assert store.decoded < 9
+    for key in keys:
+        assert store.tensors(key).kind == "image"
+    assert store._waiting == 0 and store.decoded == 12
+    store.prefetch(keys[:4])
+    assert len(store._ahead) == 4, "there is room again"
+    waiting = [future.result() for future in store._ahead.values()]
+    assert all(waiting) and store._waiting >= 1 << 20
+    store.prefetch(keys[4:6])
+    assert set(store._ahead) == {*keys[4:6]}, "those of another batch make room"
 
 
 def test_a_template_with_an_order_of_roles_gets_texts(tokenizer):

@@ -62,8 +62,11 @@ def test_verl_placeholders_in_several_turns_and_a_system_prompt():
         "images": [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": "x.png"}, {"bytes": RED, "path": None}]
     }
     messages, media = find(row)
-    assert messages == [row["prompt"][0], user(IMAGE, text("\nWhat?")), row["prompt"][2],
-                        user(text("And "), IMAGE, text("or"), IMAGE, text("?"))]
+    assert messages == [
+        row["prompt"][0],
+        user(IMAGE, text("\nWhat?")), row["prompt"][2],
+        user(text("And "), IMAGE, text("or"), IMAGE, text("?"))
+    ]
     assert media == [RED, BLUE, RED]
     assert row["prompt"][1]["content"] == "<image>\nWhat?", "the row stays as it is"
 
@@ -107,7 +110,7 @@ def test_media_inside_of_parts(part, tmp_path):
 
 def test_lightrft_sounds_that_the_column_repeats(tmp_path):
     (tmp_path / "a.wav").write_bytes(TONE)
-    (tmp_path / "b.wav").write_bytes(TONE)
+    (tmp_path / "b.wav").write_bytes(TONE[:-4])
     content = [{"type": "audio", "audio_url": "a.wav"}, {"type": "text", "text": "Q"}]
     rules = MediaRules(root=tmp_path)
     messages, media = find(ask(content, audio_path="a.wav"), rules)
@@ -167,6 +170,17 @@ def test_the_named_columns_come_before_the_known_ones():
     assert find(row, images_key="pics")[1] == [RED]
     assert find(row, videos_key="clips")[0] == [user(IMAGE, VIDEO, text("Q"))]
     assert find(row, audios_key="noise")[0] == [user(IMAGE, AUDIO, text("Q"))]
+
+
+def test_two_columns_of_one_kind():
+    """The same media are read once; of different ones an option names those to read."""
+    assert find(ask("Q", images=[RED], image=RED))[1] == [RED]
+    row = ask("Q", images=[RED], image=BLUE, audio=TONE, audio_path="gone.wav")
+    with pytest.raises(MediaError, match="'images' and 'image' hold different images. .*--images_key, or remove"):
+        find(row)
+    with pytest.raises(MediaError, match="'audio' and 'audio_path' hold different audios. .*--audios_key"):
+        find(row, images_key="image")
+    assert find(row, images_key="image", audios_key="audio")[1] == [BLUE, TONE]
 
 
 @pytest.mark.parametrize("kind, values", [("image", [RED, BLUE]), ("video", [[RED], [BLUE]]), ("audio", [TONE, TONE])])

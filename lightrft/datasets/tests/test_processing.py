@@ -10,6 +10,7 @@ from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.processing import MediumProcessor
 from lightrft.datasets.tests.test_decoding import greys, video
+from lightrft.datasets.waveform import Waveform
 from lightrft.tests.support import tiny_vision
 
 pytest.importorskip("torchvision")
@@ -54,12 +55,12 @@ def test_times_of_frames_that_were_left_out(tmp_path):
     store = MediaStore(tiny_vision.FAMILIES["qwen3_vl"].processor(tokenizer), MediaRules(tmp_path))
     keys = store.register([find_medium("a.mp4", "video", store.rules, "row 1")])
     assert np.allclose(store.open(keys[0]).times, np.arange(8) / 2)
-    assert [word for word in store.tensors(keys[0]).text.split("<") if "seconds" in word] == [
-        f"{seconds:.1f} seconds>" for seconds in (0.25, 1.25, 2.25, 3.25)]  # means of two frames
+    assert [word for word in store.tensors(keys[0]).text.split("<") if "seconds" in word
+            ] == [f"{seconds:.1f} seconds>" for seconds in (0.25, 1.25, 2.25, 3.25)]  # means of two frames
 
 
-@pytest.mark.parametrize("name", [name for name, family in tiny_vision.FAMILIES.items()
-                                  if "image" in family.placeholders])
+@pytest.mark.parametrize("name",
+                         [name for name, family in tiny_vision.FAMILIES.items() if "image" in family.placeholders])
 def test_the_text_of_a_picture_from_its_size(name):
     """Where a processor has a function for sizes; those with breaks between rows or tiles are processed instead."""
     family = tiny_vision.FAMILIES[name]
@@ -72,3 +73,17 @@ def test_the_text_of_a_picture_from_its_size(name):
     for text, size in zip(found, SIZES):
         picture = Image.fromarray(noise.integers(0, 256, (*size, 3), dtype=np.uint8))
         assert text == single.process("image", picture).text, size
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni_thinker", "voxtral"])
+def test_no_sound_is_cut_to_a_window(name):
+    """Windows of these models last 1 s; Voxtral hears several, of 2 s."""
+    family = tiny_vision.FAMILIES[name]
+    single = MediumProcessor(family.processor(family.tokenizer()), 8 * (name == "voxtral"))
+    whole, longer = (Waveform(np.zeros(samples, np.float32), 16_000) for samples in (16_000, 40_000))
+    text = single.process("audio", whole).text
+    if name == "voxtral":
+        assert single.process("audio", longer).text == 2 * text
+        return
+    with pytest.raises(ValueError, match="it lasts 2.5 s, and the model hears the first 1 s of a sound"):
+        single.process("audio", longer)

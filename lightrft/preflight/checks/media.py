@@ -32,7 +32,7 @@ def check_media(config: Config) -> Iterator[Finding]:
         packages = [*PACKAGES["image"][:1], *packages]  # Pillow, which the reader of rows imports
     yield from map(check_package, packages)
     if kinds:
-        store = open_store(path, load_tokenizer(path), config.data, token_frames(path))
+        store = open_store(path, load_tokenizer(path), config.data, token_frames(path), kinds)
         yield Finding("ok", "media", f"{', '.join(kinds)}, processed by {type(store.processor).__name__}")
 
 

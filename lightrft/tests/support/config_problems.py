@@ -88,6 +88,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"initial_model_shard_size": 1}, ["--initial_model_shard_size", "--init_kl_coef"]),
     ({"lora_dropout": 0.1}, ["--lora_dropout 0.1", "--lora_rank"]),
     ({"lora_sync": "adapter", "engine_type": "vllm"}, ["--lora_sync adapter", "--lora_rank"]),
+    ({"min_pixels": 4000, "max_pixels": 1000}, ["--min_pixels 4000", "--max_pixels 1000", "nearest valid value: 1000"]),
     ({"lora_rank": 8, "target_modules": []}, ["--target_modules none", "all-linear"]),
     ({"lora_rank": 8, "freeze_prefix": ["model.embed"]}, ["--freeze_prefix model.embed", "--lora_rank"]),
     ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator":

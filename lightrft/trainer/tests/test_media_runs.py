@@ -9,9 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
+from lightrft.config.cli import parse_config
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.rm_schema import RMConfig
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.rows import hold_rows
-from lightrft.tests.support import media_runs
+from lightrft.tests.support import media_runs, tiny
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
+from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.trial import try_out
 from lightrft.utils.errors import UserError
 
@@ -80,6 +87,16 @@ def test_the_report_shows_the_pictures(straight):
     assert "img-src data:" in (straight.folder / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_picture_that_is_gone_costs_its_thumbnail_alone(straight, tmp_path, caplog):
+    trainer, store, file = straight.trainer, straight.trainer.maker.media, tmp_path / "a.png"
+    Image.new("RGB", (84, 56)).save(file)
+    (key, ) = store.register([find_medium(str(file), "image", MediaRules(root=tmp_path), "row 1")])
+    recorder = SampleRecorder(tmp_path, trainer.strategy, trainer.tokenizer, True, store)
+    assert recorder._shown(key).startswith("data:image/jpeg")
+    file.unlink()
+    assert recorder._shown(key) == "image" and f"no picture for {key}: row 1: " in caplog.text
+
+
 def test_resumed_is_straight(straight, home, options, tmp_path):
     broken = run(home, tmp_path, **options | {"max_steps": 1}, disable_ckpt=False, save_steps=1, async_save=False)
     resumed = run(home, tmp_path, **options, disable_ckpt=False, save_steps=1, async_save=False, load_checkpoint=True)
@@ -140,3 +157,23 @@ def test_a_dry_run_reads_the_pictures(home, options, tmp_path):
     broken = rows[0] | {"images": [{"bytes": rows[0]["images"][0]["bytes"][:100], "path": None}]}
     with pytest.raises(UserError, match="row 1: image of 100 bytes"):
         list(try_out(config_of(home, tmp_path, **options | {"prompt_data": [hold_rows([broken])]}, reward=["format"])))
+
+
+def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
+    """Of all rows, also of pairs; a row with sound is not the first here."""
+    rows = media_runs.rows("image") + [media_runs.rows("audio")[0] | {"id": "5"}]
+    given = options | {"prompt_data": [hold_rows(rows)], "reward": ["format"]}
+    with pytest.raises(UserError, match="row 5: the column 'audios' holds .*, and this model takes image, video only"):
+        list(try_out(config_of(home, tmp_path, **given)))
+    said = list(try_out(config_of(home, tmp_path, **given, media_policy="skip")))
+    assert any(line.startswith("media: at least 1 of 5 rows are left out (the first: ") for line in said)
+    text = str(tiny.save_model(tmp_path / "text", num_hidden_layers=1))
+    with pytest.raises(UserError, match="row 1: the column 'images' holds .*, and this model takes text only"):
+        list(try_out(config_of(home, tmp_path, **given | {"pretrain": text})))
+    pair = hold_rows([{"prompt": "1+1?", "chosen": "2", "rejected": "3", "images": rows[0]["images"]}])
+    trees = {RMConfig: {"train_data": [pair]}, SFTConfig: {"train_data": [hold_rows(rows)]},
+             GenerateConfig: {"prompt_data": [pair]}, EvaluateConfig: {"eval_data": [pair]}}  # yapf: disable
+    for tree, data in trees.items():
+        config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
+        with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
+            list(try_out(config.config))
