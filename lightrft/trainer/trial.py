@@ -64,7 +64,7 @@ def _(config: PairConfig) -> Iterator[str]:
         for rows in parts:
             pairs = find_pairs(rows, config.data)
             yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
-            chats = [_chat(pair.prompt) + _chat(pair.chosen) + _chat(pair.rejected) for pair in pairs.values()]
+            chats = [_chat(pair.prompt) + _chat(pair.chosen) for pair in pairs.values()]
             yield from _opened(rows.pick(pairs), chats, data, config.model.pretrain)
 
 
