@@ -166,3 +166,6 @@ def of_difficulty(parts: list[Rows], key: str, cfg: DataConfig) -> list[Rows]:
         raise DataError(f"{found}: nothing is left to train on. Change --difficulty_min or --difficulty_max")
     get_logger().info("%s: left out", found)
     return kept
+
+
+PromptDataset = PromptDatasetVL = PromptsDataset  # one path for all modalities

@@ -8,7 +8,7 @@ The sums count what every such layer keeps. A family with more (norms of queries
 more, so a plan that does not fit by these sums does not fit.
 """
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,13 +55,16 @@ class TowerShape:
 
     @classmethod
     def all_of(cls, config: "PretrainedConfig") -> "tuple[TowerShape, ...]":
-        """Read the towers of a Hugging Face config; those with other names than the usual ones are left out."""
-        named = (("visual", "vision_config"), ("audio", "audio_config"))
-        given = [(part, getattr(config, name)) for part, name in named if getattr(config, name, None) is not None]
-        return tuple(found for part, tower in given for found in [cls._of(part, tower, config)] if found is not None)
+        """Read the towers of a Hugging Face config that media go through; those of other families, and with other names
+        than the usual ones, are left out."""
+        from lightrft.models.actor_modality import FAMILIES, part_of  # they load torch
+        family, configs = FAMILIES.get(config.model_type), {"visual": "vision_config", "audio": "audio_config"}
+        kinds = {part_of(kind): tower for kind, tower in reversed(family.towers.items())} if family else {}
+        found = (cls._of(part, vars(config)[configs[part]], tower.per_token(config)) for part, tower in kinds.items())
+        return tuple(one for one in found if one is not None)
 
     @classmethod
-    def _of(cls, part: str, tower: "PretrainedConfig", config: "PretrainedConfig") -> "TowerShape | None":
+    def _of(cls, part: str, tower: "PretrainedConfig", per_token: int) -> "TowerShape | None":
         values = tower.to_dict()
 
         def first(*names: str) -> int:
@@ -73,8 +76,7 @@ class TowerShape:
         area = int(side[0] * side[1] if isinstance(side, (list, tuple)) else side**2)
         pixels = 2 * first("num_mel_bins") or 3 * area * (first("temporal_patch_size") or 1)
         shape = cls(part, first("depth", "num_hidden_layers", "encoder_layers"), hidden, mlp,
-                    first("num_heads", "num_attention_heads", "encoder_attention_heads"), _per_token(values, config),
-                    pixels)
+                    first("num_heads", "num_attention_heads", "encoder_attention_heads"), per_token, pixels)
         return shape if all((shape.layers, hidden, mlp, shape.heads)) else None
 
     def layer(self, patches: int, width: int) -> float:
@@ -90,21 +92,6 @@ class TowerShape:
         """
         layer = patches * width * self.hidden if recompute else self.layer(patches, width)
         return self.layers * layer + patches * width * self.pixels
-
-
-def _per_token(tower: dict[str, Any], config: "PretrainedConfig") -> int:
-    """Patches of a tower for each token of the decoder, by the names of the families; 1 where none is known."""
-    for side in (tower.get("spatial_merge_size"), getattr(config, "spatial_merge_size",
-                                                          None), getattr(config, "scale_factor",
-                                                                         None), tower.get("pooling_kernel_size")):
-        if side:
-            return int(side)**2
-    shrunk, tokens = getattr(config, "downsample_ratio", None), getattr(config, "mm_tokens_per_image", None)
-    if shrunk:
-        return round(shrunk**-2)
-    if tokens:
-        return max(1, (tower["image_size"] // tower["patch_size"])**2 // tokens)
-    return 2 if "encoder_layers" in tower else 1
 
 
 @dataclass(frozen=True)

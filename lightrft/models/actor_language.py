@@ -55,3 +55,6 @@ def _scatter(values: Tensor, index: Tensor, exp: Experience) -> Tensor:
     """Put ``values`` [N] at positions ``index`` of a row of T zeros."""
     out = torch.zeros(exp.num_tokens, dtype=values.dtype, device=values.device)
     return out.index_put((index, ), values)
+
+
+ActorVL = ActorAL = ActorLanguage  # one path for all modalities

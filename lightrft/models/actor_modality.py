@@ -19,9 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.feature_cache import FeatureCache
-from lightrft.models.towers import (config_value, Features, of_frames, of_grids, of_omni_sounds, of_qwen2_audio,
-                                    of_several, of_levels, of_windows, per_layer_inputs, rope_of_grids, rope_of_omni,
-                                    Tower, video_of_frames)
+from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
+                                    least_placed, of_frames, of_grids, of_omni_sounds, of_qwen2_audio, of_several,
+                                    of_levels, of_windows, part_of, per_layer_inputs, pooled, rope_of_grids,
+                                    rope_of_omni, Tower, video_of_frames)
 from lightrft.ops.logprobs import full_logits
 from lightrft.ops.segment import expand, position_ids
 from lightrft.types import Experience, MediaSource, MediaTensors
@@ -43,15 +44,15 @@ class Head:
 class ActorModality:
     """Text modality, and the base class of :class:`MediaModality`.
 
-    The trainer sets ``media``, the ``cache`` of the features of frozen towers, and ``passes``, the number of passes of
-    a tower on all ranks from that on one, where the tower is divided between ranks. ``tokens``: id of the token that
-    stands for a feature, by kind of media.
+    The trainer sets ``media``, the ``cache`` of the features of frozen towers, and, where ranks divide the towers and
+    run them together, ``passes``, the number of passes of a tower on all ranks from that on one. ``tokens``: id of the
+    token that stands for a feature, by kind of media.
     """
     tokens: Mapping[str, int] = {}
     auto_class: Any = AutoModelForCausalLM
     media: MediaSource | None = None
     cache: FeatureCache | None = None
-    passes: Callable[[int], int] = staticmethod(int)
+    passes: Callable[[int], int] | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -66,7 +67,7 @@ class ActorModality:
     def of_a_copy(self) -> "ActorModality":
         """Return the modality for a whole copy of the model, whose passes need not meet those of other ranks."""
         found = copy(self)
-        found.passes = int
+        found.passes = None
         return found
 
     def inputs(self, exp: Experience, hf: PreTrainedModel) -> dict[str, Any]:
@@ -127,25 +128,6 @@ class ActorModality:
     def logits(self, hf: PreTrainedModel, keep: Tensor | int, **inputs: Any) -> Tensor:
         """Logits [k, V] of the tokens ``keep`` (0: all) of one forward, for an engine; no gradient."""
         return hf(**inputs, logits_to_keep=keep).logits[0]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Particulars of a family.
-
-    Attributes:
-        towers: by kind of media.
-        rope: computes the positions [3, L] of a prompt, from its token ids [L], their kinds [L] (0 text, 1 image,
-            2 video) and the tensors of its media; None: a token's index is its position.
-        blocks: the layers in which the tokens of a picture see each other in both directions: "all", "sliding" (those
-            with a window, where the config says ``use_bidirectional_attention: vision``) or "" (none).
-        layers: computes what every layer of the decoder reads of the tokens, from their ids [T] and the places of
-            media; None: nothing.
-    """
-    towers: dict[str, Tower]
-    rope: Callable[[Any, Tensor, Tensor, list[MediaTensors]], Tensor] | None = None
-    blocks: str = ""
-    layers: Callable[[Any, Tensor, Tensor], dict[str, Any]] | None = None
 
 
 class MediaModality(ActorModality):
@@ -221,13 +203,15 @@ class MediaModality(ActorModality):
                     known: dict[str, list[list[str]]]) -> tuple[Tensor, dict[str, Any]]:
         """Put the features of every medium in the places of its tokens.
 
-        Features of a blank medium, where there is no other, are multiplied by 0.
+        Where there is no other, those of a blank one, if it is needed, are multiplied by 0.
         """
         where: list[Tensor] = []
         levels: list[list[Tensor]] = []
         for kind, of_sequence in known.items():
             keys = [key for some in of_sequence for key in some]
             unique = list(dict.fromkeys(keys))
+            if not keys and not self._all_pass(hf):
+                continue
             found = self._features(hf, kind, unique)
             if not keys:
                 embeddings = embeddings + 0 * sum(each.sum() for part in (found.each, *found.levels) for each in part)
@@ -241,15 +225,25 @@ class MediaModality(ActorModality):
             levels.append(deeper)
         return embeddings, of_levels(len(embeddings), where, levels)
 
+    def _all_pass(self, hf: PreTrainedModel) -> bool:
+        """True if every pass goes through the towers: ranks run them together, or the step updates their weights, which
+        then need a gradient."""
+        trained = (name for name, weight in hf.named_parameters() if weight.requires_grad)
+        return self.passes is not None or torch.is_grad_enabled() and bool(self.feature_names(hf, trained))
+
     def _features(self, hf: PreTrainedModel, kind: str, keys: list[str]) -> Features:
         """Features of the media ``keys``, in one pass of the tower, or from the cache; without keys of a blank one,
         which the cache does not need."""
-        tower, source = self.family.towers[kind], self.source
+        tower = self.family.towers[kind]
         if self.cache is None:
-            return tower.of(hf, kind, [source.tensors(key) for key in keys] or [source.blank(kind)])
-        return self.cache.features(
-            keys, lambda key: tower.of(hf, kind, [source.blank(kind)
-                                                  if key is None else source.tensors(key)]), self.passes)
+            found = [self._medium(hf, kind, key) for key in keys] or [self._medium(hf, kind, None)]
+            return tower.of(hf, kind, found)
+        return self.cache.features(keys, lambda key: tower.of(hf, kind, [self._medium(hf, kind, key)]), self.passes
+                                   or int)
+
+    def _medium(self, hf: PreTrainedModel, kind: str, key: str | None) -> MediaTensors:
+        """Tensors of the medium ``key``; None: of a blank one."""
+        return self.source.tensors(key) if key else self.family.towers[kind].least_of(hf, self.source.blank(kind))
 
     def _check_counts(self, exp: Experience, kind: str, keys: list[list[str]], features: Mapping[str, int]) -> None:
         """Compare, sequence by sequence, the tokens that stand for media with their ``features``, a number by key."""
@@ -266,8 +260,9 @@ class MediaModality(ActorModality):
         ("projector"), which some families hold inside of the tower."""
         names = list(names)
         found = super().parts(hf, names)
-        for kind, tower in self.family.towers.items():
-            found["audio" if kind == "audio" else "visual"] = [name for name in names if name.startswith(tower.path)]
+        for part, path in self.family.paths.items():
+            own = [name for name in names if name.startswith(path)]
+            found |= {part: own} if own or part not in self.family.unused else {}
         sorted_in = {name for part in found.values() for name in part}
         found["projector"] = [name for name in names if name not in sorted_in or "merger" in name]
         return found
@@ -275,7 +270,7 @@ class MediaModality(ActorModality):
     def feature_names(self, hf: PreTrainedModel, names: Iterable[str]) -> list[str]:
         """Override :meth:`ActorModality.feature_names`."""
         parts = self.parts(hf, names)
-        read = {"audio" if kind == "audio" else "visual" for kind in self.kinds}
+        read = {part_of(kind) for kind in self.kinds}
         return [name for part in sorted(read) for name in parts[part]] + (parts["projector"] if read else [])
 
     @property
@@ -356,27 +351,36 @@ class MediaModality(ActorModality):
         return head.soft_cap * torch.tanh(raw / head.soft_cap) if head.soft_cap else raw
 
 
-_GRID_IMAGE = Tower("image_token_id", ("pixel_values", "image_grid_thw"), "model.visual.", features=of_grids)
+_GRID_IMAGE = Tower("image_token_id", ("pixel_values", "image_grid_thw"), "model.visual.", features=of_grids,
+                    per_token=lambda config: config.vision_config.spatial_merge_size**2, least=least_grid)
 _GRID_VIDEO = replace(_GRID_IMAGE, token="video_token_id", reads=("pixel_values_videos", "video_grid_thw"))
 _QWEN_VL = Family({"image": _GRID_IMAGE, "video": _GRID_VIDEO}, rope_of_grids)
-_SIZED = Tower("image_token_id", ("pixel_values", "image_sizes"))
-_TILES = Tower("image_token_id", ("pixel_values", ), merge=torch.cat)
-_TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "model.vision_model.", 1, merge=torch.cat)
-_SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.")
-_OMNI_SOUND = replace(_SOUND, path="audio_tower.", features=of_omni_sounds)
+_SIZED = Tower("image_token_id", ("pixel_values", "image_sizes"), least=least_picture)
+_TILES = Tower("image_token_id", ("pixel_values", ), merge=torch.cat,
+               per_token=lambda config: round(config.downsample_ratio**-2))
+_TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "model.vision_model.", 1, merge=torch.cat,
+                  per_token=lambda config: config.scale_factor**2)
+_SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.",
+               per_token=lambda config: 2)
+_OMNI_SOUND = replace(_SOUND, path="audio_tower.", features=of_omni_sounds, least=least_frames)
 _OMNI = Family({"image": replace(_GRID_IMAGE, path="visual."), "video": replace(_GRID_VIDEO, path="visual."),
                 "audio": _OMNI_SOUND}, rope_of_omni)  # yapf: disable
 _GLM_VIDEO = replace(_GRID_VIDEO, token="image_token_id", between=("video_start_token_id", "video_end_token_id"))
 _GLM = Family({"image": _GRID_IMAGE, "video": _GLM_VIDEO}, rope_of_grids)
-_PLACED = Tower("image_token_id", ("pixel_values", "image_position_ids"))
+_POOLED = Tower("image_token_id", ("pixel_values", ), per_token=pooled)
+_PLACED = Tower("image_token_id", ("pixel_values", "image_position_ids"), least=least_placed,
+                per_token=lambda config: config.vision_config.pooling_kernel_size**2)
 _BY_NUMBER = replace(_SIZED, reads=("pixel_values", "image_sizes", "batch_num_images"), features=of_several)
-_FRAMES = Tower("video_token_id", ("pixel_values_videos", ), dim=1, merge=video_of_frames, features=of_frames)
+_FRAMES = Tower("video_token_id", ("pixel_values_videos", ), dim=1, merge=video_of_frames, features=of_frames,
+                per_token=lambda config: 4)
 _WINDOWS = Tower("audio_token_id", ("input_features", ), "model.audio_tower.", merge=torch.cat, token_frames=8,
+                 per_token=lambda config: config.audio_config.intermediate_size // config.audio_config.hidden_size,
                  features=of_windows)
 
 FAMILIES = {
-    "gemma3": Family({"image": Tower("image_token_id", ("pixel_values", ))}, blocks="all"),
-    "gemma4": Family({"image": _PLACED}, blocks="sliding", layers=per_layer_inputs),
+    "gemma3": Family({"image": _POOLED}, blocks="all"),
+    "gemma4": Family({"image": _PLACED}, blocks="sliding", layers=per_layer_inputs,
+                     unused={"audio": "model.audio_tower."}),
     "glm4v": _GLM,
     "glm46v": _GLM,
     "idefics3": Family({"image": _TILE_ROW}),
@@ -384,7 +388,7 @@ FAMILIES = {
     "llava": Family({"image": _SIZED}),
     "llava_next": Family({"image": _SIZED}),
     "llava_onevision": Family({"image": _BY_NUMBER, "video": _FRAMES}),
-    "mistral3": Family({"image": _SIZED}),
+    "mistral3": Family({"image": replace(_SIZED, per_token=lambda config: config.spatial_merge_size**2)}),
     "qwen2_5_omni_thinker": _OMNI,
     "qwen2_audio": Family({"audio": replace(_SOUND, features=of_qwen2_audio)}),
     "qwen2_vl": _QWEN_VL,

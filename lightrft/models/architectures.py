@@ -2,18 +2,20 @@
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightrft.models.actor_modality import ActorModality, FAMILIES, Family, MediaModality
-from lightrft.models.towers import config_value
+from lightrft.models.actor_modality import ActorModality, FAMILIES, MediaModality
+from lightrft.models.towers import config_value, Family
 from lightrft.utils.errors import UserError
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-TOWERS = ("vision_config", "audio_config", "speech_config", "dit_config")
+TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "dit_config")
 SINKS = {"gpt_oss"}
 SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
 REFUSED = {
     "audioflamingo3": "is loaded by no class for language models that read media",
     "qwen2_5_omni": "also speaks: save its thinker as a folder of its own (type qwen2_5_omni_thinker)",
     "qwen3_5": "has linear attention layers, which would mix packed sequences",
+    "qwen3_5_moe": "has linear attention layers, which would mix packed sequences",
+    "qwen3_omni_moe": "also speaks, and the features of a sound depend on the other sounds of the batch",
     "qwen3_omni_moe_thinker": "has an audio tower whose features depend on the other sounds of the batch",
 }
 

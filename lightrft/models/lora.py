@@ -55,6 +55,9 @@ def target_names(hf: PreTrainedModel, words: list[str], modality: ActorModality)
     for word in words:
         named = parts.get("language" if word == "all-linear" else word) or [
             name for name in names if f".{name}".endswith(f".{word}")]  # yapf: disable
+        if not named and word in parts:
+            raise UserError(f"--target_modules {word}: this part of {type(hf).__name__} has no linear layer, and only "
+                            "those can have adapters (Gemma-3's projector is a bare matrix); leave it out")
         if not named:
             raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
                             f"{', '.join(parts)}; or the end of module names, e.g. {linear[-1].rpartition('.')[2]}")

@@ -104,6 +104,10 @@ def with_score(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.score = nn.Linear(self.config.get_text_config().hidden_size, self.config.num_labels, bias=False)
             super().post_init()
 
+        def get_output_embeddings(self) -> nn.Module | None:
+            """None once the head of the family is gone; many families fail then."""
+            return None if "score" in self._modules else super().get_output_embeddings()
+
     Scored.__name__, Scored.__qualname__, Scored.__module__ = family.__name__, family.__qualname__, family.__module__
     return Scored
 

@@ -4,7 +4,7 @@ Shapes of media stay on the host, which computes from them all that a tower woul
 and the bounds of pictures, frames and windows. Both go to the GPU without a wait, through pinned memory.
 """
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
 from typing import Any
@@ -157,6 +157,41 @@ def of_qwen2_audio(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features
     return Features([row[:length] for row, length in zip(rows, lens.tolist())])
 
 
+def pooled(config: Any) -> int:
+    """Compute the patches of a picture of Gemma-3 for each of its tokens."""
+    return (config.vision_config.image_size // config.vision_config.patch_size)**2 // config.mm_tokens_per_image
+
+
+def least_grid(hf: Any, tensors: Tensors) -> Tensors:
+    """Cut a grid of patches to those of one token."""
+    (pixels, rows), (grid, _) = tensors.items()
+    merge = hf.config.vision_config.spatial_merge_size
+    return {pixels: rows[:merge**2], grid: torch.tensor([[1, merge, merge]])}
+
+
+def least_picture(hf: Any, tensors: Tensors) -> Tensors:
+    """Cut a picture [1, 3, h, w] to the pixels of two tokens where the tower takes any size (Pixtral). Of a single one
+    transformers would squeeze the dimension away."""
+    tower = hf.config.vision_config
+    if tower.model_type != "pixtral":
+        return tensors
+    side = tower.patch_size * config_value(hf.config, "spatial_merge_size", 1)
+    pixels = tensors["pixel_values"][..., :side, :2 * side]
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, 2 * side]])}
+
+
+def least_placed(hf: Any, tensors: Tensors) -> Tensors:
+    """Cut patches with positions [1, n, 2] to those of one token (Gemma-4)."""
+    (_, places), side = tensors.values(), hf.config.vision_config.pooling_kernel_size
+    first = ((places >= 0) & (places < side)).all(-1)[0]
+    return {name: one[:, first] for name, one in tensors.items()}
+
+
+def least_frames(hf: Any, tensors: Tensors) -> Tensors:
+    """Cut a sound to the four frames of one token (Qwen2.5-Omni)."""
+    return {name: one[..., :4] for name, one in tensors.items()}
+
+
 @dataclass(frozen=True)
 class Tower:
     """The way of one kind of media into a model; the function ``features`` computes their features from the model, the
@@ -173,6 +208,8 @@ class Tower:
             elsewhere for the other kind with that token (GLM-V).
         token_frames: frames of a sound for each token, where the processor cuts sounds into whole windows and writes no
             tokens for them (Voxtral, whose prompts are Mistral's); 0: it writes them.
+        per_token: computes from the config how many positions of the tower become a token.
+        least: cuts the tensors of a blank medium to what the tower takes at least.
     """
     token: str
     reads: tuple[str, ...]
@@ -182,6 +219,8 @@ class Tower:
     between: tuple[str, ...] = ()
     token_frames: int = 0
     features: Callable[[Any, Any, str, Tensors], Features] = of_method
+    per_token: Callable[[Any], int] = lambda config: 1
+    least: Callable[[Any, Tensors], Tensors] = lambda hf, tensors: tensors
 
     def module(self, hf: PreTrainedModel) -> Any:
         """The tower of ``hf``."""
@@ -191,6 +230,12 @@ class Tower:
         """Tensors of a medium that the tower reads. Grids are those of single frames, as the trainer passes them."""
         found = {name: medium.tensors[name] for name in self.reads if name in medium.tensors}
         return {name: frames_of(one) if name in _GRIDS else one for name, one in found.items()}
+
+    def least_of(self, hf: PreTrainedModel, blank: MediaTensors) -> MediaTensors:
+        """Cut a ``blank`` medium to its smallest part: one tile, frame or window, or few patches."""
+        given = {name: blank.tensors[name] for name in self.reads if name in blank.tensors}
+        cut = {name: one[:, :1] if self.dim else one[:1] for name, one in given.items()}
+        return replace(blank, tensors=self.least(hf, given) if self.merge is None else cut)
 
     def adapt(self, hf: PreTrainedModel) -> None:
         """Let the tower attend in segments, if it does; a model cannot be loaded with this attention."""
@@ -209,6 +254,37 @@ class Tower:
         tiles = iter(found.each)
         counts = [one.tensors[self.reads[0]].shape[self.dim] for one in media]
         return Features([self.merge(list(islice(tiles, count))) for count in counts])
+
+
+@dataclass(frozen=True)
+class Family:
+    """Particulars of a family.
+
+    Attributes:
+        towers: by kind of media.
+        rope: computes the positions [3, L] of a prompt, from its token ids [L], their kinds [L] (0 text, 1 image,
+            2 video) and the tensors of its media; None: a token's index is its position.
+        blocks: the layers in which the tokens of a picture see each other in both directions: "all", "sliding" (those
+            with a window, where the config says ``use_bidirectional_attention: vision``) or "" (none).
+        layers: computes what every layer of the decoder reads of the tokens, from their ids [T] and the places of
+            media; None: nothing.
+        unused: parts that a model may have and that no medium here goes through, with the prefix of their parameters.
+    """
+    towers: dict[str, Tower]
+    rope: Callable[[Any, Tensor, Tensor, list[MediaTensors]], Tensor] | None = None
+    blocks: str = ""
+    layers: Callable[[Any, Tensor, Tensor], dict[str, Any]] | None = None
+    unused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Prefix of the parameters of each tower, by part of the model."""
+        return {part_of(kind): tower.path for kind, tower in self.towers.items()} | self.unused
+
+
+def part_of(kind: str) -> str:
+    """The part of a model that reads media of ``kind``, as users name it."""
+    return "audio" if kind == "audio" else "visual"
 
 
 def of_levels(tokens: int, where: list[Tensor], levels: list[list[Tensor]]) -> dict[str, Any]:

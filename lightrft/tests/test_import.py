@@ -49,7 +49,9 @@ SURFACE = {
     "lightrft.trainer.advantage_calculator": "get_advantage_calculator",
     "lightrft.strategy": "FakeStrategy DeepspeedStrategy FSDPV2Strategy StrategyBase StrategyConfig get_strategy",
     "lightrft.models.loss": "PolicyLoss ValueLoss GPTLMLoss",
-    "lightrft.models.actor_language": "ActorLanguage",
+    "lightrft.models": "ActorLanguage ActorVL ActorAL",
+    "lightrft.models.actor_language": "ActorLanguage ActorVL ActorAL",
+    "lightrft.datasets": "PromptDataset PromptDatasetVL",
     "lightrft.utils.cli_args": "add_arguments",
 }
 

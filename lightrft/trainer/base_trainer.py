@@ -50,17 +50,17 @@ def connect_media(model: nn.Module, media: MediaSource | None, strategy: Strateg
     packed = cast(PackedModel, model)
     modality, named = packed.modality, {hf_name(name): weight for name, weight in packed.model.named_parameters()}
     modality.media = media
+    read = modality.feature_names(packed.hf_model, named)
+    if not all(is_whole(named[name]) for name in read):
+        modality.passes = lambda count: int(strategy.all_reduce(torch.tensor(count), "max"))
     if cache is None or not modality.kinds:
         return
-    read = modality.feature_names(packed.hf_model, named)
     trained = [name for name in read if named[name].requires_grad]
     if trained:
         raise UserError(
             f"--cache_features: {trained[0]} is trained, so the features of media change at every step; add "
             "--freeze_prefix visual audio projector (those that the model has), or drop it")
     modality.cache = cache
-    if not all(is_whole(named[name]) for name in read):
-        modality.passes = lambda count: int(strategy.all_reduce(torch.tensor(count), "max"))
 
 
 class BaseTrainer(ABC):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+                                                    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 from lightrft.datasets.decoding import Video
 from lightrft.datasets.media import MediaRules
@@ -74,6 +76,54 @@ def test_gradients_do_not_depend_on_the_cut(rig):
     tower = [name for name in blank if name.removeprefix("model.").startswith(paths)]
     assert tower and not any(blank[name].any() for name in tower)
     assert all(whole[name].any() for name in tower if not name.endswith("k_proj.bias"))
+
+
+@pytest.fixture(name="positions")
+def positions_fixture(rig):
+    """Positions of each pass of a tower, at its first layer."""
+    seen, hooks = [], []
+    for path in {tower.path for tower in rig.actor.modality.family.towers.values()}:
+        named = rig.hf.get_submodule(path[:-1]).named_modules()
+        layers = next(module for name, module in named if name.endswith(("layers", "blocks", "layer")))
+        hooks.append(layers[0].register_forward_pre_hook(
+            lambda _, args, given: seen.append((args or tuple(given.values()))[0].shape[:-1].numel()),
+            with_kwargs=True))  # yapf: disable
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def test_positions_for_each_token_are_those_of_the_table(rig, positions):
+    """Up to what padding, classes and breaks between rows add."""
+    for kind, tower in rig.actor.modality.family.towers.items():
+        positions.clear()
+        with torch.no_grad():
+            found = tower.of(rig.hf, kind, [rig.source.tensors(f"{kind}:0")])
+        share = sum(positions) / sum(map(len, found.each))
+        assert tower.per_token(rig.hf.config) in (int(share), round(share)), kind
+
+
+FIXED = {
+    "gemma3": 16, "idefics3": 16, "internvl": 17, "llava": 17, "llava_next": 51, "llava_onevision": 48,
+    "llava_pixtral": 2, "mistral3": 8, "qwen2_audio": 50, "smolvlm": 16, "voxtral": 100
+}  # yapf: disable  # positions of the smallest input of a tower; of other families those of a token
+
+
+def test_a_blank_is_as_small_as_its_tower_takes(rig, positions):
+    """It goes through the tower where a step needs gradients, or ranks run the tower together; nowhere else."""
+    (prompt, response, _), modality = rig.samples()[1], rig.actor.modality
+    rig.logprobs([(prompt, response, ())])
+    name = rig.folder.name.rstrip("0")
+    least = [FIXED.get(name, tower.per_token(rig.hf.config)) for tower in modality.family.towers.values()]
+    least[1:] = [16] if name == "llava_onevision" else least[1:]  # a frame
+    assert positions == least
+    with torch.no_grad():
+        rig.logprobs([(prompt, response, ())])
+        assert positions == least
+        modality.passes = int
+        rig.logprobs([(prompt, response, ())])
+    modality.passes = None
+    assert positions == 2 * least
 
 
 def test_shared_prompts_are_as_alone(rig):
@@ -226,6 +276,17 @@ def test_other_families_are_refused_by_name():
         assert name not in FAMILIES
         with pytest.raises(UserError, match=re.escape(f"model type '{name}' {reason}")):
             modality_of(AutoConfig.for_model(name), "m")
+
+
+def test_the_reasons_of_refusals_are_true():
+    for name, reason in REFUSED.items():
+        config = AutoConfig.for_model(name)
+        assert ("linear attention" in reason) == ("linear_attention" in str(config.to_dict())), name
+        assert ("also speaks" in reason) == ("talker_config" in config.to_dict()), name
+        assert ("no class" in reason) == (name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | IMAGE_TEXT), name
+        assert ("of the batch" in reason) == ("qwen3_omni" in name), name
+    with pytest.raises(UserError, match="'granite_speech' has a vision or audio tower of a family that is not"):
+        modality_of(AutoConfig.for_model("granite_speech"), "m")
 
 
 def test_docs_name_all_families_and_refusals():

@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from lightrft.config.schema import Config, ModelConfig, StrategyConfig
 from lightrft.models.activations import ModelShape, TowerShape
+from lightrft.models.architectures import modality_of
 from lightrft.models.loader import check_context, load_actor, load_critic, parameter_shapes
-from lightrft.models.lora import hf_name
+from lightrft.models.lora import hf_name, target_names
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory
@@ -68,8 +69,9 @@ def test_media_that_do_not_fit_their_tokens_are_named_by_sequence(rig):
     (first, response, own), _, (second, _, others) = rig.samples()[:3]
     assert own != others
     exp = rig.pack([(first, response, others[:1]), (second, response, (own[0], *others[1:]))])
-    with pytest.raises(UserError, match=r"sequence 0 of a micro-batch has \d+ image tokens for \d+ features of 1 media "
-                       rf"{others[0]}: the processor"):
+    with pytest.raises(
+            UserError, match=r"sequence 0 of a micro-batch has \d+ image tokens for \d+ features of 1 media "
+            rf"{others[0]}: the processor"):
         rig.actor(exp)
 
 
@@ -171,8 +173,11 @@ def test_what_a_tower_keeps(family, recompute, tmp_path):
     tiny = FAMILIES[family]
     deep = {"depth": 8, "num_hidden_layers": 8, "encoder_layers": 8, "hidden_size": 64, "d_model": 64, "embed_dim": 64,
             "intermediate_size": 160, "encoder_ffn_dim": 160}  # yapf: disable
-    config = {side: value | {name: deep.get(name, own) for name, own in value.items()}
-              if side in ("vision_config", "audio_config") else value for side, value in tiny.config.items()}
+    config = {
+        side: value | {name: deep.get(name, own)
+                       for name, own in value.items()} if side in ("vision_config", "audio_config") else value
+        for side, value in tiny.config.items()
+    }
     tiny = replace(tiny, config=config)
     rig = MediaRig(tiny.save(tmp_path, tied=False), tiny.placeholders, tiny)
     if recompute:
@@ -187,7 +192,24 @@ def test_what_a_tower_keeps(family, recompute, tmp_path):
     assert 0.5 * found <= tower.kept(patches, 4, recompute) <= found
 
 
+def test_an_audio_tower_that_nothing_hears_with_is_no_projector():
+    """Gemma-4 with ``audio_config``, of which only pictures are taken."""
+    config = AutoConfig.for_model("gemma4", audio_config={"num_hidden_layers": 1})
+    modality = modality_of(config, "m")
+    with torch.device("meta"):
+        hf = modality.auto_class.from_config(config)
+    parts = modality.parts(hf, [name for name, _ in hf.named_parameters()])
+    assert parts.keys() == {"language", "visual", "audio", "projector"}
+    assert parts["audio"] and all(name.startswith("model.audio_tower.") for name in parts["audio"])
+    assert parts["projector"] and all(name.startswith("model.embed_") for name in parts["projector"])
+
+
 def test_adapters_on_nothing_are_refused(rig):
+    config = AutoConfig.for_model("gemma3")
+    with torch.device("meta"):
+        gemma = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(UserError, match="--target_modules projector: this part of Gemma3ForC.* has no linear layer"):
+        target_names(gemma, ["all-linear", "projector"], modality_of(config, "m"))
     with pytest.raises(UserError, match="--target_modules audio matches no module; .* language, visual, projector"):
         actor_of(rig, lora_rank=2, target_modules=["audio"])
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
-from lightrft.strategy.base import Prepared, named_in, untied_state
+from lightrft.strategy.base import Prepared, named_in, trained, untied_state
 from lightrft.strategy.deepspeed import LIVE_AT_ONCE, Sizes, partitions
-from lightrft.strategy.deepspeed.partitions import Partitions, Stage1Or2, Stage3, ZeroAdamW, span
+from lightrft.strategy.deepspeed.partitions import Partitions, ReadParams, Stage1Or2, Stage3, ZeroAdamW, span
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
@@ -122,6 +122,7 @@ class DeepspeedStrategy(DistributedStrategy):
         super().__init__(cfg, bf16)
         self.sizes = sizes or Sizes()
         self.engines: dict[nn.Module, Any] = {}
+        self.reads: dict[nn.Module, ReadParams] = {}
         self._meshes: dict[str, DeviceMesh] = {}
         self._alone = False
 
@@ -140,6 +141,7 @@ class DeepspeedStrategy(DistributedStrategy):
         for engine in self.engines.values():
             engine.destroy()
         self.engines.clear()
+        self.reads.clear()
         self._meshes.clear()
         super().teardown()
 
@@ -161,7 +163,7 @@ class DeepspeedStrategy(DistributedStrategy):
         kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
         offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
         optimizer = kind(model.named_parameters(), optim, fused=True, offloaded=offloaded)
-        scheduler = create_scheduler(optimizer, optim)
+        scheduler, self.reads[model] = create_scheduler(optimizer, optim), ReadParams(optimizer.owners)
         engine = self._engine(model, optimizer, config)
         if isinstance(optimizer, ZeroAdamW):
             optimizer.partitions = self._partitions(engine.optimizer, optimizer)
@@ -196,7 +198,24 @@ class DeepspeedStrategy(DistributedStrategy):
         engine.backward(loss * self.world_size if self.cfg.zero_stage == 3 else loss, scale_wrt_gas=False)
 
     def _update(self, prepared: Prepared) -> None:
+        optimizer, unread = trained(prepared), self._unread(prepared)
+        if isinstance(optimizer, ZeroAdamW):
+            optimizer.unread = unread
+        else:
+            for name in unread:
+                optimizer.owners[name].grad = None
         self.engines[prepared.model].step()
+
+    def _unread(self, prepared: Prepared) -> list[str]:
+        """Names of the trained parameters that no backward pass of this step reached on any rank; a collective."""
+        names, read = list(trained(prepared).owners), self.reads[prepared.model].names
+        reached = self.all_reduce(torch.tensor([name in read for name in names]), "max").tolist()
+        return [name for name, found in zip(names, reached) if not found]
+
+    def discard_gradients(self, prepared: Prepared) -> None:
+        """Extend :meth:`StrategyBase.discard_gradients`: what was read is forgotten too."""
+        super().discard_gradients(prepared)
+        self.reads[prepared.model].names.clear()
 
     def _replicas(self, model: nn.Module) -> int:
         return 1 if self.cfg.zero_stage else self.world_size

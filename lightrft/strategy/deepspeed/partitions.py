@@ -8,7 +8,7 @@ which each rank keeps its rows in host memory, and cut again when they are loade
 number of ranks and any other strategy.
 """
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -183,9 +183,39 @@ def span(param: Any, rank: int) -> tuple[int, int]:
     return start, min(param.ds_tensor.numel(), param.ds_numel - start)
 
 
+class ReadParams:
+    """Names of the parameters that got a gradient from a backward pass; DeepSpeed takes no gradient for one of zeros.
+    """
+
+    def __init__(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        self.names: set[str] = set()
+        for name, param in named_params.items():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.names.add(name))
+
+
 class ZeroAdamW(LocalAdamW):
-    """AdamW on DeepSpeed's partitions, with its gradients and state under parameter names."""
+    """AdamW on DeepSpeed's partitions, with its gradients and state under parameter names.
+
+    ``unread``: names of parameters without a gradient, whose elements of the partitions the next step leaves alone.
+    """
     partitions: Partitions
+    unread: Collection[str] = ()
+
+    def step(self, closure: Any = None) -> Any:
+        """Extend :meth:`LocalAdamW.step`: neither weight decay nor momentum moves what is ``unread``."""
+        kept = [(part, part.clone()) for part in self._unread_parts()]
+        super().step(closure)
+        for part, before in kept:
+            part.copy_(before)
+
+    def _unread_parts(self) -> Iterator[Tensor]:
+        """Weights and moments of what is ``unread``, in those partitions that the next step updates."""
+        stepped = [master for group in self.param_groups for master in group["params"]]
+        for one in map(self.partitions.slices.__getitem__, self.unread):
+            master = self.partitions.masters[one.index]
+            if any(master is other for other in stepped):
+                yield from (one.of(tensor.detach()) for tensor in (master, *map(self.state[master].get, MOMENTS))
+                            if tensor is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""

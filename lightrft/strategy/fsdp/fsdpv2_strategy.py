@@ -56,8 +56,18 @@ class Placement:
         else:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
+            for unit in self._unread_units():  # FSDP2 cannot keep their gradients, and has none to sum
+                unit.set_requires_gradient_sync(True, recurse=False)
         if self.keep_full:
             root.set_reshard_after_backward(last)
+
+    def _unread_units(self) -> list[FSDPModule]:
+        """Units whose weights no pass has gathered so far: those of a tower where the data hold no media."""
+        groups = {unit: unit._get_fsdp_state()._fsdp_param_group for unit in self.units}
+        return [
+            unit for unit, group in groups.items()
+            if group is not None and not all("_unsharded_param" in vars(param) for param in group.fsdp_params)
+        ]
 
     def free_full(self) -> None:
         """Return to the shards: a forward pass without a backward pass leaves full weights behind, which would become

@@ -17,6 +17,7 @@ FAMILY = "qwen3_vl"  # the tower feeds several layers of the decoder
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_strategy_trains_the_same(ranks: int, tmp_path) -> None:
     tiny_vision.save_model(tmp_path / "model", FAMILY, tied=False)
+    tiny_vision.save_model(tmp_path / "tiles", "internvl", tied=False)
     SOUNDS["qwen2_audio"].save(tmp_path / "sounds", tied=False)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone"] if ranks > 1 else []
     done = subprocess.run([sys.executable, *torchrun, "-m", media_strategies.__name__,

@@ -23,6 +23,7 @@ from lightrft.strategy.fsdp.fsdpv2_strategy import units, WrapPolicy
 from lightrft.strategy.optimizer import is_whole
 from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
 from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.tiny_vision import FAMILIES
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.tiny_sound import SOUNDS
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
@@ -40,11 +41,12 @@ class MediaCase(Case):
     rig: MediaRig = field(default=None)  # type: ignore[assignment]
     data: str = "mixed"
     cache: FeatureCache | None = None
+    blind: bool = False  # the data hold no media
 
     def prepare(self, **options) -> Prepared:
         actor = load_actor(ModelConfig(pretrain=str(self.rig.folder), **options), deferred=True)
         prepared = self.strategy.prepare(actor, self.spec)
-        connect_media(prepared.model, self.rig.source, self.strategy, self.cache)
+        connect_media(prepared.model, None if self.blind else self.rig.source, self.strategy, self.cache)
         return prepared
 
     def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
@@ -67,10 +69,10 @@ REFERENCES: dict[tuple[Any, ...], Any] = {}
 
 def alone(case: MediaCase, what: str, find: Callable[[MediaCase], Any], *options: Any, bf16: bool = False) -> Any:
     """The same in one process, once for all strategies: the result ``what`` of ``find``."""
-    key = what, case.rig.folder, case.data, *options
+    key = what, case.rig.folder, case.data, case.blind, *options
     if key not in REFERENCES:
         strategy = SingleProcessStrategy(StrategyConfig(), bf16=bf16)
-        twin = MediaCase(strategy, case.folder, case.spec, case.rig, case.data)
+        twin = replace(case, strategy=strategy, cache=None)
         REFERENCES[key] = find(twin)
     return REFERENCES[key]
 
@@ -106,6 +108,25 @@ def same_steps(case: MediaCase, steps: int = 10) -> None:
     assert_same(weights, expected[1], atol=1e-4)
     case.strategy.save_model(prepared, case.folder / "hf")
     assert_same(weights, dict(load_exported(str(case.folder / "hf")).named_parameters()))
+
+
+def unread_towers_stay(case: MediaCase) -> None:
+    """Of a model that sees or hears, trained on data without media and with weight decay."""
+    blind = replace(case, data="text", blind=True)
+    prepared = blind.prepare()
+    before = blind.weights(prepared)
+    blind.train(prepared, range(2))
+    tower = [name for name in before if "visual" in name or "tower" in name]
+    after, expected = blind.weights(prepared), alone(blind, "blind", lambda twin: trained_weights(twin, 2))
+    assert tower and blind.spec.weight_decay
+    assert_same({name: after[name] for name in tower}, {name: before[name] for name in tower})
+    assert_same(after, expected, atol=1e-4)
+
+
+def trained_weights(case: MediaCase, steps: int) -> dict[str, Tensor]:
+    prepared = case.prepare()
+    case.train(prepared, range(steps))
+    return case.weights(prepared)
 
 
 def resumes_bitwise(case: MediaCase) -> None:
@@ -148,13 +169,14 @@ def recomputes(case: MediaCase) -> None:
     assert_same(*found, atol=1e-6)
 
 
-def features_are_kept(case: MediaCase) -> None:
+def features_are_kept(case: MediaCase, words: list[str]) -> None:
     """Of a frozen tower, which ranks run together where it is divided: those that lack no features too."""
-    frozen = {"freeze_prefix": ["visual"]}
+    frozen = {"freeze_prefix": words}
     expected = alone(case, "frozen", lambda twin: twin.train(twin.prepare(**frozen), range(3)))
     kept = replace(case, cache=FeatureCache(64))
     prepared, passes = kept.prepare(**frozen), []
-    prepared.model.hf_model.model.visual.register_forward_hook(lambda *_: passes.append(1))
+    tower = case.rig.actor.modality.family.towers[case.rig.source.kinds[0]]
+    tower.module(prepared.model.hf_model).register_forward_hook(lambda *_: passes.append(1))
     norms = kept.train(prepared, range(1))
     first = len(passes)
     norms += kept.train(prepared, range(1, 3))
@@ -175,9 +197,10 @@ def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes |
     return {**layers, **zero} if ranks > 1 else {"single": (StrategyConfig(strategy="single"), None), **layers, **zero}
 
 
-def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, sees: MediaRig,
+def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, sees: MediaRig, tiles: MediaRig,
         hears: MediaRig) -> None:
-    """All checks for one strategy; for sounds those that a tower of another form could change."""
+    """All checks for one strategy; for tiles and sounds those that a tower of another form could change, most of them
+    on several ranks alone."""
     strategy = get_strategy(cfg)
     if sizes is not None:
         setattr(strategy, "sizes" if isinstance(sizes, Sizes) else "wrap", sizes)
@@ -185,16 +208,20 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
     own = folder / f"{name}_on_{strategy.world_size}"
     own.mkdir(parents=True, exist_ok=True)
     try:
-        for rig in (hears, sees):
-            for data in DATA:
-                case = MediaCase(strategy, own, rig=rig, data=data)
-                same_gradients(case)
-            same_steps(case, 2 if rig is hears else 10)
+        for rig in (hears, tiles, sees) if strategy.world_size > 1 else (hears, sees):
+            case = MediaCase(strategy, own / rig.folder.name, rig=rig)
+            case.folder.mkdir(exist_ok=True)
+            for data in DATA if rig is not tiles else ():
+                same_gradients(replace(case, data=data))
+            same_steps(case, 2 if rig is tiles else 10)
+            if strategy.world_size > 1 or rig is sees:
+                tower = "audio" if rig is hears else "visual"
+                same_gradients(case, lora_rank=2, target_modules=["all-linear", tower])
+                features_are_kept(case, [tower, "projector"])
+                resumes_bitwise(case)
         same_gradients(case, freeze_prefix=["visual"])
+        unread_towers_stay(case)
         same_gradients(case, freeze_prefix=["language", "projector"])
-        same_gradients(case, lora_rank=2, target_modules=["all-linear", "visual"])
-        features_are_kept(case)
-        resumes_bitwise(case)
         recomputes(case)
         rounds_alike(case)
         if isinstance(sizes, WrapPolicy):
@@ -209,9 +236,10 @@ def main(folder: Path) -> None:
     holder.setup()  # all variants share this group
     sees = MediaRig(folder / "model", {"image": tiny_vision.PICTURE})
     hears = MediaRig(folder / "sounds", SOUNDS["qwen2_audio"].placeholders)
+    tiles = MediaRig(folder / "tiles", FAMILIES["internvl"].placeholders)
     found = variants(holder.world_size)
     for name, options in found.items():
-        run(name, *options, folder, sees, hears)
+        run(name, *options, folder, sees, tiles, hears)
     holder.teardown()
     print(json.dumps({"passed": list(found)}))
 

@@ -21,6 +21,7 @@ from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
 from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
+from lightrft.tests.support.unread_weights import unread_weights_stay
 
 CHECKS: dict[str, Callable[["Case"], None]] = {}
 
@@ -369,6 +370,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 function(case)
             except AssertionError as error:
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
+        unread_weights_stay(case)
         if not isinstance(sizes, Sizes):
             eight_bit_moments(case)
         low = Case(get_strategy(cfg, bf16=True), own)

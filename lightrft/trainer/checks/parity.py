@@ -14,28 +14,36 @@ from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
-ROWS = 4
+ROWS = 16  # compared at most
 
 
 def check_parity(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
                  arithmetic: Arithmetic) -> None:
-    """Compare engine and trainer on the first rows that have other kinds of media than those before, and log a line
-    per row. A collective.
+    """Compare engine and trainer on the first row with each combination of media, and log a line per row: first all
+    sets of kinds, then other numbers and orders of them, at most :data:`ROWS`. A collective.
 
     Raises:
         UserError: names the row and what differs.
     """
-    rows: dict[tuple[str, ...], Prompt] = {}
-    for prompt in prompts:
-        if prompt.media:
-            rows.setdefault(tuple(key.partition(":")[0] for key in prompt.media), prompt)
-    for prompt in list(rows.values())[:ROWS]:
+    for prompt in _one_of_each(prompts):
         canary = Canary(strategy, prepared, engine, [prompt], 1, arithmetic)
         try:
             line = _compared(canary, cast(PackedModel, prepared.model))
         except UserError as error:
             raise UserError(f"row {prompt.uid}: {error}") from error
         get_logger().info(f"engine and trainer agree on row {prompt.uid}: {line}")
+
+
+def _one_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the first prompt with each combination of kinds of media."""
+    sets: dict[frozenset[str], Prompt] = {}
+    rows: dict[tuple[str, ...], Prompt] = {}
+    for prompt in prompts:
+        if prompt.media:
+            kinds = tuple(key.partition(":")[0] for key in prompt.media)
+            sets.setdefault(frozenset(kinds), prompt)
+            rows.setdefault(kinds, prompt)
+    return list({prompt.uid: prompt for prompt in (*sets.values(), *rows.values())}.values())[:ROWS]
 
 
 def _compared(canary: Canary, model: PackedModel) -> str:

@@ -18,8 +18,10 @@ from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.rows import hold_rows
 from lightrft.tests.support import media_runs, tiny
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
+from lightrft.trainer.checks.parity import _one_of_each, ROWS
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.trial import try_out
+from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 pytest.importorskip("torchvision")
@@ -120,6 +122,13 @@ def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, c
     with pytest.raises(UserError, match="row 0:0: the log-prob of the first token .* do not see the same media"):
         trainer.before_loop(True)
     engine.shutdown()
+
+
+def test_one_row_with_each_combination_is_compared():
+    """All sets of kinds, however many numbers of pictures come first; then other numbers, up to the bound."""
+    media = [*(("image:a", ) * count for count in (1, 1, *range(2, 30))), (), ("audio:a", ), ("image:a", "audio:b")]
+    found = _one_of_each([Prompt(str(i), [1], "", media=keys) for i, keys in enumerate(media)])
+    assert [one.uid for one in found] == ["0", "31", "32", *map(str, range(2, 15))] and len(found) == ROWS
 
 
 def prefetched(trainer):
