@@ -133,6 +133,8 @@ def test_make_runs_what_is_promised(tmp_path):
     }
     for target, command in expected.items():
         assert command in run(*show, target, cwd=ROOT), target
+    ignored = re.findall(r"--ignore (\S+)", run(*show, "numeric", cwd=ROOT))
+    assert ignored and all((ROOT / path).is_file() for path in ignored), ignored
 
 
 def test_make_says_what_is_missing_without_python(tmp_path):

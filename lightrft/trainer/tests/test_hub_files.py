@@ -16,6 +16,7 @@ from lightrft.tests.support.launch import ROOT
 from lightrft.trainer import hub_files
 
 SHA = "0" * 40
+pytestmark = pytest.mark.dist
 
 
 class Hub(ThreadingHTTPServer):
