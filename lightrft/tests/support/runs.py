@@ -105,7 +105,8 @@ def trainer_of(config: Config, strategy: StrategyBase, rewards: RewardManager | 
     limit, media = config.rollout.prompt_max_len, open_media(config.model.pretrain, tokenizer, config.data)
     prompts = PromptsDataset(config.data, tokenizer, limit, media=media)
     held_out = PromptsDataset(config.data, tokenizer, limit, "eval", media) if config.held_out else []
-    if rewards is None and not (config.reward.reward or config.reward.remote_rm_url):
+    asked = config.reward.reward or config.reward.remote_rm_url or config.reward.reward_pretrain
+    if rewards is None and not asked:
         rewards = Judge(config.reward)
     return SPMDPPOTrainer(config, strategy, build_models(config, strategy), tokenizer, prompts, held_out,
                           rewards=rewards, media=media)
