@@ -16,6 +16,7 @@ ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 IMAGE ?= lightrft
 ENGINE ?= vllm
+GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
@@ -57,13 +58,15 @@ oracles: $(VENV)/oracles/.installed
 peers: $(VENV)/oracles/.installed
 	$(BIN)/python -W ignore benchmarks/peers.py $(ARGS)
 
-# vLLM, DeepSpeed, Liger's kernels and TRL are installed in an environment of their own. With PYTHON, the Python at hand
-# measures and nothing is installed. OUT: folder of the results and the page.
-gpu: $(if $(PYTHON),,$(VENV)-gpu/.installed)
-	$(or $(PYTHON),$(VENV)-gpu/bin/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
+# The engine, DeepSpeed, Liger's kernels, TRL and pytest are installed in an environment of their own, one per ENGINE.
+# With PYTHON, the Python at hand measures and nothing is installed. OUT: folder of the results and the page.
+gpu: $(if $(PYTHON),,$(GPU)/.installed)
+	$(or $(PYTHON),$(GPU)/bin/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
+# TRL takes part where `make oracles` has put it.
 gpu-reduced: $(if $(PYTHON),,$(DEV))
-	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --reduced $(if $(OUT),--out "$(OUT)") $(ARGS)
+	PYTHONPATH="$(VENV)/oracles:$$PYTHONPATH" $(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --reduced \
+	  $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 format: $(DEV)
 	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))
@@ -119,10 +122,11 @@ $(VISION): requirements-vision.txt examples/torchvision_on_cpu.py $(CORE)
 	  > "$$($(BIN)/python -c '$(PURELIB)')/torchvision_on_cpu.pth"
 	@touch $@
 
-$(VENV)-gpu/.installed: constraints/vllm.txt requirements-oracles.txt setup.py | $(BIN)/python
-	$(BIN)/python -m venv $(VENV)-gpu
-	$(VENV)-gpu/bin/python -m pip install --quiet -c constraints/vllm.txt -e ".[vllm,deepspeed,liger]"
-	$(VENV)-gpu/bin/python -m pip install --quiet --no-deps $(shell grep -h ^trl== requirements-oracles.txt)
+$(GPU)/.installed: constraints/$(ENGINE).txt requirements-oracles.txt requirements-dev.txt setup.py | $(BIN)/python
+	$(BIN)/python -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet -c constraints/$(ENGINE).txt -e ".[$(ENGINE),deepspeed,liger]" \
+	  $(shell grep -hE "^pytest(-timeout)?==" requirements-dev.txt)
+	$(GPU)/bin/python -m pip install --quiet --no-deps $(shell grep -h ^trl== requirements-oracles.txt)
 	@touch $@
 
 $(VENV)/oracles/.installed: requirements-oracles.txt | $(DEV)

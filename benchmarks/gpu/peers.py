@@ -25,7 +25,8 @@ def batch(setting: Setting) -> tuple[int, int, int]:
 
 def trl(setting: Setting) -> Tables:
     """Run both in turn, each in a new process; return medians, and the ratio of the pairs."""
-    runs = [(in_process("ours", setting, i), in_process("theirs", setting, i)) for i in range(ROUNDS)]
+    rounds = range(1 if setting.reduced else ROUNDS)
+    runs = [(in_process("ours", setting, i), in_process("theirs", setting, i)) for i in rounds]
     rows = [row(name, [pair[i] for pair in runs]) for i, name in enumerate(("lightrft", "TRL"))]
     ratio = statistics.median(cost(theirs) / cost(ours) for ours, theirs in runs)
     return {TRL: [rows[0] | {"time per token, TRL / lightrft": ratio}, rows[1]]}

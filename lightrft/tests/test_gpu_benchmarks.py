@@ -1,5 +1,6 @@
 """``make gpu``: the reduced form measures on the CPU; the runner resumes, and survives what fails or hangs."""
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,7 +60,9 @@ def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     elsewhere = ("quickstart", "update-7b")  # in test_examples; its function and options in other measurements
     chosen = [one.name for one in MEASUREMENTS if one.reduced and one.name not in elsewhere]
     command = [sys.executable, "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
+    oracles = Path(sys.prefix) / "oracles"  # as `make gpu-reduced` has it; TRL is there in CI
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400,
+                           env=os.environ | {"PYTHONPATH": str(oracles)})
     records = Store(tmp_path / "out").read()
     errors = {name: record.error for name, record in records.items() if record.status == "failed"}
     assert first.returncode == 0 and not errors, errors or first.stdout + first.stderr
@@ -67,6 +70,7 @@ def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     assert set(records) == set(expected)
     skipped = {name: record.error for name, record in records.items() if record.status == "skipped"}
     absent = {"trl-0.5b": "trl is not installed", "step-hf-3b-vl": "torchvision is not installed"}
+    assert ("trl-0.5b" in skipped) != (oracles / "trl").is_dir()
     assert skipped == {"tests": "needs a GPU"} | {name: absent[name] for name in skipped if name != "tests"}
     for name in set(records) - set(skipped):
         assert set(records[name].tables) == set(expected[name].tables) and all(records[name].tables.values()), name
@@ -134,6 +138,7 @@ def test_one_gpu_takes_half_an_hour(engine):
     other = {"vllm": "sglang", "sglang": "vllm"}[engine]  # they need different environments
     seconds = [one.seconds for one in MEASUREMENTS if one.ranks == 1 and other not in one.needs]
     assert sum(seconds) <= 30 * 60
+    assert sum(one.seconds for one in MEASUREMENTS if engine in one.needs and one.ranks == 1) <= 10 * 60, "the page"
 
 
 @pytest.mark.parametrize("one", [one for one in MEASUREMENTS if one.function.startswith(("training", "rollout"))],
@@ -202,12 +207,20 @@ def test_without_a_gpu_nothing_is_stored(monkeypatch):
         gpu_runner.main(["--reduced", "--only", "doctr"])
 
 
-def test_make_gpu_installs_what_it_measures(tmp_path):
-    words = ["make", "--no-print-directory", "-n", "gpu", f"VENV={tmp_path}/venv", "PYTHON="]
+@pytest.mark.parametrize("engine, folder", [("vllm", "venv-gpu"), ("sglang", "venv-gpu-sglang")])
+def test_make_gpu_installs_what_it_measures(engine, folder, tmp_path):
+    """All that any measurement needs, but the other engine."""
+    words = ["make", "--no-print-directory", "-n", "gpu", f"VENV={tmp_path}/venv", "PYTHON=", f"ENGINE={engine}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    installed = '/venv-gpu/bin/python -m pip install --quiet -c constraints/vllm.txt -e ".[vllm,deepspeed,liger]"'
-    assert f"{tmp_path}{installed}" in done.stdout and "--no-deps trl==" in done.stdout
-    assert done.stdout.rstrip().splitlines()[-1].startswith(f"{tmp_path}/venv-gpu/bin/python -m benchmarks.gpu")
+    python, text = f"{tmp_path}/{folder}/bin/python", done.stdout.replace("\\\n", "")
+    asked = re.search(rf'{python} -m pip install --quiet -c constraints/{engine}.txt -e "\.\[(.*)\]" (.*)', text)
+    assert asked[1] == f"{engine},deepspeed,liger"
+    named = {re.split("==", word)[0] for word in asked[2].split()} | {engine}
+    named |= {"trl"} if f"{python} -m pip install --quiet --no-deps trl==" in text else set()
+    pinned = (ROOT / "constraints" / f"{engine}.txt").read_text(encoding="utf-8")
+    needs = {name for one in MEASUREMENTS for name in one.needs} - {"gpu", *({"vllm", "sglang"} - {engine})}
+    assert [name for name in needs - named if f"\n{name}==" not in pinned] == []
+    assert text.rstrip().splitlines()[-1].startswith(f"{python} -m benchmarks.gpu")
 
 
 def test_make_gpu_installs_nothing_into_the_python_at_hand():
