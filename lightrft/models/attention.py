@@ -243,13 +243,14 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
 def _flash_attn() -> Any:
     """``flash_attn_varlen_func``, or None when flash-attn is not installed, or cannot be imported (logged once).
 
-    A spec is not enough: flash-attn-4 leaves a namespace package of that name, and a wheel may be for another torch.
+    A spec is not enough: flash-attn-4 leaves a namespace package of that name, and a wheel may be for another torch or
+    Triton, where it fails with whatever it meets first.
     """
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
         from flash_attn import flash_attn_varlen_func
-    except (ImportError, OSError) as error:
+    except Exception as error:
         get_logger().warning(f"flash_attn cannot be used ({error}): attention on GPUs takes torch's varlen kernel")
         return None
     return flash_attn_varlen_func

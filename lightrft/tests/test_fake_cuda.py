@@ -1,6 +1,7 @@
 """Every recipe and option group on the fake CUDA device: the numbers of the CPU, the syncs of the docs."""
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,26 @@ def test_the_host_waits_once_per_decode_step():
     assert marginal(few.sites(SYNC), many.sites(SYNC), 8) == SYNCS[DECODE]
     assert sum(marginal(few.sites(KERNEL), many.sites(KERNEL), 8).values()) == 1, "the copy of what has ended"
     assert many.total(GRAPH) - few.total(GRAPH) == 8
+
+
+def launches(layers):
+    """Launches of a decode step without graphs."""
+    totals = []
+    for tokens in (8, 16):
+        with fake_cuda() as ledger:
+            model = tiny.model(num_hidden_layers=layers)
+            model.set_attn_implementation("packed")
+            engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20)
+            engine._graph.enabled = False
+            engine.generate([Request([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
+        totals.append(ledger.total(KERNEL))
+    return (totals[1] - totals[0]) / 8
+
+
+def test_a_graph_saves_the_launches_that_the_docs_name():
+    page = (Path(__file__).parents[2] / "docs" / "host_syncs.md").read_text(encoding="utf-8")
+    said = int(re.search(r"one launch in place of (\d+) or so per layer", page.replace("\n  ", " "))[1])
+    assert launches(2) - launches(1) == pytest.approx(said, rel=0.1)
 
 
 def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):

@@ -240,6 +240,8 @@ def test_kernels_get_the_keys_of_prefixes(monkeypatch, flash, window, case):
 BROKEN = {
     "a namespace package": {"cute/interface.py": ""},  # what flash-attn-4 leaves
     "a wheel for another torch": {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol')"},
+    "an operator that torch has already": {"__init__.py": "raise RuntimeError('flash_attn::fwd is registered')"},
+    "a Triton without what it uses": {"__init__.py": "import math; math.autotune"},
     "a library that cannot be loaded": {"__init__.py": "import ctypes; ctypes.CDLL('/no/libcudart.so')"},
 }  # yapf: disable
 

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from lightrft.config.cli import parse_config
+from lightrft.config.kd_schema import KDConfig
 from lightrft.config.options import ConfigError
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, flatten
@@ -170,10 +173,13 @@ def test_activations_in_the_plan():
     assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
 
 
-@pytest.mark.parametrize("tree, options", [(Config, {"engine_kv_mib": 1}), (SFTConfig, {"max_len": 3072})])
+@pytest.mark.parametrize("tree, options", [
+    (Config, {"engine_kv_mib": 1}),
+    *[(tree, {"max_len": 3072}) for tree in (SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig)]])  # yapf: disable
 def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
     path = model(tmp_path / "model", layers=4)
-    config = build(tree, {"pretrain": path, "gradient_checkpointing": False} | options)
+    teacher = {"teacher_model": path} if tree is KDConfig else {}
+    config = build(tree, {"pretrain": path, "gradient_checkpointing": False} | options | teacher)
     size, shape = known_model(path)
     needed = max(map(sum, zip(*memory(config, 2, size, GPU, False, shape).values())))
     enough = int(needed) + 1
