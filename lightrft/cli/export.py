@@ -49,7 +49,7 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     from lightrft.models.tokenizer import load_tokenizer
     from lightrft.strategy.checkpoint import CheckpointManager, marker, read_global
     from lightrft.strategy.strategy import get_strategy
-    from lightrft.trainer.run_log import RolloutLog, RunLog
+    from lightrft.trainer.run_log import RunLog
     path = _step_folder(checkpoint)
     check_empty(out)
     config = _config(read_global(path)["options"], pretrain)
@@ -61,7 +61,7 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     manager = CheckpointManager(strategy, path.parent)
     manager.load(path, {"actor": actor})
     strategy.save_model(actor, out)
-    log = (RunLog if command else RolloutLog)(config, strategy)
+    log = RunLog(config, strategy)
     info = marker(path)
     if (path.parents[1] / "metrics.jsonl").is_file():  # the run may have moved
         log.folder = path.parents[1]

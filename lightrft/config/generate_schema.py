@@ -100,7 +100,7 @@ class GenerateConfig(InferenceTree):
 
     @property
     def scoring(self) -> PostProcessConfig:
-        """What scores; where nothing is generated, the model of ``--pretrain`` too, which then is a reward model."""
+        """Options of scoring; where nothing is generated, with the reward model of ``--pretrain``."""
         if self.generates or not self.model.pretrain:
             return self.score
         return replace(self.score, score=[*self.score.score, self.model.pretrain])

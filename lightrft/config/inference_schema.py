@@ -58,7 +58,7 @@ def _model_of(entry: str) -> tuple[str, str] | None:
 
 
 def _is_model(path: str) -> bool:
-    """Tell a folder or hub id from the name of a reward, a file and a URL."""
+    """Return True for a folder or hub id, not for the name of a reward, a file or a URL."""
     file, folder = re.fullmatch(r".+\.py(:\w+)?", path), Path(path).expanduser()
     return "://" not in path and not file and ("/" in path or (folder / "config.json").is_file())
 

@@ -27,4 +27,5 @@ class KDConfig(SFTConfig):
     """The whole option tree of ``lightrft.cli.train_kd``."""
     teacher: TeacherConfig = group(TeacherConfig)
 
+    TRAINING = "distillation"
     METRICS = ("kd", "eval")

@@ -62,6 +62,7 @@ class OfflineConfig(Tree):
 
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
+    TRAINING = "training on fixed data"
     ROWS: ClassVar[str]  # the word for its rows
 
 

@@ -63,6 +63,7 @@ class DPOConfig(PairConfig):
     preference: PreferenceConfig = group(PreferenceConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 
 
@@ -96,5 +97,6 @@ class KTOConfig(OfflineConfig):
     preference: JudgedConfig = group(JudgedConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    TRAINING = "training on judged answers"
     METRICS = ("kto", "eval")
     ROWS = "judged answers"

@@ -41,4 +41,5 @@ class RMConfig(PairConfig):
     model: RewardModelConfig = group(RewardModelConfig)
     train: RMTrainConfig = group(RMTrainConfig)
 
+    TRAINING = "training as a reward model"
     METRICS = ("rm", "eval")

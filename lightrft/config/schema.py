@@ -289,6 +289,7 @@ class Config(Tree):
     log: LogConfig = group(LogConfig, free=True)
 
     BATCH = "rollout_batch_size"
+    TRAINING = "reinforcement fine-tuning"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
     LENGTHS = ("prompt_max_len", "generate_max_len")
 

@@ -31,5 +31,6 @@ class SFTConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_sft``."""
     data: SFTDataConfig = group(SFTDataConfig)
 
+    TRAINING = "supervised fine-tuning"
     METRICS = ("sft", "eval")
     ROWS = "conversations"

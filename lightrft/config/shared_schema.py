@@ -167,6 +167,7 @@ class Tree:
     log: SinkConfig
     BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
     METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has
+    TRAINING: ClassVar[str]  # kind of the training, in words
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of OpenRLHF's manuals -> OPTION, or OPTION=VALUE

@@ -75,7 +75,7 @@ _FACTS = {
     "n_samples_per_prompt": "responses per prompt", "train_batch_size": "samples per optimizer step",
     "lora_rank": "LoRA rank", "seed": "seed"
 }  # yapf: disable
-_LAST = ("reward/mean", "eval/", "policy/kl", "sft/loss")
+_LAST = ("reward/mean", "eval/", "policy/kl")
 PROMPT = 1000  # characters of a prompt that is shown
 
 
@@ -84,19 +84,18 @@ def steps_of(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def model_card(config: Tree, folder: Path, title: str, kind: str, rows: Sequence[dict[str, Any]], options: str,
+def model_card(config: Tree, folder: Path, title: str, rows: Sequence[dict[str, Any]], options: str,
                tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
     """Return the card of the model in ``folder``.
 
     Args:
-        kind: of the training, in words.
         rows: lines of ``metrics.jsonl`` up to the step of the model, at least one.
         options: YAML of the options.
         prompt: a rendered training prompt, or None.
     """
-    last, summary = rows[-1], RunSummary.of(rows)
-    shown = [name for name in sorted(last) if name.startswith(_LAST) and last[name] is not None]
-    return _CARD.format(base=config.model.pretrain, title=title, steps=steps_of(last["step"]), kind=kind,
+    last, summary, wanted = rows[-1], RunSummary.of(rows), (*_LAST, f"{config.METRICS[0]}/loss")
+    shown = [name for name in sorted(last) if name.startswith(wanted) and last[name] is not None]
+    return _CARD.format(base=config.model.pretrain, title=title, steps=steps_of(last["step"]), kind=config.TRAINING,
                         version=__version__, use=_use(config, folder, tokenizer, prompt), changes=_changes(summary),
                         last="\n".join(f"| {name} | {last[name]:.4g} |" for name in shown), tags=_tags(config),
                         facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config)), options=options)
@@ -119,7 +118,7 @@ def _tags(config: Tree) -> str:
     values = _options(config)
     data = [entry.partition("@")[0] for entry in values.get("prompt_data") or values.get("train_data") or []]
     ids = [entry for entry in data if re.fullmatch(r"[\w.-]+/[\w.-]+", entry) and not Path(entry).exists()]
-    kind = "reinforcement-learning" if isinstance(config, Config) else "sft"
+    kind = "reinforcement-learning" if isinstance(config, Config) else config.METRICS[0]
     named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
     return f"pipeline_tag: text-generation\ntags:\n- lightrft\n- {kind}\n{named}"
 

@@ -40,7 +40,6 @@ def mfu(parameters: int, tokens: float, seconds: float, peak_flops: float) -> fl
 
 class RunLog:
     """Log of a run's metrics. It writes on rank 0; on the other ranks every call is a no-op."""
-    kind = "supervised fine-tuning"
 
     def __init__(self, config: Tree, strategy: StrategyBase, aliases: str = "none") -> None:
         self.config, self.strategy, self.aliases = config, strategy, aliases
@@ -103,7 +102,7 @@ class RunLog:
         saved = self.folder / "config.yaml"  # of the session; it alone knows the plugins
         options = to_yaml(self.config, plugins_of(saved) if saved.is_file() else None)
         card = model_card(self.config, folder,
-                          self.folder.resolve().name, self.kind, rows, options, tokenizer, first_prompt(self.folder))
+                          self.folder.resolve().name, rows, options, tokenizer, first_prompt(self.folder))
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
 
     def close(self) -> None:
@@ -138,7 +137,6 @@ class RunLog:
 
 class RolloutLog(RunLog):
     """Log of an RL run: it also saves rollouts and shows samples."""
-    kind = "reinforcement fine-tuning"
     config: Config
 
     def __init__(self, config: Config, strategy: StrategyBase) -> None:

@@ -89,6 +89,12 @@ def straight(home, tmp_path_factory):
 AOT = {"loss": "aot", "eval_steps": 0}
 
 
+def test_the_card_names_the_training(straight):
+    card = (straight[1] / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "` after 3 steps of training on pairs of answers with lightrft" in card
+    assert "\n- dpo\n" in card and "\n| dpo/loss |" in card
+
+
 def test_one_micro_batch_is_eight(straight, home, tmp_path):
     run(home, tmp_path, **AOT, micro_train_batch_size=1)
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 1e-5
