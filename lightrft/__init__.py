@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "lightrft.algorithms": ("ADVANTAGES", "CORRECTIONS", "POLICY_LOSSES"),
     "lightrft.algorithms.base": ("advantage", ),
-    "lightrft.api": ("DPO", "GRPO", "KD", "KTO", "RL", "RM", "SFT"),
+    "lightrft.api": ("DPO", "GRM", "GRPO", "KD", "KTO", "RL", "RM", "SFT"),
     "lightrft.config.cli": ("parse_config", ),
     "lightrft.config.schema": ("Config", "StrategyConfig"),
     "lightrft.datasets.prompts_dataset": ("PromptDatasetVL", "PromptsDataset"),

@@ -181,6 +181,11 @@ class RM(_Offline):
     command = OFFLINE["rm"]
 
 
+class GRM(_Offline):
+    """Training of a generative judge on pairs: ``GRM(model, train_dataset).train()``, the command ``lightrft grm``."""
+    command = OFFLINE["grm"]
+
+
 def _specs(data: Data, option: str) -> list[str]:
     """Return the entries of a data option; rows stay in memory."""
     from lightrft.datasets.rows import hold_rows

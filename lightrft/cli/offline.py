@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.config.grm_schema import GRMConfig
 from lightrft.config.kd_schema import KDConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
@@ -59,6 +60,8 @@ OFFLINE = {
                        "Supervised fine-tuning on conversations; the loss covers assistant turns only."),
         OfflineCommand("rm", RMConfig, "rm_trainer.RMTrainer", "training of reward models",
                        "Training of a scalar reward model on pairs of a better and a worse answer."),
+        OfflineCommand("grm", GRMConfig, "grm_trainer.GRMTrainer", "training of judges that say which answer is better",
+                       "Training of a generative judge on pairs of candidates, in a random order."),
         OfflineCommand("dpo", DPOConfig, "dpo_trainer.DPOTrainer",
                        "training on pairs of answers: DPO, IPO, SimPO, ORPO ...",
                        "Training on pairs of a better and a worse answer: DPO and its relatives."),

@@ -8,6 +8,7 @@ from typing import Any
 from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.grm_schema import GRMConfig
 from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.kd_schema import KDConfig
 from lightrft.config.layers import changed
@@ -73,6 +74,14 @@ def _(config: SFTConfig, world_size: int, cuda: bool, local_ranks: int) -> Itera
     yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
     if config.data.pretrain_mode and not config.data.multiturn:
         yield "--multiturn false: has no effect with --pretrain_mode, which learns every token; drop one"
+
+
+@problems.register
+def _(config: GRMConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    asked = config.data.task_instruction
+    if asked is not None and re.findall(r"\{(prompt|first|second)\}", asked) != ["prompt", "first", "second"]:
+        yield (f"--task_instruction {asked!r}: must hold {{prompt}}, {{first}} and {{second}} once each, in this order")
 
 
 @problems.register

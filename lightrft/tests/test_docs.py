@@ -191,6 +191,7 @@ def test_the_causes_of_unscored_rewards():
 # metrics of a step of a trainer on fixed data, besides those that all have
 OFFLINE = {
     "sft": "loss_tokens",
+    "grm": "loss_tokens",
     "rm": "pairs rewards/chosen rewards/rejected rewards/margin accuracy",
     "kd": "loss_tokens divergence nll",
     "kto": "answers kl rewards/chosen rewards/rejected logps/chosen logps/rejected",

@@ -1,0 +1,159 @@
+"""Judgements: which of two candidates is better, in a random order, as a chat whose answer is in ``<answer>`` tags.
+
+Rows: ``{prompt, chosen, rejected[, judgement][, tie]}``, candidates as text or messages. Pictures, videos and sounds
+are in columns, with ``<image>`` and its like where they appear, those of the prompt first, then those of the chosen
+and of the rejected candidate.
+"""
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.grm_schema import JudgeDataConfig
+from lightrft.datasets.media import KINDS
+from lightrft.datasets.media_rows import COLUMNS, media_columns
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.records import missing, text_of, to_messages
+from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
+
+NAMES = ("Response 1", "Response 2")
+ANSWERS = (*(f"{name} is better" for name in NAMES), "Both are equally good")
+TIE = 2  # index of the last answer
+INSTRUCTION = f"""Which response to the prompt is better?
+
+Prompt: {{prompt}}
+
+{NAMES[0]}: {{first}}
+
+{NAMES[1]}: {{second}}
+
+End with one of <answer>{ANSWERS[0]}</answer>, <answer>{ANSWERS[1]}</answer>, <answer>{ANSWERS[TIE]}</answer>."""
+_IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A request to a judge, and what it should say.
+
+    Attributes:
+        request: text, with ``<image>`` and its like.
+        text: the judgement, with the answer at its end.
+        right: index in ``ANSWERS``; 0: the first candidate is better.
+        media: columns of the media, in the order of their appearance.
+    """
+    request: str
+    text: str
+    right: int
+    media: dict[str, Any]
+
+    @property
+    def answer(self) -> str:
+        """The right answer."""
+        return ANSWERS[self.right]
+
+
+def verdict(text: str) -> str:
+    """Return what a judgement has in its last ``<answer>`` tags; empty without any."""
+    return next(reversed(_IN_TAGS.findall(text)), "").strip()
+
+
+def chosen_is_second(seed: int, uid: str) -> bool:
+    """Draw the order of the candidates of a row: it depends on the seed and the name of the row alone."""
+    return random.Random(f"{seed} {uid}").random() < 0.5
+
+
+def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str) -> Judgement:
+    """Write one row as a request and its judgement; ``second``: the chosen candidate comes second.
+
+    Raises:
+        DataError: a text is missing, the candidates are equal in a row that is no tie, or the judgement ends with
+            another answer.
+    """
+    prompt, chosen, rejected = (_text(row, name, where) for name in (cfg.prompt_key, cfg.chosen_key, cfg.rejected_key))
+    media, tie = _media(row, cfg, (prompt, chosen, rejected), second), bool(row.get("tie"))
+    if chosen == rejected and not tie and not media:
+        raise DataError(
+            f"{where}: the chosen candidate is the rejected one. Remove the row, or mark it with 'tie': true")
+    first, last = (rejected, chosen) if second else (chosen, rejected)
+    right = TIE if tie else int(second)
+    names = {"chosen": NAMES[second], "rejected": NAMES[not second]}
+    said = _filled(str(row.get(cfg.judgement_key) or ""), names)
+    if not verdict(said):
+        said = f"{said}\n<answer>{ANSWERS[right]}</answer>".lstrip()
+    if verdict(said) != ANSWERS[right]:
+        raise DataError(f"{where}: the judgement ends with {verdict(said)!r}, and {ANSWERS[right]!r} is right in this "
+                        "order. Write {chosen} and {rejected} for the names of the candidates")
+    request = _filled(cfg.task_instruction or INSTRUCTION, {"prompt": prompt, "first": first, "second": last})
+    return Judgement(request, said, right, media)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+
+
+def _text(row: Row, name: str, where: str) -> str:
+    """Return a prompt, or the last turn of a candidate, as text."""
+    value = row.get(name)
+    turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
+    contents = [turn["content"] for turn in turns if name == "prompt" or turn is turns[-1]]
+    if any(isinstance(part, dict) and part.get("type", "text") != "text"
+           for content in contents if isinstance(content, list) for part in content):  # yapf: disable
+        raise DataError(f"{where}: {name} has media inside of its messages. Write <image> and its like, and give the "
+                        "media in columns")
+    text = value if isinstance(value, str) else "\n".join(map(text_of, contents))
+    if missing(text):
+        raise DataError(f"{where}: the row has no {name} (it has {', '.join(row)}). Name its column with --prompt_key, "
+                        "--chosen_key or --rejected_key, or remove the row")
+    return text
+
+
+def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool) -> dict[str, Any]:
+    """Return the columns of the media; those of the rejected candidate come before those of the chosen with ``second``.
+    """
+    found = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
+    keys = {"image": cfg.images_key, "video": cfg.videos_key, "audio": cfg.audios_key}
+    for kind in KINDS if second else ():
+        asked, chosen, rejected = (text.count(f"<{kind}>") for text in texts)
+        for name in {keys[kind], *COLUMNS[kind]} & found.keys():
+            one, at, end = found[name], asked + chosen, asked + chosen + rejected
+            if isinstance(one, list) and len(one) == end:
+                found[name] = [*one[:asked], *one[at:end], *one[asked:at]]
+    return found
+
+
+@dataclass(frozen=True)
+class JudgedExample(SFTExample):
+    """A judgement, tokenized; ``right`` as in :class:`Judgement`."""
+    right: int = TIE
+
+
+class JudgementDataset(SFTDataset):
+    """Judgements of one split, tokenized at construction; arguments and errors as of :class:`SFTDataset`.
+
+    Args:
+        seed: of the order of the candidates.
+    """
+
+    def __init__(self, cfg: JudgeDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
+                 media: MediaStore | None = None, seed: int = 0) -> None:
+        self._cfg, self._seed, self._right = cfg, seed, dict[str, int]()
+        super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
+
+    def _add(self, entry: int, rows: Rows, max_len: int) -> None:
+        chats: list[Row] = []
+        for i, row in enumerate(rows.rows):
+            uid = f"{entry}:{rows.number(i)}"
+            found = to_judgement(row, self._cfg, chosen_is_second(self._seed, uid), rows.where(i))
+            self._right[uid] = found.right
+            turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
+            chats.append({"messages": turns, **found.media})
+        super()._add(entry, Rows(chats, rows.files, rows.numbers), max_len)
+
+    def item(self, index: int) -> JudgedExample:
+        """The judgement at ``index``."""
+        one = super().item(index)
+        return JudgedExample(**{field.name: vars(one)[field.name] for field in fields(one)}, right=self._right[one.uid])

@@ -1,0 +1,67 @@
+"""Training of generative judges: supervised fine-tuning on judgements, and an evaluation by what the judge says."""
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.grm_schema import GRMConfig
+from lightrft.config.schema import RolloutConfig
+from lightrft.datasets.judgements import ANSWERS, JudgedExample, JudgementDataset, TIE, verdict
+from lightrft.datasets.media_store import MediaStore
+from lightrft.models.loader import context_of
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.engines import get_engine
+from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.trainer.samples import respond
+from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.types import Prompt
+
+ORDERS = {0: "first", 1: "second"}
+
+
+class GRMTrainer(SFTTrainer):
+    """Extends :class:`SFTTrainer` by ``eval/accuracy``: the share of held-out rows on which the answer that the judge
+    generates (greedily) is the right one, told apart by the place of the better candidate."""
+    config: GRMConfig
+
+    @classmethod
+    def read(cls, config: GRMConfig, tokenizer: PreTrainedTokenizerBase, split: str,
+             media: MediaStore | None) -> JudgementDataset:
+        """Read judgements."""
+        return JudgementDataset(config.data, tokenizer, split, media, config.train.seed)
+
+    def evaluate(self) -> dict[str, float]:
+        """Extend :meth:`OfflineTrainer.evaluate` by the accuracy; a collective."""
+        metrics = super().evaluate()
+        if not metrics:
+            return {}
+        rows = cast(Sequence[JudgedExample], self.eval_rows)
+        said = self.judge(rows)
+        metrics["eval/answered"] = sum(one in ANSWERS for one in said) / len(rows)
+        for name, places in {"accuracy": (0, 1, TIE), **{f"accuracy_{ORDERS[i]}": (i, ) for i in ORDERS}}.items():
+            verdicts = [one == ANSWERS[row.right] for row, one in zip(rows, said) if row.right in places]
+            metrics |= {f"eval/{name}": sum(verdicts) / len(verdicts)} if verdicts else {}
+        return metrics
+
+    @torch.no_grad()
+    def judge(self, rows: Sequence[JudgedExample]) -> list[str]:
+        """Generate a judgement of every row, shared among the ranks, and return their answers; a collective."""
+        prompts = [_prompt(row) for row in rows]
+        mine = [*enumerate(prompts)][self.strategy.rank::self.strategy.world_size]
+        room = (context_of(str(self.config.model.pretrain)) or 1 << 30) - max(len(one.token_ids) for one in prompts)
+        sampling = SamplingParams(max(1, min(self.config.train.generate_max_len, room)), 0.0)
+        rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=sampling.max_new_tokens)
+        engine = get_engine(rollout, self.actor.model, self.strategy, self.tokenizer, bool(self.config.model.bf16))
+        try:
+            sync_weights(self.strategy, self.actor, engine, 0)
+            samples = respond(engine, self.tokenizer, None, mine, [[0] for _ in mine], sampling, "judging")
+        finally:
+            engine.shutdown()
+        said = [(sample.group_id, verdict(sample.text)) for sample in samples]
+        return [text for _, text in sorted(sum(self.strategy.all_gather_object(said), []))]
+
+
+def _prompt(row: JudgedExample) -> Prompt:
+    """Return the request of a row, up to the start of its judgement."""
+    return Prompt(row.uid, row.token_ids[:row.loss_mask.index(True)], "", media=row.media)

@@ -1,0 +1,129 @@
+"""Generative judges: rows in both orders, the accuracy of what a judge says, and a judge that learns."""
+import json
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrft.cli.train_grm import main
+from lightrft.config.grm_schema import GRMConfig, JudgeDataConfig
+from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.tree import options
+from lightrft.datasets.judgements import ANSWERS, chosen_is_second, JudgementDataset, to_judgement, verdict
+from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.tests.support import launch, tiny
+from lightrft.tests.support.preference_runs import trainer_of
+from lightrft.trainer.grm_trainer import GRMTrainer
+
+ROW = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+SHORT = "{prompt} {first} {second}"
+ROWS = [{"prompt": f"{i}", "chosen": "a" * (1 + i % 3), "rejected": "b" * (1 + i % 2), "alone": "Say a.",
+         "tie": i % 10 == 9, "why": "It has {chosen} in it."} for i in range(40)]  # yapf: disable
+LEARN = {"train_batch_size": 16, "max_steps": 150, "learning_rate": 1e-2, "max_len": 160, "eval_steps": -1,
+         "task_instruction": SHORT, "generate_max_len": 60}  # yapf: disable
+
+
+@pytest.fixture(name="home", scope="module")
+def fixture_home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judge")
+    tiny.save_model(folder / "model", initializer_range=0.1)
+    for name, rows in (("train", [row for row in ROWS if not row["tie"]]), ("all", ROWS[-20:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def judgement(row, second=False, **options):
+    return to_judgement({**ROW, **row}, JudgeDataConfig(**options), second, "file, row 1")
+
+
+def test_both_orders_say_the_same():
+    told = {"judgement": "{chosen} adds, {rejected} does not."}
+    first, second = (judgement(told, place) for place in (False, True))
+    assert "Prompt: 2+2?\n\nResponse 1: 4\n\nResponse 2: 5\n" in first.request
+    assert "Prompt: 2+2?\n\nResponse 1: 5\n\nResponse 2: 4\n" in second.request
+    assert first.text == "Response 1 adds, Response 2 does not.\n<answer>Response 1 is better</answer>"
+    assert second.text == "Response 2 adds, Response 1 does not.\n<answer>Response 2 is better</answer>"
+    assert (first.answer, second.answer) == ANSWERS[:2] and verdict(first.text) == first.answer
+    assert judgement({"tie": True, "rejected": "4"}).text == "<answer>Both are equally good</answer>"
+    own = {"judgement": "<answer>{chosen} is better</answer>", "chosen": [{"role": "assistant", "content": "{second}"}]}
+    asked = judgement(own, True, task_instruction=SHORT)
+    assert asked.request == "2+2? 5 {second}" and asked.text == "<answer>Response 2 is better</answer>"
+
+
+def test_media_follow_their_candidates():
+    row = {
+        "prompt": "<image>Like this?", "chosen": "<image> and <image>", "rejected": "<image>", "images": list("pabc")
+    }
+    assert judgement(row).media == {"images": list("pabc")}
+    assert judgement(row, True).media == {"images": list("pcab")}
+
+
+@pytest.mark.parametrize("row,said", [
+    ({"chosen": "5"}, "row 1: the chosen candidate is the rejected one"),
+    ({"rejected": ""}, "the row has no rejected"),
+    ({"prompt": None}, "the row has no prompt"),
+    ({"judgement": "<answer>Response 2 is better</answer>"}, "ends with 'Response 2 is better', and 'Response 1"),
+    ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside of its messages"),
+])
+def test_rows_that_cannot_be_judged_are_refused(row, said):
+    with pytest.raises(DataError, match=said):
+        judgement(row)
+
+
+def test_the_order_is_random_and_seeded():
+    draws = [[chosen_is_second(seed, f"0:{i}") for i in range(400)] for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2] and 160 < sum(draws[0]) < 240
+
+
+def naive_accuracy(trainer, folder):
+    """By Hugging Face's generate, a row at a time: right answers by the place of the better candidate."""
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    found = {0: [], 1: [], 2: []}
+    for i, row in enumerate(trainer.eval_rows):
+        ids = row.token_ids[:row.loss_mask.index(True)]
+        out = hf.generate(torch.tensor([ids]), max_new_tokens=60, do_sample=False, attention_mask=None)[0, len(ids):]
+        found[row.right].append(verdict(tokenizer.decode(out, skip_special_tokens=True)) == ANSWERS[row.right])
+    return {place: sum(right) / len(right) for place, right in found.items()}
+
+
+def test_a_judge_learns_and_its_accuracy_is_that_of_its_words(home, tmp_path):
+    trainer = trainer_of(GRMTrainer, GRMConfig, home, tmp_path / "run", "train", **LEARN,
+                         eval_data=[str(home / "all.jsonl")])
+    before = trainer.evaluate()
+    assert before["eval/accuracy"] == before["eval/answered"] == 0.0
+    trainer.fit()
+    after = trainer.evaluate()
+    wanted = naive_accuracy(trainer, tmp_path / "run" / "hf")
+    assert (after["eval/accuracy_first"], after["eval/accuracy_second"]) == pytest.approx((wanted[0], wanted[1]))
+    assert after["eval/accuracy"] == pytest.approx(
+        sum(wanted[row.right] for row in trainer.eval_rows) / len(trainer.eval_rows))
+    assert min(wanted[0], wanted[1]) >= 0.9 and after["eval/answered"] >= 0.9, (before, after)
+    trainer.config.train.generate_max_len = 3
+    assert trainer.evaluate()["eval/answered"] == 0.0
+
+
+def test_rows_of_a_split_are_rendered_with_their_options(home):
+    """Every option of the rows changes the tokens, and only the judgement is learnt."""
+    tokenizer, data = load_tokenizer(str(home / "model")), partial(JudgeDataConfig,
+                                                                   train_data=[str(home / "all.jsonl")])
+    plain = JudgementDataset(data(), tokenizer)[0]
+    flips = {"prompt_key": "alone", "chosen_key": "alone", "rejected_key": "alone", "judgement_key": "why",
+             "task_instruction": SHORT}  # yapf: disable
+    for name, value in flips.items():
+        assert JudgementDataset(data(**{name: value}), tokenizer)[0].token_ids != plain.token_ids, name
+    learnt = [token for token, keep in zip(plain.token_ids, plain.loss_mask) if keep]
+    assert tokenizer.decode(learnt) == f"<answer>{ANSWERS[plain.right]}</answer><|im_end|>"
+    assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len"}
+    held = [
+        JudgementDataset(JudgeDataConfig(train_data=[hold_rows(ROWS)]), tokenizer, seed=seed)[:20] for seed in (0, 1)
+    ]
+    assert [one.right for one in held[0]] != [one.right for one in held[1]]
+
+
+def test_an_instruction_that_hides_a_candidate_is_refused(home, capsys):
+    with pytest.raises(SystemExit) as done:
+        main(launch.flags({"pretrain": home / "model", "train_data": home / "all.jsonl",
+                           "task_instruction": "{second} or {first}?"}))  # yapf: disable
+    assert done.value.code == 2 and "must hold {prompt}, {first} and {second}" in capsys.readouterr().err
