@@ -143,7 +143,8 @@ class JudgementDataset(SFTDataset):
         self._cfg, self._seed, self._right = cfg, seed, dict[str, int]()
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 
-    def _add(self, entry: int, rows: Rows, max_len: int) -> None:
+    def read(self, entry: int, rows: Rows) -> list[Any]:
+        """Write the rows as chats, and read those."""
         chats: list[Row] = []
         for i, row in enumerate(rows.rows):
             uid = f"{entry}:{rows.number(i)}"
@@ -151,7 +152,7 @@ class JudgementDataset(SFTDataset):
             self._right[uid] = found.right
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
             chats.append({"messages": turns, **found.media})
-        super()._add(entry, Rows(chats, rows.files, rows.numbers), max_len)
+        return super().read(entry, Rows(chats, rows.files, rows.numbers))
 
     def item(self, index: int) -> JudgedExample:
         """The judgement at ``index``."""

@@ -1,4 +1,5 @@
-"""``examples/gsm8k_geo3k`` with figures and ``examples/r1_aqa``: preprocessing, rewards and the launch scripts."""
+"""``examples/gsm8k_geo3k`` with figures, ``r1_aqa`` and ``grm_vl_rl``: preprocessing, rewards and launch scripts."""
+import runpy
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -7,12 +8,13 @@ import pytest
 from lightrft.config.media_schema import MediaConfig
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import find_row_media
+from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import free_port, run_script
-from lightrft.tests.support.tiny_task import write_avqa, write_geo3k
+from lightrft.tests.support.tiny_task import write_avqa, write_geo3k, write_rows
 from lightrft.tests.test_examples import launch, lines, options_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-GEO3K, AQA = EXAMPLES / "gsm8k_geo3k", EXAMPLES / "r1_aqa"
+GEO3K, AQA, GRM = EXAMPLES / "gsm8k_geo3k", EXAMPLES / "r1_aqa", EXAMPLES / "grm_vl_rl"
 SIZES = {"TBS": "4", "RBS": "2", "N_SAMPLES": "2", "MICRO_TRAIN": "2", "PROMPT_MAX_LEN": "900",
          "GENERATE_MAX_LEN": "8", "EVAL_STEPS": "1", "SAVE_STEPS": "-1", "NPROC": "1"}  # yapf: disable
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="installed without its repository")
@@ -106,3 +108,36 @@ def test_the_scripts_default_to_the_runs_that_their_users_know():
         for word in words.split():
             name, value = word.split("=")
             assert f"\n{name}=${{{name}:-{value}}}\n" in text, (script.name, word)
+
+
+def test_rewards_of_a_judge():
+    reward = runpy.run_path(str(GRM / "reward.py"))
+    right = "<think>It adds.</think>\n<answer>Response 1 is better</answer>"
+    assert reward["accuracy"]("judge/first", right, "Response 1 is better") == {"score": 1.0, "first": 1.0}
+    assert reward["accuracy"]("judge/second", right, "Response 2 is better") == {"score": 0.0, "second": 0.0}
+    assert reward["accuracy"]("judge/tie", "Response 1 is better", "Response 1 is better") == {"score": 0.0, "tie": 0.0}
+    assert reward["form"]("", right, "") == 1.0 and reward["form"]("", right.replace("It adds.", " "), "") == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_judge_script(tmp_path):
+    """Pairs in both orders, and metrics that tell them apart."""
+    tiny.save_model(tmp_path / "base", initializer_range=0.1, max_position_embeddings=2048)
+    pairs = [{"prompt": f"{i}+1?", "chosen": str(i + 1), "rejected": str(i), "tie": i == 3} for i in range(24)]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    run_script(GRM / "data_preprocess" / "pairs.py", "--pairs", tmp_path / "pairs.jsonl", "--local_save_dir",
+               tmp_path / "data", "--test_rows", 8)
+    train, test = (rows(tmp_path / "data" / f"{split}.parquet") for split in ("train", "test"))
+    assert (len(train), len(test)) == (16, 8) and train[3]["reward_model"]["ground_truth"] == "Both are equally good"
+    for i, row in enumerate(train):
+        first, second = (i + 1, i) if row["data_source"] == "judge/first" else (i, i + 1)
+        assert i == 3 or f"Response 1: {first}\n\nResponse 2: {second}\n" in row["prompt"][0]["content"]
+    sizes = SIZES | {"TBS": "8", "RBS": "16", "N_SAMPLES": "1", "MICRO_TRAIN": "8"}
+    launch("bash", GRM / "run_grm_vl_rl.sh", "--max_steps", 1, "--advantage_estimator", "reinforce", cwd=tmp_path,
+           MODEL=str(tmp_path / "base"), DATA=str(tmp_path / "data"), SAVE=str(tmp_path / "run"), ENGINE="hf",
+           MASTER_PORT=free_port(), **sizes)
+    row, options = lines(tmp_path / "run" / "metrics.jsonl")[-1], options_of(tmp_path / "run")
+    assert {"reward/accuracy/first/mean", "reward/accuracy/second/mean", "reward/form/mean"} <= row.keys(), row
+    assert {"eval/judge/first/pass@1", "eval/judge/second/pass@1"} <= row.keys()
+    assert options["loss_agg_mode"] == "seq-mean-token-sum" and options["max_pixels"] == 282240

@@ -1,6 +1,6 @@
 """Training of generative judges: supervised fine-tuning on judgements, and an evaluation by what the judge says."""
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ class GRMTrainer(SFTTrainer):
     config: GRMConfig
 
     @classmethod
-    def read(cls, config: GRMConfig, tokenizer: PreTrainedTokenizerBase, split: str,
+    def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
              media: MediaStore | None) -> JudgementDataset:
         """Read judgements."""
         return JudgementDataset(config.data, tokenizer, split, media, config.train.seed)
