@@ -186,6 +186,12 @@ class GRM(_Offline):
     command = OFFLINE["grm"]
 
 
+class PRM(_Offline):
+    """Training of a process reward model on labelled steps: ``PRM(model, train_dataset, placeholder_token=...).train()``,
+    the command ``lightrft prm``."""
+    command = OFFLINE["prm"]
+
+
 def _specs(data: Data, option: str) -> list[str]:
     """Return the entries of a data option; rows stay in memory."""
     from lightrft.datasets.rows import hold_rows

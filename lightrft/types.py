@@ -123,6 +123,7 @@ class Experience:
     part_weights: Tensor = _per("B")  # float32 [B, K], the weights of the parts in the sample's reward
     margins: Tensor = _per("B")  # float32 [B], by which the reward of the chosen sequence of a pair is to be higher
     labels: Tensor = _per("B")  # [B] or [B, K], probability that the sequence, or the chosen one of its pair, is good
+    step_labels: Tensor = _per("T")  # float32 [T], of the step that a token of the loss ends (of process rewards)
     ref_sums: Tensor = _per("B")  # float64 [B], log-probs of the reference, summed over the tokens in the loss
     matched: Tensor = _per("B")  # float64 [B], margin of the reference that a pair meets (of aot); equal in a pair
     baseline_rewards: Tensor = _per("B")  # float32 [B], of the prompt's greedy response, shaped alike; NaN: unscored

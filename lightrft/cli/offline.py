@@ -9,6 +9,7 @@ from lightrft.config.grm_schema import GRMConfig
 from lightrft.config.kd_schema import KDConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.sft_schema import SFTConfig
 
@@ -62,6 +63,9 @@ OFFLINE = {
                        "Training of a scalar reward model on pairs of a better and a worse answer."),
         OfflineCommand("grm", GRMConfig, "grm_trainer.GRMTrainer", "training of judges that say which answer is better",
                        "Training of a generative judge on pairs of candidates, in a random order."),
+        OfflineCommand("prm", PRMConfig, "prm_trainer.PRMTrainer",
+                       "training of process reward models, which judge steps",
+                       "Training of a process reward model on solutions with a label for every step."),
         OfflineCommand("dpo", DPOConfig, "dpo_trainer.DPOTrainer",
                        "training on pairs of answers: DPO, IPO, SimPO, ORPO ...",
                        "Training on pairs of a better and a worse answer: DPO and its relatives."),

@@ -43,8 +43,8 @@ class RewardConfig(ScoringConfig):
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
     reward_pretrain: list[str] = option(
         [],
-        "reward models, PATH or NAME=PATH: of lightrft rm, or sequence classifiers with one score; each is a part NAME "
-        "(rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
+        "reward models, PATH or NAME=PATH: of lightrft rm or prm, or sequence classifiers with one score; each is a part "
+        "NAME (rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
     reward_recipe: list[str] = option(
         [],
         "SOURCE:part=weight+part=weight: the parts that score the rows of a label or data source, in place of others")
@@ -53,6 +53,11 @@ class RewardConfig(ScoringConfig):
         needs="reward_pretrain PATH")
     reward_offload: bool = option(False, "keep reward models in host memory except while they score",
                                   needs="reward_pretrain PATH", free=True)
+    step_reward: str = option("min", "reward of a process reward model, from the probabilities that the steps are good",
+                              ("min", "mean", "product", "last"), needs="reward_pretrain PATH")
+    step_separator: str | None = option(
+        None, "text that separates the steps of a response for process reward models (default: as in their training)",
+        needs="reward_pretrain PATH")
     reward_probe: bool = option(
         True, "score one known-good and one known-bad answer before training and stop if they do not differ", free=True)
     max_unscored_steps: int = option(

@@ -14,17 +14,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.prompts_dataset import UnusableRow, usable
 from lightrft.datasets.records import Message, missing, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
-from lightrft.utils.logging import get_logger
 
 Answer = str | list[Message]
 _BETTER = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}  # probability that the chosen answer is better
 
 
-class PairError(DataError):
+class PairError(UnusableRow):
     """The answers of one row cannot be compared."""
 
 
@@ -150,16 +150,5 @@ class PairDataset(TokenizedDataset[Pair]):
 
 def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:
     """Recognise the rows of one entry, by index; those left out under ``--pair_policy skip`` are counted in the log."""
-    found: dict[int, PairRecord] = {}
-    errors: list[PairError] = []
-    for i, row in enumerate(rows.rows):
-        try:
-            found[i] = to_pair(row, cfg, rows.where(i))
-        except PairError as error:
-            if cfg.pair_policy == "error":
-                raise
-            errors.append(error)
-    if errors:
-        get_logger().warning(f"{len(errors)} of {len(rows)} rows have answers that cannot be compared (the first: "
-                             f"{errors[0]}): left out")
-    return found
+    return usable(rows, lambda row, where: to_pair(row, cfg, where), cfg.pair_policy,
+                  "have answers that cannot be compared")

@@ -1,5 +1,7 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -14,6 +16,12 @@ from lightrft.datasets.rows import DataError, Row, Rows, load_rows
 from lightrft.datasets.suites import load_suite
 from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
+
+Found = TypeVar("Found")
+
+
+class UnusableRow(DataError):
+    """Nothing can be learnt from a row; a policy decides if that stops the run."""
 
 
 def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
@@ -38,6 +46,28 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
     sizes = [len(part) for part in parts]
     keep = apportion(limit, sizes) if 0 < limit < sum(sizes) else sizes
     return [part.pick(range(count)) for part, count in zip(parts, keep)], list(probs)
+
+
+def usable(rows: Rows, read: Callable[[Row, str], Found], policy: str, fault: str) -> dict[int, Found]:
+    """Read the rows of one entry with ``read(row, where)``, by index.
+
+    Args:
+        policy: "error", or "skip" for leaving out rows for which ``read`` raises :class:`UnusableRow`; they are
+            counted in the log.
+        fault: of such rows, for the log.
+    """
+    found: dict[int, Found] = {}
+    errors: list[UnusableRow] = []
+    for i, row in enumerate(rows.rows):
+        try:
+            found[i] = read(row, rows.where(i))
+        except UnusableRow as error:
+            if policy == "error":
+                raise
+            errors.append(error)
+    if errors:
+        get_logger().warning(f"{len(errors)} of {len(rows)} rows {fault} (the first: {errors[0]}): left out")
+    return found
 
 
 def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: str) -> list[int]:

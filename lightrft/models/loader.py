@@ -12,16 +12,18 @@ from torch import nn
 from transformers import (AutoConfig, AutoModelForSequenceClassification, logging as hf_logging, PretrainedConfig,
                           PreTrainedModel)
 
+from lightrft.config.prm_schema import StepFormat
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.models.actor_modality import ActorModality, MediaModality
+from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
+from lightrft.models.process_reward_model import KEY as STEPS, ProcessRewardModel
 from lightrft.models.reward_model import cut_layers, reward_class, RewardHead, RewardModel
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
@@ -50,13 +52,29 @@ def load_actor(cfg: PolicyModelConfig, path: str | None = None, train: bool = Tr
         ValueError: the path, the architecture, the weights or an option do not fit; the message says which.
     """
     path = _chosen(path or cfg.pretrain, "--pretrain")
-    config = _config(path)
-    modality = modality_of(config, path)
-    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred,
-                      attn_implementation=modality.attention(config))
+    loaded, modality = _causal(path, _config(path), dtype, deferred)
     model = _finish(loaded.hf, cfg, train, modality)
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    return _defer(ActorLanguage(model, cfg.chunk_mib(total_memory(gpu) if gpu else 0), modality), loaded)
+    return _defer(ActorLanguage(model, _chunk_mib(cfg), modality), loaded)
+
+
+def load_process_reward_model(cfg: PolicyModelConfig, form: StepFormat, classes: list[int], train: bool = True,
+                              deferred: bool = False) -> ProcessRewardModel:
+    """Load the causal language model at ``cfg.pretrain`` to judge steps in the format ``form``.
+
+    Args:
+        classes: ids of the reward tokens.
+        train, deferred: as in :func:`load_actor`.
+    """
+    path = _chosen(cfg.pretrain, "--pretrain")
+    loaded, modality = _causal(path, _config(path), torch.float32, deferred)
+    model = _finish(loaded.hf, cfg, train, modality)
+    return _defer(ProcessRewardModel(model, form, classes, _chunk_mib(cfg), modality), loaded)
+
+
+def step_format(path: str) -> StepFormat | None:
+    """Return the format of steps of the trained process reward model at ``path``; None: it is another model."""
+    known = config_value(_config(path), STEPS, None)
+    return None if known is None else StepFormat(**known)
 
 
 def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,
@@ -272,6 +290,19 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
     return _Loaded(hf, set(info["missing_keys"]))
+
+
+def _causal(path: str, config: PretrainedConfig, dtype: torch.dtype, deferred: bool) -> tuple[_Loaded, ActorModality]:
+    """Load a causal language model with its modality."""
+    modality = modality_of(config, path)
+    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred,
+                      attn_implementation=modality.attention(config))
+    return loaded, modality
+
+
+def _chunk_mib(cfg: PolicyModelConfig) -> int:
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    return cfg.chunk_mib(total_memory(gpu) if gpu else 0)
 
 
 def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype: torch.dtype, new: tuple[str, ...],

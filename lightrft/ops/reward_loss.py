@@ -1,4 +1,4 @@
-"""Bradley-Terry losses of reward models, on the scores of the two answers of a pair."""
+"""Losses of reward models: Bradley-Terry on the scores of a pair, cross-entropy on the judgements of steps."""
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
@@ -33,3 +33,18 @@ def pair_loss(chosen: Tensor, rejected: Tensor, labels: Tensor, margins: Tensor 
     else:
         raise ValueError(f"unknown loss {kind!r}; known: {', '.join(LOSSES)}")
     return torch.where(known, loss, 0.0)
+
+
+def step_loss(logprobs: Tensor, labels: Tensor, graded: bool) -> Tensor:
+    """Return the cross-entropy of each step, [N].
+
+    Math-Shepherd (arXiv:2312.08935, eq. 2). The loss is ``-p * l[0] - (1 - p) * l[1]`` with log-probs l and a ``graded``
+    label p, and ``-l[label]`` otherwise. At 0 and 1 both are the same.
+
+    Args:
+        logprobs: of the classes, [N, K].
+        labels: [N], probability of the first of two classes if ``graded``, else numbers of classes.
+    """
+    if graded:
+        return -labels * logprobs[:, 0] - (1 - labels) * logprobs[:, 1]
+    return -logprobs.gather(-1, labels.long()[:, None])[:, 0]

@@ -13,6 +13,7 @@ from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.kd_schema import KDConfig
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
+from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.sft_schema import SFTConfig
@@ -28,6 +29,7 @@ from lightrft.preflight.engine_rules import (engine_problems, missing_engine, ov
 from lightrft.preflight.inference_rules import engine_of_task, evaluation_problems, output_problems, score_problems
 from lightrft.preflight.kd_rules import teacher_problems
 from lightrft.preflight.preference_rules import pair_problems, reference_problems
+from lightrft.preflight.prm_rules import step_problems
 from lightrft.preflight.reward_rules import reward_problems, served_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
                                              nearest_divisors, per_rank, shared_problems, sources, suites)
@@ -100,6 +102,12 @@ def _(config: KTOConfig, world_size: int, cuda: bool, local_ranks: int) -> Itera
 def _(config: KDConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     yield from problems.dispatch(SFTConfig)(config, world_size, cuda, local_ranks)
     yield from teacher_problems(config)
+
+
+@problems.register
+def _(config: PRMConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
+    yield from step_problems(config)
 
 
 @problems.register

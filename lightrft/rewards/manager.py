@@ -18,7 +18,7 @@ from lightrft.rewards.remote import RemoteReward
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported with the first reward model
-    from lightrft.rewards.neural import NeuralReward, ScorerSetup
+    from lightrft.rewards.neural import ModelReward, ScorerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RewardManager:
         self.cfg, self.functions, self.setup = cfg, functions or {}, setup
         self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
         self.models = parse_models(cfg.reward_pretrain)
-        self.neural: dict[str, NeuralReward] = {}
+        self.neural: dict[str, ModelReward] = {}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
@@ -192,8 +192,9 @@ class RewardManager:
         if name in self.functions:
             return function_part(name, self.functions[name], self.pool)
         if name in self.models:
-            from lightrft.rewards.neural import NeuralReward, ScorerSetup
-            self.neural[name] = NeuralReward(self.models[name], self.cfg, self.setup or ScorerSetup())
+            from lightrft.rewards.neural import ScorerSetup
+            from lightrft.rewards.steps import reward_model
+            self.neural[name] = reward_model(self.models[name], self.cfg, self.setup or ScorerSetup())
             return RewardPart(name, submit=self.neural[name].submit)
         if name == "judge":
             self.judge = judge_reward(self.cfg)

@@ -24,7 +24,8 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("script,flag", [("train", "--policy_loss"), ("train_sft", "--train_data"),
-                                         ("train_dpo", "--ipo"), ("train_kto", "--beta"), ("train_kd", "--kd_coef")])
+                                         ("train_dpo", "--ipo"), ("train_kto", "--beta"), ("train_kd", "--kd_coef"),
+                                         ("train_prm", "--reward_tokens")])
 def test_help_loads_nothing_heavy(script, flag):
     """Nor does a mistake in the command line."""
     for word, code in ((flag + "x", 2), ("--help", 0)):

@@ -12,6 +12,7 @@ from lightrft.config.cli import parse_config
 from lightrft.config.kd_schema import KDConfig
 from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config, LogConfig
 from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
@@ -21,10 +22,11 @@ from lightrft.preflight.validate import validate
 from lightrft.tests.support import preference_runs, runs, tiny
 from lightrft.tests.support.option_flips import (FLIPS, RM_FLIPS, RM_SHOWN, SFT_FLIPS, SFT_SHOWN, SHOWN, Flip, Seen,
                                                  files, forwards, keys, steps, weights)
-from lightrft.tests.support.preference_flips import DPO_FLIPS, KD_FLIPS, KTO_FLIPS
+from lightrft.tests.support.preference_flips import DPO_FLIPS, KD_FLIPS, KTO_FLIPS, PRM_FLIPS, PRM_SHOWN
 from lightrft.trainer.dpo_trainer import DPOTrainer
 from lightrft.trainer.kd_trainer import KDTrainer
 from lightrft.trainer.kto_trainer import KTOTrainer
+from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.utils import sinks
@@ -136,6 +138,12 @@ def run_kd(home: Path, save: Path, values: dict[str, Any]) -> Seen:
     return run_preferences(KDTrainer, KDConfig, "judged", home, save, {"teacher_model": str(home / "other")} | values)
 
 
+def run_prm(home: Path, save: Path, values: dict[str, Any]) -> Seen:
+    """A run of the trainer of process reward models."""
+    tokens = {"placeholder_token": "#", "reward_tokens": ["+", "-"]}
+    return run_preferences(PRMTrainer, PRMConfig, "steps", home, save, tokens | values)
+
+
 no_picture = runs.no_picture  # the other tests draw it
 
 
@@ -184,6 +192,11 @@ def test_flipping_an_option_of_distillation_changes_something(name, observe):
     check(KD_FLIPS[name], name, run_kd, observe)
 
 
+@pytest.mark.parametrize("name", list(PRM_FLIPS))
+def test_flipping_an_option_of_process_reward_models_changes_something(name, observe):
+    check(PRM_FLIPS[name], name, run_prm, observe)
+
+
 @pytest.mark.parametrize("name", list(KTO_FLIPS))
 def test_flipping_an_option_of_training_on_judged_answers_changes_something(name, observe):
     check(KTO_FLIPS[name], name, run_kto, observe)
@@ -218,12 +231,14 @@ def test_no_option_is_missing_from_the_table():
     rm, own = set(options(RMConfig)), set(RM_FLIPS) | set(RM_SHOWN)
     assert own <= rm and rm - sft <= own, f"not in the table: {rm - sft - own}"
     assert set(options(KDConfig)) - set(options(SFTConfig)) == set(KD_FLIPS), "an option of distillation has no flip"
+    own = set(PRM_FLIPS) | set(PRM_SHOWN)
+    assert set(options(PRMConfig)) - set(options(OfflineConfig)) == own, "an option of process rewards has no flip"
     assert set(options(KTOConfig)) - set(options(OfflineConfig)) <= set(KTO_FLIPS), "an option of KTO has no flip"
 
 
-@pytest.mark.parametrize("name", [*SHOWN, *SFT_SHOWN, *RM_SHOWN])
+@pytest.mark.parametrize("name", [*SHOWN, *SFT_SHOWN, *RM_SHOWN, *PRM_SHOWN])
 def test_the_test_that_shows_it_exists(name):
-    path, _, test = {**SHOWN, **SFT_SHOWN, **RM_SHOWN}[name].partition("::")
+    path, _, test = {**SHOWN, **SFT_SHOWN, **RM_SHOWN, **PRM_SHOWN}[name].partition("::")
     assert (ROOT / path).is_file() and test in names_in(ROOT / path), f"{name}: there is no {path}::{test}"
 
 

@@ -265,7 +265,9 @@ def save_data(folder: Path) -> None:
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
     pairs = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)]
     judged = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
-    for name, rows in (("pairs", pairs), ("held_out_pairs", pairs), ("judged", judged)):
+    solutions = [{"prompt": f"{n}+1=", "completions": [f"{n + 1}"], "labels": [True]} for n in range(8)]
+    for name, rows in (("steps", solutions), ("held_out_steps", solutions), ("pairs", pairs), ("held_out_pairs", pairs),
+                       ("judged", judged)):
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
     answered = [{"input": row["prompt"], "output": row["chosen"]} for row in pairs]
     tiny_task.write_rows(folder / "answered.jsonl", answered)

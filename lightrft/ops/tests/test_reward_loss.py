@@ -1,10 +1,10 @@
-"""Bradley-Terry losses against known values, a naive loop, and each other."""
+"""Losses of reward models against known values, a naive loop, and each other."""
 import math
 
 import pytest
 import torch
 
-from lightrft.ops.reward_loss import LOSSES, pair_loss
+from lightrft.ops.reward_loss import LOSSES, pair_loss, step_loss
 
 CHOSEN, REJECTED = torch.tensor([1.0, 0.2]), torch.tensor([0.5, 0.4])
 
@@ -50,3 +50,11 @@ def test_far_scores_stay_finite_and_a_tie_is_least_where_both_are_equal():
         assert pair_loss(gaps, torch.zeros(21), torch.full((21, ), 0.5), 9.0, kind).argmin() == 10
     with pytest.raises(ValueError, match="known: sigmoid, logexp, hps"):
         pair_loss(far, far, far, 0.0, "hinge")
+
+
+def test_steps_by_hand():
+    """Classes of 0.8 and 0.2: a good step costs -log 0.8, a bad one -log 0.2, an even one the mean of both."""
+    logprobs = torch.tensor([[0.8, 0.2]]).log().repeat(3, 1)
+    graded = step_loss(logprobs, torch.tensor([1.0, 0.0, 0.5]), True)
+    assert graded.tolist() == pytest.approx([0.223144, 1.609438, 0.916291], abs=1e-6)
+    assert step_loss(logprobs[:2], torch.tensor([0.0, 1.0]), False).tolist() == graded[:2].tolist()

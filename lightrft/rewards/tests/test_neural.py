@@ -73,7 +73,7 @@ def test_offloaded_models_visit_the_device(scorers):
     assert next(reward.model.parameters()).device.type == "cpu", "resting"
     reward.model.to = lambda device: moves.append(device.type)
     reward.setup = ScorerSetup()
-    reward.score([[5, 6, 7]])
+    reward.score([([5, 6, 7], [False, False, True])])
     assert moves == ["cpu", "cpu"]
     resident = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(torch.device("meta")))
     assert next(resident.model.parameters()).device.type == "meta"
@@ -98,7 +98,7 @@ def test_bfloat16_rounds_the_model_and_not_its_head(scorers):
     reward = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(bf16=True))
     types = {name: param.dtype for name, param in reward.model.named_parameters()}
     assert types.pop("model.score.weight") == torch.float32 and set(types.values()) == {torch.bfloat16}
-    rough = reward.score(reward.encode(ITEMS))
+    rough = [outcome.value for outcome in reward.score(reward.encode(ITEMS))]
     assert rough == pytest.approx(plain(scorers[0], ITEMS), abs=0.2) and rough != pytest.approx(plain(
         scorers[0], ITEMS))
 

@@ -304,6 +304,8 @@ SHOWN: dict[str, str] = {
     "reward_pretrain": _R + "test_neural.py::test_rewards_are_those_of_hugging_face",
     "reward_recipe": _R + "test_neural.py::test_weights_by_entry_and_by_recipe",
     "normalize_reward": _R + "test_neural.py::test_normalised_by_the_moments_of_the_evaluation",
+    "step_reward": _R + "test_steps.py::test_rewards_are_those_of_hugging_face",
+    "step_separator": _R + "test_steps.py::test_another_separator_and_no_step_at_all",
     "reward_offload": _R + "test_neural.py::test_offloaded_models_visit_the_device",
     "remote_rm_url": _R + "test_remote.py::test_the_faster_server_gets_more_and_both_work",
     **dict.fromkeys(["judge_url", "judge_model"],

@@ -1,4 +1,5 @@
-"""For every option of training on preferences and of distillation: a run that shows what flipping it changes."""
+"""For every option of training on preferences, of process rewards and of distillation: a run that shows what flipping
+it changes."""
 from lightrft.tests.support.option_flips import files, Flip, metric, TWO, weights
 
 DPO_FLIPS: dict[str, Flip] = {
@@ -33,4 +34,16 @@ KD_FLIPS: dict[str, Flip] = {
     "divergence": Flip("reverse", metric("kd/divergence")),
     "js_mix": Flip(0.2, metric("kd/divergence"), {"divergence": "js"}),
     "kd_top_k": Flip(2, metric("kd/divergence")),
+}
+PRM_FLIPS: dict[str, Flip] = {
+    "input_key": Flip("none", metric("prm/tokens")),
+    "label_key": Flip("flipped", metric("prm/base_rate")),
+    "placeholder_token": Flip("~", metric("prm/loss"), {"input_key": "none"}),
+    "reward_tokens": Flip(["-", "+"], metric("prm/base_rate")),
+    "step_separator": Flip("; ", metric("prm/tokens"), {"input_key": "none"}),
+    "apply_chat_template": Flip(True, metric("prm/tokens"), {"input_key": "none"}),
+}
+PRM_SHOWN: dict[str, str] = {
+    "step_policy": "lightrft/datasets/tests/test_steps.py::"
+    "test_steps_without_a_label_each_stop_the_run_or_are_counted",
 }

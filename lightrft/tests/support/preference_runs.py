@@ -32,11 +32,17 @@ PAIRS = [{"prompt": f"{a}+{b}?", "chosen": f"{a + b}" + "." * (a % 3), "rejected
 JUDGED = [{"prompt": row["prompt"], "asked": f"{row['prompt']} Now!", "completion": row[side], "instead": "another",
            "label": side == "chosen", "reverse": side != "chosen"} for row in PAIRS for side in ("chosen", "rejected")
           ]  # yapf: disable
+STEPS = [{"input": f"{a}+{b}?\n" + "\n".join(step + "#" for step in steps),
+          "prompt": f"{a}+{b}?\n", "completions": steps, "labels": [label == "+" for label in labels], "label": labels,
+          "flipped": ["+-"[label == "+"] for label in labels], "graded": [0.2 + 0.4 * (label == "+") for label in labels]}
+         for a in range(5) for b in range(4) for steps, labels in [(
+             [f"{a}+{b}={a + b + i}" + "." * (a % 3) for i in range(1 + (a + b) % 3)],
+             ["-" if i and a % 2 else "+" for i in range(1 + (a + b) % 3)])]]  # yapf: disable
 _TIMES = re.compile("time/|perf/")
 
 
 def write_home(folder: Path) -> Path:
-    """Two models (``model``, ``other``), ``pairs.jsonl`` and ``judged.jsonl``; returns the folder."""
+    """Two models (``model``, ``other``) and the rows of all trainers; returns the folder."""
     tiny.save_model(folder / "model", initializer_range=0.3)
     tiny.save_model(folder / "other", num_hidden_layers=1, initializer_range=0.3, seed=1)
     write_rows(folder)
@@ -45,7 +51,7 @@ def write_home(folder: Path) -> Path:
 
 def write_rows(folder: Path) -> None:
     """The rows of all trainers."""
-    for name, rows in (("pairs", PAIRS), ("judged", JUDGED)):
+    for name, rows in (("pairs", PAIRS), ("judged", JUDGED), ("steps", STEPS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -1,0 +1,197 @@
+"""Solutions in steps with a label for each, as process reward models learn from them, and their tokens.
+
+Known schemas: ``{input, label}`` with a placeholder after every step and a list of labels (OpenRLHF), the same with the
+labels written in place of the placeholders (Math-Shepherd), and ``{prompt, completions, labels}`` (TRL, PRM800K).
+"""
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from lightrft.config.options import finite
+from lightrft.config.prm_schema import single_token, StepDataConfig, StepFormat
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.prompts_dataset import UnusableRow, usable
+from lightrft.datasets.records import Message, missing, to_messages
+from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
+
+
+class StepError(UnusableRow):
+    """The steps of one row and its labels do not belong together."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One row in our schema: the texts before the placeholders, and their labels.
+
+    ``prompt`` comes before the first text; None: that holds it.
+    """
+    prompt: str | list[Message] | None
+    steps: list[str]
+    labels: list[Any]
+
+
+@dataclass(frozen=True)
+class StepExample(SFTExample):
+    """One row, tokenized up to its last placeholder. ``loss_mask`` marks the placeholders; each has one of ``labels``:
+    the probability that the step is good (:attr:`StepFormat.graded`), or the number of its class."""
+    labels: tuple[float, ...] = ()
+
+
+def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
+    """Recognise one row. ``where`` names it in messages.
+
+    Raises:
+        StepError: there is no step, a step is empty, or steps and labels differ in number.
+        DataError: the row has no solution, or no labels.
+    """
+    if not missing(row.get(cfg.input_key)):
+        *steps, _ = str(row[cfg.input_key]).split(str(cfg.placeholder_token))
+        labels = row.get(cfg.label_key)
+        labels = _written(labels, steps, cfg.reward_tokens, where) if isinstance(labels, str) else labels
+        return _checked(Solution(None, steps, labels or []), cfg, where)
+    prompt, texts, labels = row.get("prompt"), row.get("completions"), row.get("labels") or row.get(cfg.label_key)
+    if missing(prompt) or not isinstance(texts, list):
+        raise DataError(f"{where}: the row has no solution (it has {', '.join(row)}). A row needs {cfg.input_key} (see "
+                        f"--input_key) and {cfg.label_key} (see --label_key), or prompt, completions and labels")
+    texts = [str(text) for text in texts]
+    if any(str(cfg.placeholder_token) in text for text in texts):
+        raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which is to follow every step. Remove it, or "
+                        "use another --placeholder_token")
+    between = cfg.form.step_separator
+    steps = [between * (i > 0) + text.removesuffix(between) for i, text in enumerate(texts)]
+    asked = prompt if isinstance(prompt, str) else to_messages(prompt, where)
+    return _checked(Solution(asked, steps, labels or []), cfg, where)
+
+
+def _checked(solution: Solution, cfg: StepDataConfig, where: str) -> Solution:
+    """Return the solution, with labels as numbers."""
+    steps, labels = solution.steps, solution.labels
+    advice = "Correct or remove the row, or use --step_policy skip"
+    if not steps:
+        raise StepError(f"{where}: the solution has no step (no {cfg.placeholder_token} in it). {advice}")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        count = f"{len(labels)} labels" if isinstance(labels, list) else f"the label {labels!r}"
+        raise StepError(f"{where}: {count} for {len(steps)} steps; each needs one. {advice}")
+    for i, text in enumerate(steps):
+        if missing(text):
+            raise StepError(f"{where}: step {i + 1} of {len(steps)} is empty. {advice}")
+    return solution
+
+
+def _written(text: str, steps: list[str], words: list[str], where: str) -> list[str]:
+    """Read labels that are written in a copy of the solution, in place of its placeholders."""
+    either = "|".join(map(re.escape, words)) or r"\S+?"
+    found = re.match("".join(f"{re.escape(step)}({either})" for step in steps), text) if steps else None
+    if found is None:
+        raise StepError(f"{where}: the label is a text, but not the solution with one of --reward_tokens "
+                        f"({' '.join(words)}) in place of each placeholder. Give a list of labels")
+    return list(found.groups())
+
+
+class Labels:
+    """Reader of labels for steps in the format ``form``.
+
+    Raises:
+        UserError: a token of the format is not one token of the tokenizer.
+    """
+
+    def __init__(self, form: StepFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.form, self.tokenizer = form, tokenizer
+        form.reward_ids(tokenizer)
+        words = form.reward_tokens
+        self.known = {word: float(1 - i if form.graded else i) for i, word in enumerate(words)}
+
+    def read(self, label: Any, where: str) -> float:
+        """Convert one label.
+
+        Raises:
+            DataError: it is none of the reward tokens, and no number in [0, 1] that two of them could share.
+        """
+        number = finite(float(label)) if isinstance(label, (bool, int, float)) and self.form.graded else None
+        if number is not None and 0 <= number <= 1:
+            return number
+        if isinstance(label, str) and not self.form.reward_tokens and label not in self.known:
+            self.known[label] = float(single_token(self.tokenizer, label, f"{where}: the label"))
+        if not isinstance(label, str) or label not in self.known:
+            raise DataError(f"{where}: the label {label!r} is not {self._expected()}")
+        return self.known[label]
+
+    def _expected(self) -> str:
+        words = self.form.reward_tokens
+        if not words:
+            return "a token: name the tokens of a good and a bad step for other labels, e.g. --reward_tokens + -"
+        shared = ", nor true, false or a number from 0 to 1" if self.form.graded else ""
+        return f"one of --reward_tokens {' '.join(words)}{shared}. Correct it"
+
+
+def encode_steps(heads: list[list[int]], steps: list[list[str]], placeholder: int,
+                 tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Join the tokens of prompts with those of their steps, each of which is followed by the placeholder.
+
+    Texts are tokenized one by one. So the tokens of a step do not depend on what follows it, and the placeholder is
+    always a token of its own. The mask is True on these placeholders.
+    """
+    texts = [*chain.from_iterable(steps)]
+    ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else ())
+    rows = [[[*next(ids), placeholder] for _ in each] for each in steps]
+    return [(head + [*chain.from_iterable(row)],
+             [False] * len(head) + [i == len(part) - 1 for part in row for i in range(len(part))])
+            for head, row in zip(heads, rows)]  # yapf: disable
+
+
+class StepDataset(TokenizedDataset[StepExample]):
+    """Labelled solutions; ``cfg`` also selects their columns, and the tokens of steps and labels. ``dropped`` counts
+    those of ``--step_policy skip`` too.
+
+    Raises:
+        UserError: the placeholder or a reward token is not one token.
+    """
+    NAME = "solutions"
+
+    def __init__(self, cfg: StepDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
+                 media: MediaStore | None = None) -> None:
+        self._cfg, form = cfg, cfg.form
+        self._placeholder, self._labels = form.placeholder_id(tokenizer), Labels(form, tokenizer)
+        super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
+
+    def read(self, entry: int, rows: Rows) -> list[StepExample]:
+        """Tokenize the solutions up to their last placeholder."""
+        known = usable(rows, lambda row, where: to_solution(row, self._cfg, where), self._cfg.step_policy,
+                       "have no label for each of their steps")
+        rows, solutions = rows.pick(known), [*known.values()]
+        labels = [
+            tuple(self._labels.read(label, rows.where(i)) for label in each.labels)
+            for i, each in enumerate(solutions)
+        ]
+        chats = [Conversation(None if each.prompt is None else self._renderer.messages(each.prompt))
+                 for each in solutions]  # yapf: disable
+        found = with_media(rows, chats, self._renderer.cfg, self._media)
+        rows, solutions, labels = rows.pick(found), [solutions[i] for i in found], [labels[i] for i in found]
+        heads = [self._head(each, chat) for each, chat in zip(solutions, found.values())]
+        encoded = encode_steps(heads, [each.steps for each in solutions], self._placeholder, self._renderer.tokenizer)
+        media = [chat.media for chat in found.values()]
+        return [StepExample(f"{entry}:{rows.number(i)}", *encoded[i], media[i], labels[i])
+                for i in self.fitting(rows, [len(ids) for ids, _ in encoded])]  # yapf: disable
+
+    def _head(self, solution: Solution, chat: Conversation) -> list[int]:
+        """Tokenize what comes before the steps; of a whole solution, the tokenizer's first token."""
+        if chat.messages is None:
+            text = "" if solution.prompt is None else self._renderer.text(str(solution.prompt))
+            return self._renderer.encode_text([text])[0]
+        texts, ids = self._renderer.encode_chats([chat.messages])
+        return self._media.encode(texts[0], chat.media) if self._media is not None and chat.media else ids[0]
+
+
+def split_steps(response: str, form: StepFormat, separator: str) -> list[str]:
+    """Split a response at ``separator`` into the texts that :func:`encode_steps` takes.
+
+    Blank steps are left out. So is the placeholder where the response writes it: it judges nothing itself.
+    """
+    texts: Sequence[str] = response.replace(form.placeholder_token, "").split(separator)
+    return [form.step_separator * (i > 0) + text
+            for i, text in enumerate(text for text in texts if text.strip())]  # yapf: disable

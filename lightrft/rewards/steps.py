@@ -1,0 +1,66 @@
+"""Process reward models as reward parts: a response is split into steps, whose judgements make one reward."""
+from collections.abc import Callable
+from math import prod
+
+from lightrft.config.prm_schema import line_breaks, StepFormat
+from lightrft.config.schema import RewardConfig
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.datasets.sft_dataset import Encoded
+from lightrft.datasets.steps import encode_steps, split_steps
+from lightrft.models.loader import load_process_reward_model, step_format
+from lightrft.models.process_reward_model import ProcessRewardModel
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.neural import ModelReward, NeuralReward, prompt_of, ScorerSetup
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "mean": lambda steps: sum(steps) / len(steps),
+    "product": prod,
+    "last": lambda steps: steps[-1],
+}
+"""By the value of ``--step_reward``: probabilities of the steps, at least one -> the reward."""
+
+
+class StepReward(ModelReward[ProcessRewardModel]):
+    """Process reward model of ``lightrft prm``; the reward is made of the probabilities that the steps are good.
+
+    A response without a step has the reward 0, the least that there is.
+
+    Raises:
+        UserError: the model has no tokenizer or no reward tokens, or its rewards are to be normalised.
+    """
+
+    def __init__(self, path: str, form: StepFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
+        if not form.reward_tokens:
+            raise UserError(f"--reward_pretrain {path}: the process reward model was trained without --reward_tokens, "
+                            "so it is unknown which token stands for a good step; train it with them")
+        if cfg.normalize_reward:
+            raise UserError(f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; "
+                            "drop the option")
+        tokenizer = load_tokenizer(path)
+        model = load_process_reward_model(PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer), False)
+        super().__init__(path, model, cfg, setup)
+        self.form, self.placeholder, self.reduce = form, form.placeholder_id(tokenizer), REDUCTIONS[cfg.step_reward]
+        self.separator = form.step_separator if cfg.step_separator is None else line_breaks(cfg.step_separator)
+
+    def encode(self, items: list[RewardInput]) -> list[Encoded]:
+        """Implement :meth:`ModelReward.encode`: as in training, a placeholder after every step."""
+        heads = [ids for _, ids in self.renderer.encode([prompt_of(item, self.path) for item in items])]
+        steps = [split_steps(item.response, self.form, self.separator) for item in items]
+        return encode_steps(heads, steps, self.placeholder, self.renderer.tokenizer)
+
+    def judge(self, exp: Experience) -> list[Outcome]:
+        """Implement :meth:`ModelReward.judge`; the number of steps goes to the metrics."""
+        (good, ) = self.model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
+        steps, judged = iter(good.tolist()), exp.host.loss_mask.split(exp.lens)
+        found = [[next(steps) for _ in range(int(mask.sum()))] for mask in judged]
+        return [Outcome(self.reduce(each) if each else 0.0, extra={"steps": len(each)}) for each in found]
+
+
+def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> ModelReward:
+    """Load the reward model at ``path``: a process reward model, or one with a head that scores whole responses."""
+    form = step_format(path)
+    return NeuralReward(path, cfg, setup) if form is None else StepReward(path, form, cfg, setup)

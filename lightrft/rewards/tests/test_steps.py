@@ -1,0 +1,85 @@
+"""Process reward models as rewards: the judgements of Hugging Face, step by step, and what is made of them."""
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrft.config.prm_schema import StepFormat
+from lightrft.config.schema import RewardConfig
+from lightrft.models.process_reward_model import KEY
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.neural import ScorerSetup
+from lightrft.tests.support import tiny
+from lightrft.utils.errors import UserError
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+ITEMS = [RewardInput("", "2\n\n  2.0\nso 2", CHAT), RewardInput("", "3", CHAT), RewardInput("", "a#b\nc", CHAT)]
+TEXTS = [["2", "\n  2.0", "\nso 2"], ["3"], ["ab", "\nc"]]
+
+
+def save_judge(folder, **form):
+    """A tiny process reward model."""
+    tiny.save_model(folder, seed=3, initializer_range=0.4)
+    tiny.change_json(folder / "config.json", **{KEY: {"placeholder_token": "#", "step_separator": "\n"} | form})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    return save_judge(tmp_path_factory.mktemp("judge"), reward_tokens=["+", "-"])
+
+
+def scores(path, items, setup=None, **options):
+    manager = RewardManager(RewardConfig(reward_pretrain=[path], **options), setup=setup)
+    return manager.collect(manager.submit(items))
+
+
+@pytest.fixture(scope="module")
+def plain(judge):
+    """Probabilities that the steps of :data:`TEXTS` are good, by Hugging Face, one step of one response at a time."""
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(judge), load_tokenizer(judge)
+    prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    good, bad = tokenizer.convert_tokens_to_ids(["+", "-"])
+
+    def judged(text):
+        with torch.no_grad():
+            logits = hf(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0, -1].double()
+        return torch.sigmoid(logits[good] - logits[bad]).item()
+
+    return [[judged(prompt + "".join(f"{each}#" for each in steps[:i + 1])) for i in range(len(steps))]
+            for steps in TEXTS]  # yapf: disable
+
+
+@pytest.mark.parametrize("name,reduced", [("min", min), ("mean", lambda p: sum(p) / len(p)),
+                                          ("product", lambda p: torch.tensor(p).prod().item()),
+                                          ("last", lambda p: p[-1])])
+def test_rewards_are_those_of_hugging_face(name, reduced, judge, plain):
+    """Blank steps, and the placeholder in a response, are no steps. Cut into passes of few tokens, too."""
+    found = scores(judge, ITEMS, ScorerSetup(max_tokens=60), step_reward=name)
+    assert [score.total for score in found] == pytest.approx([reduced(steps) for steps in plain], rel=1e-4)
+    assert [score.parts["rm/steps"] for score in found] == [3, 1, 2]
+    assert len({round(score.total, 4) for score in found}) == 3
+
+
+def test_another_separator_and_no_step_at_all(judge, plain):
+    """Steps are joined as in training, whatever parts them in a response."""
+    several = [RewardInput("", "2;  2.0;so 2", CHAT), RewardInput("", " ;\n", CHAT)]
+    found = scores(judge, several, step_separator=";")
+    assert [score.total for score in found] == [pytest.approx(min(plain[0]), rel=1e-4), 0.0]
+    assert found[1].parts["rm/steps"] == 0
+    broken = scores(judge, ITEMS[:1], step_separator="\\n")
+    assert broken[0].total == pytest.approx(min(plain[0]), rel=1e-4), "as a shell passes a line break"
+
+
+def test_what_cannot_be_a_reward_is_refused(judge, tmp_path):
+    with pytest.raises(UserError, match="was trained without --reward_tokens"):
+        scores(save_judge(tmp_path / "free", reward_tokens=[]), ITEMS)
+    with pytest.raises(UserError, match="--normalize_reward: .* is a process reward model"):
+        scores(judge, ITEMS, normalize_reward=True)
+    picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+    with pytest.raises(UserError, match="read text only, and a prompt has pictures"):
+        scores(judge, [picture])
+    long = scores(judge, [ITEMS[0], RewardInput("", "4" * 600, CHAT)])
+    assert long[0].total is not None and long[1].error == "too_long"
+    assert StepFormat(**getattr(AutoConfig.from_pretrained(judge), KEY)) == StepFormat("#", ["+", "-"])

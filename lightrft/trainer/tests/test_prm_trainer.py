@@ -1,0 +1,138 @@
+"""Process reward models: the loss against Hugging Face, micro-batches, ranks, resuming, known metrics."""
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrft.cli.export import export
+from lightrft.config.options import ConfigError
+from lightrft.config.prm_schema import PRMConfig, StepFormat
+from lightrft.models.loader import step_format
+from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support.runs import no_picture
+from lightrft.trainer.prm_trainer import PRMTrainer
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+no_picture = no_picture  # the module draws no curve
+TOKENS = {"placeholder_token": "#", "reward_tokens": ["+", "-"]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return runs.write_home(tmp_path_factory.mktemp("home"))
+
+
+def trainer_of(home, save, data="steps", **options):
+    return runs.trainer_of(PRMTrainer, PRMConfig, home, save, data, **TOKENS | options)
+
+
+def run(home, save, **options):
+    trainer_of(home, save, **options).fit()
+    return runs.exported(save)
+
+
+def naive(hf, rows, classes, graded):
+    """Loss, accuracies and base rate in float64, one whole solution and one step at a time."""
+    losses, right, solved, found, good = [], [], [], [], []
+    for row in rows:
+        logits = hf(input_ids=torch.tensor([row.token_ids])).logits[0].double()
+        at = [i for i, keep in enumerate(row.loss_mask) if keep]
+        judged, truth = [], []
+        for label, logit in zip(row.labels, logits[at], strict=True):
+            logprobs = (logit if classes is None else logit[classes]).log_softmax(-1)
+            losses.append(-label * logprobs[0] - (1 - label) * logprobs[1] if graded else -logprobs[int(label)])
+            judged.append(logprobs.argmax().item())
+            truth.append(int(label < 0.5) if graded else int(label))
+        right += [a == b for a, b in zip(judged, truth)]
+        solved.append(judged == truth)
+        good += [each == 0 for each in truth]
+        if classes and any(truth):
+            found.append(
+                next((i for i, each in enumerate(judged) if each), -1) == next(i for i, each in enumerate(truth)
+                                                                               if each))
+    means = (sum(each) / len(each) for each in (right, solved, found, good) if each)
+    return torch.stack(losses).mean(), dict(
+        zip(("accuracy", "accuracy_solution", "accuracy_first_error", "base_rate"), means))
+
+
+@pytest.mark.parametrize("options,count", [({}, 4), ({"label_key": "graded"}, 4), ({"input_key": "none"}, 4),
+                                           ({"reward_tokens": ["+", "-", "0"]}, 4), ({"reward_tokens": []}, 2)])
+def test_loss_gradient_and_metrics_are_those_of_hugging_face(options, count, home, tmp_path):
+    """Hard and graded labels, of completions, of three classes, and over the whole vocabulary."""
+    trainer = trainer_of(home, tmp_path, micro_train_batch_size=3, **options)
+    rows, form = next(trainer.loader), trainer.config.data.form
+    trainer.loader.position = 0
+    hf = AutoModelForCausalLM.from_pretrained(home / "model")
+    loss, wanted = naive(hf, rows, form.reward_ids(trainer.tokenizer) or None, form.graded)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters()]).item()
+    got = trainer.train_step()
+    assert got["prm/steps"] == sum(len(row.labels) for row in rows)
+    assert got["prm/loss"] == pytest.approx(loss.item(), rel=1e-5) and got["prm/grad_norm"] == pytest.approx(
+        norm, rel=1e-4)
+    names = [*wanted][:count]
+    assert {name: got.get(f"prm/{name}") for name in names} == pytest.approx({name: wanted[name] for name in names})
+    assert ("prm/base_rate" in got) is (count == 4)
+
+
+@pytest.fixture(scope="module")
+def straight(home, tmp_path_factory):
+    """Three steps in one process, with a checkpoint after two."""
+    save = tmp_path_factory.mktemp("straight")
+    return run(home, save, disable_ckpt=False, save_steps=2, eval_steps=0), save
+
+
+def test_one_micro_batch_is_eight(straight, home, tmp_path):
+    assert runs.close(run(home, tmp_path, micro_train_batch_size=1, eval_steps=0), straight[0]) < 1e-5
+    assert runs.close(straight[0], runs.load_file(home / "model" / "model.safetensors")) > 1e-3
+
+
+def test_resumed_is_straight_and_a_checkpoint_is_exported(straight, home, tmp_path):
+    weights, save = straight
+    resumed = tmp_path / "resumed"
+    shutil.copytree(save, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_000003")
+    again = run(home, resumed, disable_ckpt=False, save_steps=2, eval_steps=0, load_checkpoint=True)
+    assert runs.close(weights, again) == 0 and runs.metrics(save) == runs.metrics(resumed)
+    for folder in (save / "hf", tmp_path / "exported"):
+        if not folder.exists():
+            export(save, folder)
+        assert step_format(str(folder)) == StepFormat("#", ["+", "-"], "\n")
+    assert runs.close(runs.load_file(tmp_path / "exported" / "model.safetensors"), weights) == 0
+    assert step_format(str(home / "model")) is None
+
+
+@pytest.mark.dist
+def test_two_ranks_are_one(straight, home, tmp_path):
+    runs.launch("lightrft.cli.train_prm", home, tmp_path, "steps", placeholder_token="#", reward_tokens="+,-",
+                eval_steps=0, micro_train_batch_size=2, strategy="fsdp")
+    assert runs.close(runs.exported(tmp_path), straight[0]) < 2e-5
+    for a, b in zip(runs.metrics(tmp_path), runs.metrics(straight[1]), strict=True):
+        for key in ("loss", "grad_norm", "accuracy", "accuracy_solution", "accuracy_first_error", "base_rate"):
+            assert a[f"prm/{key}"] == pytest.approx(b[f"prm/{key}"], rel=1e-3, abs=1e-5), key
+
+
+def test_packed_is_alone(home, tmp_path):
+    trainer = trainer_of(home, tmp_path)
+    exp, model = trainer.pack(next(trainer.loader)).exp, trainer.actor.model.eval()
+
+    def judged(exp):
+        return model(exp, read=lambda logprobs, part: (logprobs, ))[0]
+
+    with torch.no_grad():
+        alone = torch.cat([judged(exp.select([i])) for i in range(exp.num_seqs)])
+        torch.testing.assert_close(judged(exp), alone, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_by_hand(home, tmp_path):
+    """Three solutions: all right; the first bad step is taken for good; a graded 1/2 that counts nowhere."""
+    trainer = trainer_of(home, tmp_path)
+    exp = Experience.pack([[1] * 4] * 4, [[False, True, True, True]] * 3 + [[False] * 4])
+    labels = torch.tensor([1, 1, 1, 1, 0, 0, 0.5, 0.9, 0.2])
+    got = trainer._metrics_of(exp, labels, torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 1]))
+    assert {name: values.tolist() for name, values in got.items()} == {
+        "accuracy": [1, 1, 1, 1, 0, 1, 1, 1], "accuracy_solution": [1, 0, 1], "accuracy_first_error": [0, 1],
+        "base_rate": [1, 1, 1, 1, 0, 0, 1, 0]}  # yapf: disable
