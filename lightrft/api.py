@@ -187,8 +187,8 @@ class GRM(_Offline):
 
 
 class PRM(_Offline):
-    """Training of a process reward model on labelled steps: ``PRM(model, train_dataset, placeholder_token=...).train()``,
-    the command ``lightrft prm``."""
+    """Training of a process reward model on labelled steps: ``PRM(model, train_dataset, placeholder_token="#",
+    reward_tokens=["+", "-"]).train()``, the command ``lightrft prm``."""
     command = OFFLINE["prm"]
 
 

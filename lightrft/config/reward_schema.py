@@ -43,8 +43,8 @@ class RewardConfig(ScoringConfig):
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
     reward_pretrain: list[str] = option(
         [],
-        "reward models, PATH or NAME=PATH: of lightrft rm or prm, or sequence classifiers with one score; each is a part "
-        "NAME (rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
+        "reward models, PATH or NAME=PATH: of lightrft rm or prm, or sequence classifiers with one score; each is a "
+        "part NAME (rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
     reward_recipe: list[str] = option(
         [],
         "SOURCE:part=weight+part=weight: the parts that score the rows of a label or data source, in place of others")

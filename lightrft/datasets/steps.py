@@ -165,8 +165,7 @@ class StepDataset(TokenizedDataset[StepExample]):
                        "have no label for each of their steps")
         rows, solutions = rows.pick(known), [*known.values()]
         labels = [
-            tuple(self._labels.read(label, rows.where(i)) for label in each.labels)
-            for i, each in enumerate(solutions)
+            tuple(self._labels.read(label, rows.where(i)) for label in each.labels) for i, each in enumerate(solutions)
         ]
         chats = [Conversation(None if each.prompt is None else self._renderer.messages(each.prompt))
                  for each in solutions]  # yapf: disable

@@ -38,8 +38,8 @@ def pair_loss(chosen: Tensor, rejected: Tensor, labels: Tensor, margins: Tensor 
 def step_loss(logprobs: Tensor, labels: Tensor, graded: bool) -> Tensor:
     """Return the cross-entropy of each step, [N].
 
-    Math-Shepherd (arXiv:2312.08935, eq. 2). The loss is ``-p * l[0] - (1 - p) * l[1]`` with log-probs l and a ``graded``
-    label p, and ``-l[label]`` otherwise. At 0 and 1 both are the same.
+    Math-Shepherd (arXiv:2312.08935, eq. 2): ``-p * l[0] - (1 - p) * l[1]`` with log-probs l and a ``graded`` label p,
+    and ``-l[label]`` otherwise.
 
     Args:
         logprobs: of the classes, [N, K].

@@ -24,9 +24,15 @@ def seen(example):
     return "".join(text), [("".join(text[:end]), label) for end, label in zip(ends, example.labels, strict=True)]
 
 
-@pytest.mark.parametrize("row", [ROW, ROW | {"label": "1+1?\n2+\n2.0- done"}, ROW | {"input": ROW["input"] + " and so on"},
-                                 ROW | {"label": [1, 0.0]}, TRL, TRL | {"completions": ["2\n", "2.0\n"]},
-                                 {**TRL, "labels": None, "label": ["+", "-"]}])  # yapf: disable
+@pytest.mark.parametrize("row", [
+    ROW,
+    ROW | {"label": "1+1?\n2+\n2.0- done"},
+    ROW | {"input": ROW["input"] + " and so on"},
+    ROW | {"label": [1, 0.0]},
+    TRL,
+    TRL | {"completions": ["2\n", "2.0\n"]},
+    TRL | {"labels": None, "label": ["+", "-"]},
+])  # yapf: disable
 def test_every_schema_gives_the_same_tokens_and_labels(row):
     (example, ) = read(row)
     assert seen(example) == ("1+1?\n2#\n2.0#", [("1+1?\n2", 1.0), ("1+1?\n2#\n2.0", 0.0)])

@@ -17,7 +17,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import NeuralReward, ScorerSetup
 from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.scorers import plain
+from lightrft.tests.support.scorers import plain, save_judge
 from lightrft.utils.errors import UserError
 
 ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}], data_source=f"source{i % 2}")
@@ -110,9 +110,11 @@ def test_the_plan_counts_their_weights(scorers):
 
 @pytest.mark.dist
 def test_a_run_with_two_ranks_has_the_rewards_of_one(scorers, tmp_path):
-    """And the log has responses with the rewards that Hugging Face gives them."""
+    """And the log has responses with the rewards that Hugging Face gives them. Another part judges their steps."""
+    judge = save_judge(tmp_path / "judge", reward_tokens=["+", "-"])
     home = runs.write_home(tmp_path / "home")
-    words = f"""--pretrain {home / 'model'} --prompt_data {home / 'train.jsonl'} --reward_pretrain {scorers[1]}
+    words = f"""--pretrain {home / 'model'} --prompt_data {home / 'train.jsonl'}
+        --reward_pretrain rm={scorers[1]} steps={judge} --reward steps=0
         --apply_chat_template --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_steps 1
         --prompt_max_len 64 --generate_max_len 8 --disable_ckpt --save_trajectories --no_reward_probe"""
     lines = []
@@ -127,6 +129,8 @@ def test_a_run_with_two_ranks_has_the_rewards_of_one(scorers, tmp_path):
         rows = [json.loads(line) for file in sorted((save / "rollouts").iterdir())
                 for line in file.read_text(encoding="utf-8").splitlines()]  # yapf: disable
     assert lines[0]["reward/rm/mean"] == pytest.approx(lines[1]["reward/rm/mean"], rel=1e-5) != 0
+    for name in ("steps", "steps/steps"):
+        assert lines[0][f"reward/{name}/mean"] == pytest.approx(lines[1][f"reward/{name}/mean"], rel=1e-5) != 0
     said = [re.search(r"user\n(.*?)<\|im_end\|>", row["prompt"], re.S)[1] for row in rows]
     items = [RewardInput("", row["response"], [{"role": "user", "content": text}]) for text, row in zip(said, rows)]
     assert [row["reward"] for row in rows] == pytest.approx(plain(scorers[1], items), rel=1e-4, abs=1e-4)

@@ -10,19 +10,12 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import ScorerSetup
-from lightrft.tests.support import tiny
+from lightrft.tests.support.scorers import save_judge
 from lightrft.utils.errors import UserError
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 ITEMS = [RewardInput("", "2\n\n  2.0\nso 2", CHAT), RewardInput("", "3", CHAT), RewardInput("", "a#b\nc", CHAT)]
 TEXTS = [["2", "\n  2.0", "\nso 2"], ["3"], ["ab", "\nc"]]
-
-
-def save_judge(folder, **form):
-    """A tiny process reward model."""
-    tiny.save_model(folder, seed=3, initializer_range=0.4)
-    tiny.change_json(folder / "config.json", **{KEY: {"placeholder_token": "#", "step_separator": "\n"} | form})
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ KD_FLIPS: dict[str, Flip] = {
     "kd_top_k": Flip(2, metric("kd/divergence")),
 }
 PRM_FLIPS: dict[str, Flip] = {
-    "input_key": Flip("none", metric("prm/tokens")),
+    "input_key": Flip("again", metric("prm/tokens")),
     "label_key": Flip("flipped", metric("prm/base_rate")),
     "placeholder_token": Flip("~", metric("prm/loss"), {"input_key": "none"}),
     "reward_tokens": Flip(["-", "+"], metric("prm/base_rate")),

@@ -33,8 +33,10 @@ JUDGED = [{"prompt": row["prompt"], "asked": f"{row['prompt']} Now!", "completio
            "label": side == "chosen", "reverse": side != "chosen"} for row in PAIRS for side in ("chosen", "rejected")
           ]  # yapf: disable
 STEPS = [{"input": f"{a}+{b}?\n" + "\n".join(step + "#" for step in steps),
+          "again": f"Again: {a}+{b}?" + "".join(step + "#" for step in steps),
           "prompt": f"{a}+{b}?\n", "completions": steps, "labels": [label == "+" for label in labels], "label": labels,
-          "flipped": ["+-"[label == "+"] for label in labels], "graded": [0.2 + 0.4 * (label == "+") for label in labels]}
+          "flipped": ["+-"[label == "+"] for label in labels],
+          "graded": [0.2 + 0.4 * (label == "+") for label in labels]}
          for a in range(5) for b in range(4) for steps, labels in [(
              [f"{a}+{b}={a + b + i}" + "." * (a % 3) for i in range(1 + (a + b) % 3)],
              ["-" if i and a % 2 else "+" for i in range(1 + (a + b) % 3)])]]  # yapf: disable

@@ -1,7 +1,8 @@
-"""Tiny reward models that Hugging Face reads too, and their rewards by Hugging Face alone."""
+"""Tiny reward models that Hugging Face reads too, and rewards by Hugging Face alone."""
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from lightrft.models.process_reward_model import KEY as STEPS
 from lightrft.models.reward_model import KEY, RewardHead
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import tiny
@@ -20,6 +21,13 @@ def save_scorer(folder, seed, template=tiny.CHATML, **moments):
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_judge(folder, **form):
+    """A tiny process reward model."""
+    tiny.save_model(folder, seed=3, initializer_range=0.4)
+    tiny.change_json(folder / "config.json", **{STEPS: {"placeholder_token": "#", "step_separator": "\n"} | form})
     return str(folder)
 
 

@@ -1,20 +1,17 @@
 """Process reward models: the loss against Hugging Face, micro-batches, ranks, resuming, known metrics."""
-import json
 import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lightrft.cli.export import export
-from lightrft.config.options import ConfigError
 from lightrft.config.prm_schema import PRMConfig, StepFormat
 from lightrft.models.loader import step_format
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError
 
 no_picture = no_picture  # the module draws no curve
 TOKENS = {"placeholder_token": "#", "reward_tokens": ["+", "-"]}

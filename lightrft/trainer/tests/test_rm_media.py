@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from lightrft.config.cli import parse_config
+from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.rm_schema import RMConfig
 from lightrft.datasets.rows import hold_rows
 from lightrft.models.loader import load_scorer
@@ -14,6 +15,7 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny_vision
 from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
 
 pytest.importorskip("torchvision")
@@ -29,24 +31,30 @@ def picture(seed):
     return {"bytes": file.getvalue(), "path": None}
 
 
-def test_pairs_with_pictures(tmp_path):
-    """Rewards depend on the picture, not on what shares a pass; the exported model gives the same ones."""
-    folder = tiny_vision.save_model(tmp_path / "m", "qwen2_5_vl", True)
-    (tmp_path / "template").write_text(TEMPLATE, encoding="utf-8")
-    rows = hold_rows([{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "chosen": "a",
-                       "rejected": "b" * (1 + i)} for i in range(4)])  # yapf: disable
-    given = {"pretrain": str(folder), "train_data": [rows], "eval_data": [rows], "max_steps": 2,
-             "chat_template": str(tmp_path / "template"),
-             "save_path": str(tmp_path / "run"), "train_batch_size": 4, "learning_rate": 1e-2,
-             "lr_warmup_ratio": 0.0, "disable_ckpt": True}  # yapf: disable
-    config = parse_config([], defaults=given, tree=RMConfig).config
+def trained(folder, tree, kind, rows, **options):
+    """A trainer after two steps on rows with pictures, and the source of these."""
+    tiny_vision.save_model(folder / "m", "qwen2_5_vl", True)
+    (folder / "template").write_text(TEMPLATE, encoding="utf-8")
+    given = {"pretrain": str(folder / "m"), "train_data": [hold_rows(rows)], "eval_data": [hold_rows(rows)],
+             "chat_template": str(folder / "template"), "save_path": str(folder / "run"), "max_steps": 2,
+             "train_batch_size": 4, "learning_rate": 1e-2, "lr_warmup_ratio": 0.0,
+             "disable_ckpt": True}  # yapf: disable
+    config = parse_config([], defaults=given | options, tree=tree).config
     strategy = get_strategy(config.strategy)
     strategy.setup()
-    tokenizer = load_tokenizer(str(folder), config.data.chat_template)
-    media = open_media(str(folder), tokenizer, config.data.as_data_config())
-    train, held_out = (RMTrainer.read(config, tokenizer, split, media) for split in ("train", "eval"))
-    trainer = RMTrainer(config, strategy, lambda: RMTrainer.load(config), tokenizer, train, held_out, media=media)
+    tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
+    media = open_media(config.model.pretrain, tokenizer, config.data.as_data_config())
+    train, held_out = (kind.read(config, tokenizer, split, media) for split in ("train", "eval"))
+    trainer = kind(config, strategy, lambda: kind.load(config), tokenizer, train, held_out, media=media)
     trainer.fit()
+    return trainer, media
+
+
+def test_pairs_with_pictures(tmp_path):
+    """Rewards depend on the picture, not on what shares a pass; the exported model gives the same ones."""
+    rows = [{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "chosen": "a",
+             "rejected": "b" * (1 + i)} for i in range(4)]  # yapf: disable
+    trainer, media = trained(tmp_path, RMConfig, RMTrainer, rows)
     exp = trainer.pack(trainer.eval_rows).exp
     model = trainer.scorer.eval()
     with torch.no_grad():
@@ -60,3 +68,22 @@ def test_pairs_with_pictures(tmp_path):
         assert (model(other) - together[:2]).abs().min() > 1e-4
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     assert together.abs().min() > 0
+
+
+def test_steps_after_a_picture(tmp_path):
+    """Judgements of steps depend on the picture, not on what shares a pass."""
+    rows = [{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "completions": ["a", "b"],
+             "labels": [True, i > 1]} for i in range(4)]  # yapf: disable
+    trainer, _ = trained(tmp_path, PRMConfig, PRMTrainer, rows, placeholder_token="#", reward_tokens=["+", "-"])
+    exp = trainer.pack(trainer.eval_rows).exp
+
+    def judged(exp):
+        return trainer.actor.model.eval()(exp, read=lambda logprobs, part: (logprobs, ))[0]
+
+    with torch.no_grad():
+        together = judged(exp)
+        alone = torch.cat([judged(exp.select([i])) for i in range(4)])
+        other = exp.select([0])
+        other.media = exp.media[1:2]
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+        assert (judged(other) - together[:2]).abs().min() > 1e-4
