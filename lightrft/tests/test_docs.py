@@ -193,6 +193,7 @@ OFFLINE = {
     "sft": "loss_tokens",
     "grm": "loss_tokens",
     "rm": "pairs rewards/chosen rewards/rejected rewards/margin accuracy",
+    "prm": "steps accuracy accuracy_solution accuracy_first_error base_rate",
     "kd": "loss_tokens divergence nll",
     "kto": "answers kl rewards/chosen rewards/rejected logps/chosen logps/rejected",
     "dpo": "pairs rewards/chosen rewards/rejected rewards/margin accuracy logps/chosen logps/rejected nll",

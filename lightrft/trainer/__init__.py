@@ -5,6 +5,7 @@ _HOMES = {
     "SPMDPPOTrainer": "lightrft.trainer.spmd_ppo_trainer",
     "SPMDPPOTrainerVL": "lightrft.trainer.spmd_ppo_trainer",
     "PPOTrainer": "lightrft.trainer.ppo_trainer",
+    "PRMTrainer": "lightrft.trainer.prm_trainer",
     "RMTrainer": "lightrft.trainer.rm_trainer",
     "SFTTrainer": "lightrft.trainer.sft_trainer",
     "FastExperienceMaker": "lightrft.trainer.fast_exp_maker",
