@@ -1,4 +1,6 @@
 """Process reward models: the loss against Hugging Face, micro-batches, ranks, resuming, known metrics."""
+import json
+import random
 import shutil
 
 import pytest
@@ -9,6 +11,7 @@ from lightrft.cli.export import export
 from lightrft.config.prm_schema import PRMConfig, StepFormat
 from lightrft.models.loader import step_format
 from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support import tiny
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.types import Experience
@@ -133,3 +136,24 @@ def test_metrics_by_hand(home, tmp_path):
     assert {name: values.tolist() for name, values in got.items()} == {
         "accuracy": [1, 1, 1, 1, 0, 1, 1, 1], "accuracy_solution": [1, 0, 1], "accuracy_first_error": [0, 1],
         "base_rate": [1, 1, 1, 1, 0, 0, 1, 0]}  # yapf: disable
+
+
+def drawn_sums(count, seed):
+    """Solutions of four sums of small numbers, half of which are one too large."""
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        sums = [(draw.randrange(4), draw.randrange(3), draw.randrange(2)) for _ in range(4)]
+        rows.append({"prompt": "Add.\n", "completions": [f"{a}+{b}={a + b + off}" for a, b, off in sums],
+                     "labels": [not off for *_, off in sums]})  # yapf: disable
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_it_learns_to_judge_drawn_sums(tmp_path):
+    tiny.save_model(tmp_path / "model")
+    (tmp_path / "drawn.jsonl").write_text(drawn_sums(1000, 0), encoding="utf-8")
+    (tmp_path / "held_out.jsonl").write_text(drawn_sums(100, 1), encoding="utf-8")
+    run(tmp_path, tmp_path / "run", data="drawn", train_batch_size=32, max_steps=120, learning_rate=5e-3, eval_steps=-1,
+        eval_data=[str(tmp_path / "held_out.jsonl")])
+    last = runs.metrics(tmp_path / "run")[-1]
+    assert 0.4 < last["eval/base_rate"] < 0.6 and last["eval/accuracy"] >= 0.95
+    assert last["eval/accuracy_first_error"] >= 0.9
