@@ -120,8 +120,9 @@ def section(results: Results) -> str:
     return f"\n{table(results)}\n{picture}\n" if results else "\nNot measured yet.\n"
 
 
-def draw_all(results: Results, png: Path) -> None:
-    """Draw a panel per run: held-out accuracy, mean and band of the seeds, and the mean of the first run in grey."""
+def draw_all(results: Results, png: Path, size: tuple[float, float] = (1.75, 1.5), aim: float | None = None) -> None:
+    """Draw a panel of ``size`` inches per run: held-out accuracy, mean and band of the seeds; in grey ``aim``, or
+    the mean of the first run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     found = by_run(results)
@@ -129,12 +130,15 @@ def draw_all(results: Results, png: Path) -> None:
         return
     columns = min(7, len(found))
     lines = -(-len(found) // columns)
-    figure = Figure(figsize=(1.75 * columns, 1.5 * lines + 0.3), dpi=90, layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines + 0.3), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
     reference = next(iter(found.values()))
     for panel, (name, seeds) in zip(panels, found.items()):
-        panel.plot(*average(reference, "held_out"), color="0.7", linewidth=3)
+        if aim is None:
+            panel.plot(*average(reference, "held_out"), color="0.7", linewidth=3)
+        else:
+            panel.axhline(aim, color="0.5", linewidth=1)
         steps, values = average(seeds, "held_out")
         points = [dict(map(tuple, seed["held_out"])) for seed in seeds]
         edges = [[edge(point[step] for point in points) for step in steps] for edge in (min, max)]

@@ -23,7 +23,7 @@ TOWER = {"num_mel_bins": MEL_BINS, "d_model": 64, "encoder_layers": 1, "encoder_
 
 
 def write_base(folder: Path, seed: int) -> None:
-    """Save an untrained Qwen2-Audio of 230k parameters with its processor in HF format; a sound is 25 tokens."""
+    """Save an untrained Qwen2-Audio of 216k parameters with its processor in HF format; a sound is 25 tokens."""
     tokenizer = build_tokenizer(SOUND)
     config = Qwen2AudioConfig(text_config=text_config(tokenizer) | {"model_type": "qwen2"},
                               audio_config=TOWER | {"model_type": "qwen2_audio_encoder"},

@@ -18,7 +18,7 @@ DEFAULTS = SHARED | {
     "prompt_max_len": 96,
     "generate_max_len": 16,
     "actor_learning_rate": 4e-4,
-    "max_steps": 60,
+    "max_steps": 30,
 }
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5
 
 
 def write_base(folder: Path, seed: int) -> None:
-    """Save an untrained Qwen2.5-VL of 240k parameters with its processor in HF format; a picture is 9 tokens."""
+    """Save an untrained Qwen2.5-VL of 310k parameters with its processor in HF format; a picture is 9 tokens."""
     tokenizer = build_tokenizer(PICTURE, (VIDEO, ))
     marks = {"image_token_id": "<|image_pad|>", "video_token_id": VIDEO, "vision_start_token_id": "<|vision_start|>",
              "vision_end_token_id": "<|vision_end|>"}  # yapf: disable

@@ -109,6 +109,8 @@ class MediumProcessor:
                                     return_tensors="pt")[kind]
         if isinstance(medium, Video):
             options |= {"video_metadata": [_metadata(medium)], "do_sample_frames": False}
+        elif isinstance(medium, Waveform):
+            options |= {"sampling_rate": self.rate}  # without it, extractors print a warning for each sound
         return options
 
     def _prompt(self, kind: str, content: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -117,6 +119,8 @@ class MediumProcessor:
         if kind == "video":
             metadata, = options["video_metadata"]
             timed = {"fps": metadata.sampled_fps, "do_sample_frames": False}
+        elif kind == "audio":
+            timed = {"sampling_rate": self.rate}
         found = dict(self.processor(text=[token], **{_ARGUMENT[kind]: [content]}, return_tensors="pt", **timed))
         ids, mark = found.pop("input_ids")[0], self.processor.tokenizer.convert_tokens_to_ids(token)
         found.pop("attention_mask", None)

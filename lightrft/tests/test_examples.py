@@ -43,10 +43,10 @@ def shell(environment):
     return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
 
 
-def launch(*command, cwd, **environment):
-    """Run a command to its end; returns what it printed."""
+def launch(*command, cwd, timeout=200, **environment):
+    """Run a command to its end, for at most ``timeout`` seconds; returns what it printed."""
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=shell(environment), capture_output=True,
-                          text=True, timeout=200)
+                          text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 

@@ -1,6 +1,7 @@
 """The quickstarts that see and hear: their pictures, sounds and models, and short runs of their scripts."""
 import io
 import random
+import re
 import wave
 from pathlib import Path
 
@@ -141,24 +142,21 @@ def test_the_model_of_sounds_answers(sounds):
 
 
 # -- the scripts, end to end on two ranks -----------------------------------------------------------------------------
-def quickstart(folder, name):
-    """Data and model, three supervised steps, two of GRPO; returns the folder of the run."""
-    sizes = {"PREPARE_ARGS": " ".join(map(str, SIZES)), "SFT_ARGS": "--max_steps 3"}
-    words = ("--seed 3 --max_steps 2 --eval_steps 2 --save_steps -1 --rollout_batch_size 4 --n_samples_per_prompt 4 "
-             "--train_batch_size 16 --print_samples 2 --no_drop_zero_advantage").split()  # all of its groups are flat
-    launch("bash", EXAMPLES / name / f"run_{name}.sh", *words, cwd=folder, OUT=str(folder), **sizes)
-    return folder
+def quickstart(folder, name, sizes, words):
+    """Data and model, warm-up and GRPO of one script; returns what it printed."""
+    return launch("bash", EXAMPLES / name / f"run_{name}.sh", *words.split(), "--save_steps", -1, "--print_samples", 2,
+                  cwd=folder, timeout=550, OUT=str(folder), **sizes)  # yapf: disable
 
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory):
+    """Three supervised steps, two of GRPO."""
     pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
-    return quickstart(tmp_path_factory.mktemp("saw"), "quickstart_vl")
-
-
-@pytest.fixture(scope="module")
-def heard(tmp_path_factory):
-    return quickstart(tmp_path_factory.mktemp("heard"), "quickstart_audio")
+    folder = tmp_path_factory.mktemp("saw")
+    quickstart(folder, "quickstart_vl", {"PREPARE_ARGS": " ".join(map(str, SIZES)), "SFT_ARGS": "--max_steps 3"},
+               "--seed 3 --max_steps 2 --eval_steps 2 --rollout_batch_size 4 --n_samples_per_prompt 4 "
+               "--train_batch_size 16 --no_drop_zero_advantage")  # all of its groups are flat
+    return folder
 
 
 @pytest.mark.slow
@@ -185,8 +183,25 @@ def test_the_run_with_pictures_leaves_what_it_promises(saw):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_run_with_sounds(heard):
-    metrics = lines(heard / "metrics.jsonl")
-    assert [row["step"] for row in metrics] == [0, 1, 2] and "reward/accuracy/rows/mean" in metrics[1]
+def test_the_model_of_pictures_is_asked_as_the_docs_say(saw, capsys):
+    page = (EXAMPLES.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    code, = re.findall(r"```python\n((?:(?!```).)*quickstart_vl/hf.*?)```", page, re.DOTALL)
+    exec(code.replace("runs/quickstart_vl", str(saw)), {})
+    right = rows(saw, "test")[0]["reward_model"]["ground_truth"]
+    assert re.fullmatch(rf".*\nright: {right}\n", capsys.readouterr().out, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_the_whole_quickstart_with_sounds_learns(tmp_path):
+    """As users run it, with the whole warm-up; but fewer prompts, and 10 steps of 30."""
+    printed = quickstart(tmp_path, "quickstart_audio", {"PREPARE_ARGS": "--train_rows 640 --test_rows 200"},
+                         "--seed 1 --max_steps 10 --eval_steps 10")
+    metrics = lines(tmp_path / "metrics.jsonl")
+    held_out = [row["eval/all/pass@1"] for row in metrics if "eval/all/pass@1" in row]
+    assert len(metrics) == 11 and 0.2 < held_out[0] < 0.65 and held_out[1] >= 0.95, held_out
+    assert "reward/accuracy/rows/mean" in metrics[1]
     assert metrics[1]["policy/first_ratio_gap"] == 0 and metrics[1]["rollout/mismatch/abs_dp_max"] < 1e-4
-    check_sounds(heard / "hf", rows(heard, "test")[0])
+    check_sounds(tmp_path / "hf", rows(tmp_path, "test")[0])
+    assert "sampling_rate" not in printed, "a warning for each sound"
