@@ -176,8 +176,8 @@ def least_picture(hf: Any, tensors: Tensors) -> Tensors:
     if tower.model_type != "pixtral":
         return tensors
     side = tower.patch_size * config_value(hf.config, "spatial_merge_size", 1)
-    pixels = tensors["pixel_values"][..., :side, :2 * side]
-    return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, 2 * side]])}
+    (pixels, picture), (sizes, _) = tensors.items()
+    return {pixels: picture[..., :side, :2 * side], sizes: torch.tensor([[side, 2 * side]])}
 
 
 def least_placed(hf: Any, tensors: Tensors) -> Tensors:

@@ -82,6 +82,8 @@ def _(config: SFTConfig, world_size: int, cuda: bool, local_ranks: int) -> Itera
 def _(config: GRMConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
     asked = config.data.task_instruction
+    if config.data.apply_chat_template:
+        yield "--apply_chat_template: has no effect, requests to a judge always are chats; drop it"
     if asked is not None and re.findall(r"\{(prompt|first|second)\}", asked) != ["prompt", "first", "second"]:
         yield (f"--task_instruction {asked!r}: must hold {{prompt}}, {{first}} and {{second}} once each, in this order")
 

@@ -122,8 +122,11 @@ def test_rows_of_a_split_are_rendered_with_their_options(home):
     assert [one.right for one in held[0]] != [one.right for one in held[1]]
 
 
-def test_an_instruction_that_hides_a_candidate_is_refused(home, capsys):
+@pytest.mark.parametrize("option,said", [
+    ({"task_instruction": "{second} or {first}?"}, "must hold {prompt}, {first} and {second}"),
+    ({"apply_chat_template": True}, "--apply_chat_template: has no effect"),
+])  # yapf: disable
+def test_options_that_hide_a_candidate_or_do_nothing_are_refused(home, capsys, option, said):
     with pytest.raises(SystemExit) as done:
-        main(launch.flags({"pretrain": home / "model", "train_data": home / "all.jsonl",
-                           "task_instruction": "{second} or {first}?"}))  # yapf: disable
-    assert done.value.code == 2 and "must hold {prompt}, {first} and {second}" in capsys.readouterr().err
+        main(launch.flags({"pretrain": home / "model", "train_data": home / "all.jsonl", **option}))
+    assert done.value.code == 2 and said in capsys.readouterr().err
