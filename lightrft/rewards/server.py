@@ -97,7 +97,7 @@ class RequestQueue:
 
 
 def _refusal(error: BaseException) -> BadRequest:
-    """Tell a client what it can change; other errors stay in the log."""
+    """Name what a client can change; other errors stay in the log."""
     if isinstance(error, UserError):
         return BadRequest(str(error))
     return BadRequest(f"{type(error).__name__}: the texts could not be scored; the log of the server has the cause",

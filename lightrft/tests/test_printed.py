@@ -43,6 +43,7 @@ ELSEWHERE = {
     ("examples/preferences/README.md", "bash", ""): "tests/test_examples.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
     ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
+    ("docs/quickstart.md", "python", "import io\n"): "tests/test_quickstart_vl.py",
     ("docs/architecture.md", "text", "12 api.py"): "tests/test_docs.py",
     ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
     ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",

@@ -9,7 +9,7 @@ from rich.table import Table
 
 HEADER_EVERY = 20
 PLAIN_WIDTH = 120  # where there is no terminal
-FIXED_DATA = ("sft", "rm", "prm", "dpo", "kto", "kd")  # what metrics of the trainers on fixed data begin with
+FIXED_DATA = ("sft", "rm", "grm", "prm", "dpo", "kto", "kd")  # what metrics of the trainers on fixed data begin with
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def test_what_the_options_do(tmp_path: Path) -> None:
     shares = [[round(count / whole, 1) for count in counts] for counts in found["divided"]]
     assert shares == [[1, 1, 1], [1, 0.5, 0.5], [1, 0.5, 0.5], [0.5, 0.5, 0.5]]
     assert found["second"] == [[[0, 0]] * 2, [[26, 0]] * 2] and found["buffers"] == [1, 2]
-    assert found["decays"] == [True] * 4, "docs/strategies.md names it"
+    assert found["decays"] == [False] * 4, "as docs/strategies.md says"
     kept, freed = found["gathered"]
     layer, total = (sum(param.numel() for param in TinyLM(layers=count).parameters()) for count in (1, 8))
     layer -= (outside := sum(param.numel() for param in TinyLM(layers=0).parameters()))
