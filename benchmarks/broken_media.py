@@ -74,15 +74,15 @@ def wave(form: str, rate: int = 16_000) -> bytes:
 
 
 @cache
-def film(form: str) -> bytes:
-    """Return 3 seconds of video, 10 frames per second."""
+def film(form: str, codec: str = "mpeg4", rate: int = 10) -> bytes:
+    """Return 3 seconds of video, ``rate`` frames per second."""
     import av
     file = io.BytesIO()
     with av.open(file, "w", format=form) as out:
-        stream = out.add_stream("mpeg4", rate=10)
+        stream = out.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        for i in range(30):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 8 * i, np.uint8), format="rgb24")
+        for i in range(3 * rate):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 80 // rate * i, np.uint8), format="rgb24")
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return file.getvalue()

@@ -1,30 +1,13 @@
 """Rows that are whole, but of another form, of another program or for another model; see ``media_fuzz.py``."""
 import base64
-import io
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from broken_media import a_second, Case, decoded_from, encoded, film, FORMS, kind, picture, Rng, same, wave, whole_film
 
-FILMS = {"flv": "flv", "mpegts": "mpeg2video", "mpeg": "mpeg2video"}  # and their codecs, besides those of ``film``
+FILMS = {"flv": ("flv", 25), "mpegts": ("mpeg2video", 25), "mpeg": ("mpeg2video", 25)}  # -> codec and rate
 SOUNDS = ("WAV", "FLAC", "OGG", "AIFF", "AU", "CAF", "MP3")
-
-
-@cache
-def other_film(form: str) -> bytes:
-    """Return 3 seconds of video, 25 frames per second."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=form) as out:
-        stream = out.add_stream(FILMS[form], rate=25)
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        for i in range(75):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 3 * i, np.uint8), format="rgb24")
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode())
-    return file.getvalue()
 
 
 def as_text(data: bytes, rng: Rng) -> str:
@@ -43,7 +26,7 @@ def _(rng: Rng, root: Path) -> Case:
     if column == "audios":
         return Case({column: [as_text(wave(str(rng.choice(SOUNDS))), rng)]}, "used", a_second)
     form = str(rng.choice(["mp4", "matroska", "avi", *FILMS]))
-    return Case({column: [as_text(other_film(form) if form in FILMS else film(form), rng)]}, "used", whole_film)
+    return Case({column: [as_text(film(form, *FILMS.get(form, ())), rng)]}, "used", whole_film)
 
 
 @kind("base64 of no medium")

@@ -2,8 +2,8 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from lightrft.config.media_schema import MediaConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
+from lightrft.config.prompt_schema import RenderingConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
                                            Tree)
@@ -11,7 +11,7 @@ from lightrft.config.tree import group
 
 
 @dataclass
-class OfflineDataConfig(MediaConfig):
+class OfflineDataConfig(RenderingConfig):
     """Rows and their rendering."""
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
@@ -23,22 +23,12 @@ class OfflineDataConfig(MediaConfig):
         2048, "longest sequence, prompt and answer, in tokens; rows with a longer one are dropped "
         "and counted", within=COUNT, common=True)
     max_samples: int = option(0, "use at most this many training rows; 0: all", within=NON_NEGATIVE)
-    chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
-    system_prompt: str | None = option(None, "system message of every chat; it replaces the one a row brings")
-    apply_chat_template: bool = option(
-        False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
-        common=True)
-    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
     shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
 
     def as_data_config(self) -> DataConfig:
-        """Convert to the data group of the RL trainer, which the data sets read."""
-        media = {field.name: vars(self)[field.name] for field in fields(MediaConfig)}
-        return DataConfig(**media, prompt_data=self.train_data, eval_data=self.eval_data, prompt_split=self.train_split,
-                          eval_split=self.eval_split, max_samples=self.max_samples, chat_template=self.chat_template,
-                          system_prompt=self.system_prompt, apply_chat_template=self.apply_chat_template,
-                          input_template=self.input_template, max_eval_samples=0)
+        """Convert to the data group of the RL trainer, which the data sets read; options of one name are the same."""
+        shared = {field.name: vars(self)[field.name] for field in fields(DataConfig) if field.name in vars(self)}
+        return DataConfig(**shared, prompt_data=self.train_data, prompt_split=self.train_split, max_eval_samples=0)
 
 
 @dataclass

@@ -1,9 +1,8 @@
 """Options of training on preferences against a reference model: pairs (DPO and its relatives), judged answers (KTO)."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
 from lightrft.config.options import NON_NEGATIVE, option, POSITIVE
-from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import group
 
@@ -75,10 +74,6 @@ class JudgedDataConfig(OfflineDataConfig):
         "completion", "column that holds the answer; of a row without it, response, output, answer or "
         "solution")
     label_key: str = option("label", "column that says if the answer is desirable: true or false, 1 or 0")
-
-    def as_data_config(self) -> DataConfig:
-        """Extend :meth:`OfflineDataConfig.as_data_config`."""
-        return replace(super().as_data_config(), input_key=self.input_key)
 
 
 @dataclass

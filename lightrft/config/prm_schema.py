@@ -1,10 +1,9 @@
 """Options of process reward models, which judge every step of a solution."""
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.options import option
-from lightrft.config.schema import DataConfig
 from lightrft.config.tree import group
 from lightrft.utils.errors import UserError
 
@@ -88,10 +87,6 @@ class StepDataConfig(OfflineDataConfig):
     def form(self) -> StepFormat:
         """The format of steps."""
         return StepFormat(str(self.placeholder_token), self.reward_tokens, line_breaks(self.step_separator))
-
-    def as_data_config(self) -> DataConfig:
-        """Extend :meth:`OfflineDataConfig.as_data_config`."""
-        return replace(super().as_data_config(), apply_chat_template=self.apply_chat_template)
 
 
 @dataclass

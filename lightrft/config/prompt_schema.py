@@ -6,18 +6,23 @@ from lightrft.config.options import NON_NEGATIVE, PROBABILITY, option
 
 
 @dataclass
-class PromptConfig(MediaConfig):
-    """Conversion of a row to a prompt: its columns and its rendering."""
-    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
-    label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
-    reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
+class RenderingConfig(MediaConfig):
+    """Rendering of a row as the text that a model reads, and its media."""
     apply_chat_template: bool = option(
         False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
         common=True)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
-    system_prompt: str | None = option(None, "system message put before every prompt")
+    system_prompt: str | None = option(None, "system message of every prompt; it replaces the one a row brings")
     input_template: str | None = option(None, "text with one {} that wraps every text prompt")
+
+
+@dataclass
+class PromptConfig(RenderingConfig):
+    """Conversion of a row to a prompt: its columns and its rendering."""
+    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
+    label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
+    reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
     overlong_prompt: str = option("filter",
                                   "a prompt longer than --prompt_max_len is dropped and counted, or stops the run",
                                   ("filter", "error"), free=True)

@@ -1,9 +1,8 @@
 """Options of supervised fine-tuning."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig
 from lightrft.config.options import option
-from lightrft.config.schema import DataConfig
 from lightrft.config.tree import group
 
 SFTTrainConfig = OfflineTrainConfig  # it has the options that all share
@@ -20,10 +19,6 @@ class SFTDataConfig(OfflineDataConfig):
     pretrain_mode: bool = option(
         False, "learn every token of a row, prompts included, as in pretraining; a row may be "
         "a text alone")
-
-    def as_data_config(self) -> DataConfig:
-        """Extend :meth:`OfflineDataConfig.as_data_config`."""
-        return replace(super().as_data_config(), input_key=self.input_key)
 
 
 @dataclass

@@ -8,18 +8,13 @@ from typing import Any
 from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
-from lightrft.config.grm_schema import GRMConfig
 from lightrft.config.inference_schema import InferenceTree
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
-from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
-from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.serve_schema import ServeConfig
-from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.stages import length_problems
 from lightrft.config.tree import flatten, options
@@ -27,9 +22,7 @@ from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_war
 from lightrft.preflight.engine_rules import (engine_problems, missing_engine, overlap_problems, oversample_problems,
                                              shared_engine)
 from lightrft.preflight.inference_rules import engine_of_task, evaluation_problems, output_problems, score_problems
-from lightrft.preflight.kd_rules import teacher_problems
-from lightrft.preflight.preference_rules import pair_problems, reference_problems
-from lightrft.preflight.prm_rules import step_problems
+from lightrft.preflight.offline_rules import own_problems
 from lightrft.preflight.reward_rules import reward_problems, served_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
                                              nearest_divisors, per_rank, shared_problems, sources, suites)
@@ -69,47 +62,7 @@ def _(config: OfflineConfig, world_size: int, cuda: bool, local_ranks: int) -> I
     yield from _rendering(d)
     yield from per_rank("train_batch_size", t.train_batch_size, world_size)
     yield from evaluations(config, t.eval_steps)
-
-
-@problems.register
-def _(config: SFTConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
-    if config.data.pretrain_mode and not config.data.multiturn:
-        yield "--multiturn false: has no effect with --pretrain_mode, which learns every token; drop one"
-
-
-@problems.register
-def _(config: GRMConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
-    asked = config.data.task_instruction
-    if config.data.apply_chat_template:
-        yield "--apply_chat_template: has no effect, requests to a judge always are chats; drop it"
-    if asked is not None and re.findall(r"\{(prompt|first|second)\}", asked) != ["prompt", "first", "second"]:
-        yield (f"--task_instruction {asked!r}: must hold {{prompt}}, {{first}} and {{second}} once each, in this order")
-
-
-@problems.register
-def _(config: DPOConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
-    yield from pair_problems(config)
-
-
-@problems.register
-def _(config: KTOConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
-    yield from reference_problems(config)
-
-
-@problems.register
-def _(config: KDConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(SFTConfig)(config, world_size, cuda, local_ranks)
-    yield from teacher_problems(config)
-
-
-@problems.register
-def _(config: PRMConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-    yield from problems.dispatch(OfflineConfig)(config, world_size, cuda, local_ranks)
-    yield from step_problems(config)
+    yield from own_problems(config)
 
 
 @problems.register

@@ -162,44 +162,18 @@ def observe(home, tmp_path_factory):
     return once
 
 
-def check(flip: Flip, name: str, run: Any, observe: Any) -> None:
+TABLES: dict[Any, dict[str, Flip]] = {
+    run_rl: FLIPS, run_sft: SFT_FLIPS, run_dpo: DPO_FLIPS, run_rm: RM_FLIPS, run_kd: KD_FLIPS, run_prm: PRM_FLIPS,
+    run_kto: KTO_FLIPS
+}
+
+
+@pytest.mark.parametrize("run,name", [(run, name) for run, table in TABLES.items() for name in table],
+                         ids=lambda value: getattr(value, "__name__", value))
+def test_flipping_an_option_changes_something(run, name, observe):
+    flip = TABLES[run][name]
     before, after = (flip.watch(observe(run, values)) for values in (flip.base, {**flip.base, name: flip.value}))
     assert before != after, f"--{name} {flip.value} changes nothing that was looked at: {before}"
-
-
-@pytest.mark.parametrize("name", list(FLIPS))
-def test_flipping_an_option_changes_something(name, observe):
-    check(FLIPS[name], name, run_rl, observe)
-
-
-@pytest.mark.parametrize("name", list(SFT_FLIPS))
-def test_flipping_an_option_of_supervised_fine_tuning_changes_something(name, observe):
-    check(SFT_FLIPS[name], name, run_sft, observe)
-
-
-@pytest.mark.parametrize("name", list(DPO_FLIPS))
-def test_flipping_an_option_of_training_on_pairs_changes_something(name, observe):
-    check(DPO_FLIPS[name], name, run_dpo, observe)
-
-
-@pytest.mark.parametrize("name", list(RM_FLIPS))
-def test_flipping_an_option_of_reward_models_changes_something(name, observe):
-    check(RM_FLIPS[name], name, run_rm, observe)
-
-
-@pytest.mark.parametrize("name", list(KD_FLIPS))
-def test_flipping_an_option_of_distillation_changes_something(name, observe):
-    check(KD_FLIPS[name], name, run_kd, observe)
-
-
-@pytest.mark.parametrize("name", list(PRM_FLIPS))
-def test_flipping_an_option_of_process_reward_models_changes_something(name, observe):
-    check(PRM_FLIPS[name], name, run_prm, observe)
-
-
-@pytest.mark.parametrize("name", list(KTO_FLIPS))
-def test_flipping_an_option_of_training_on_judged_answers_changes_something(name, observe):
-    check(KTO_FLIPS[name], name, run_kto, observe)
 
 
 def test_the_same_options_twice_change_nothing(home, tmp_path):
