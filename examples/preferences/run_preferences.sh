@@ -26,10 +26,8 @@ for loss in $LOSSES; do
 done
 
 echo "1/4 a careless teacher"
-"$PYTHON" examples/quickstart/prepare.py --out "$OUT" --seed "$SEED" ${PREPARE_ARGS:-}
-"$PYTHON" -m lightrft.cli.train_sft \
-  --pretrain "$OUT/base" --train_data "$OUT/data/sft.parquet" --save_path "$OUT/sft" --seed "$SEED" \
-  --train_batch_size 32 --learning_rate 3e-3 --max_len 128 --logging_steps 100 --disable_ckpt ${SFT_ARGS:-}
+source examples/quickstart/teacher.sh
+careless_teacher
 
 echo "2/4 pairs of its right and wrong answers"
 "$PYTHON" -m lightrft.cli.generate \

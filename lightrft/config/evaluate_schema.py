@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config.engine_schema import EngineConfig
-from lightrft.config.inference_schema import InferenceTree, ScoreConfig, shared
+from lightrft.config.inference_schema import InferenceTree, ScoreConfig, shared, WishConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import HeldOutConfig
 from lightrft.config.schema import Config, DataConfig
@@ -27,6 +27,11 @@ class EvaluatedEngineConfig(EngineConfig):
 
 
 @dataclass
+class EvaluatedDataConfig(WishConfig, HeldOutConfig):
+    """Sources of held-out prompts, and the conversion of a row to a prompt."""
+
+
+@dataclass
 class EvaluationConfig:
     """Numbers, output and reproducibility."""
     pass_k: list[int] = option([1], "k of pass@k: the chance that one of k answers is right (k <= --n_samples)",
@@ -45,7 +50,7 @@ class EvaluateConfig(InferenceTree):
     model: ComparedModelsConfig = group(ComparedModelsConfig)  # type: ignore[assignment]  # several
     strategy: LaunchConfig = group(LaunchConfig, free=True)
     engine: EvaluatedEngineConfig = group(EvaluatedEngineConfig)
-    data: HeldOutConfig = group(HeldOutConfig)
+    data: EvaluatedDataConfig = group(EvaluatedDataConfig)
     score: ScoreConfig = group(ScoreConfig)
     evaluation: EvaluationConfig = group(EvaluationConfig)
 

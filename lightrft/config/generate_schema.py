@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config.engine_schema import EngineConfig
-from lightrft.config.inference_schema import InferenceModelConfig, InferenceTree, ScoreConfig, shared
+from lightrft.config.inference_schema import InferenceModelConfig, InferenceTree, ScoreConfig, shared, WishConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import PromptDataConfig
 from lightrft.config.schema import Config, DataConfig
@@ -22,16 +22,13 @@ class SampledEngineConfig(EngineConfig):
 
 
 @dataclass
-class GenerateDataConfig(PromptDataConfig):
+class GenerateDataConfig(WishConfig, PromptDataConfig):
     """Sources of the prompts or responses, and the conversion of a row."""
     output_key: str = option("output", "--eval_task rm: column that holds the response")
     iter: int | None = option(
         None, "number of an iteration, from 0 on: use the rows from ITER * ROLLOUT_BATCH_SIZE on, one batch of them",
         within=NON_NEGATIVE)
     rollout_batch_size: int = option(2048, "--iter: rows of an iteration", within=COUNT)
-    enable_csft: bool = option(False, "conditional SFT: append --csft_prompt to every prompt")
-    csft_prompt: str = option("<rm_score>: 5.00", "the wish that a model of conditional SFT is prompted with",
-                              needs="enable_csft")
 
 
 @dataclass

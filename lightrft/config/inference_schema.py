@@ -68,6 +68,19 @@ def shared(group: type, values: Any) -> dict[str, Any]:
     return {field.name: vars(values)[field.name] for field in fields(group)}
 
 
+@dataclass
+class WishConfig:
+    """The prompts of a model of conditional SFT."""
+    enable_csft: bool = option(False, "conditional SFT: append --csft_prompt to every prompt")
+    csft_prompt: str = option("<rm_score>: 5.00", "the wish that a model of conditional SFT is prompted with",
+                              needs="enable_csft")
+
+    @property
+    def wish(self) -> str:
+        """Text at the end of every prompt."""
+        return f" {self.csft_prompt.strip()} " if self.enable_csft else ""
+
+
 class InferenceTree(Tree):
     """Base of the option trees of commands that generate."""
     strategy: LaunchConfig  # type: ignore[assignment]  # nothing is trained, so the placement has no options

@@ -45,8 +45,8 @@ def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardMa
     """Answer the prompts that are not answered yet."""
     rl = config.as_config()
     model = LoadedModel.open(rl, strategy)
-    suffix = f" {config.data.csft_prompt.strip()} " if config.data.enable_csft else ""
-    data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media, suffix=suffix)
+    data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
+                          suffix=config.data.wish)
     prompts: Sequence[Prompt] = _of_iteration(config, data)
     files = _open_files(config, strategy, content_of(prompts))
     return files, generate(model, prompts, files, rewards, config.seed)
@@ -89,7 +89,7 @@ def _finish(config: GenerateConfig, rows: list[Row]) -> None:
     if config.score.normalize_reward:
         found = normalise_rewards(found)
     if config.score.post_processor:
-        found, counts = post_process(config.score.post_processor, found, config.score.reward_template)
+        found, counts = post_process(config.score.post_processor, found, config.score.reward_template, config.data.wish)
     write_rows(config.out, found)
     summary |= {"rows": len(found)} | counts
     path = config.out.with_name(f"{config.out.name}.summary.json")

@@ -57,7 +57,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     rl = config.as_config(path)
     fetch_once(strategy, rl, rl.data)
     model = LoadedModel.open(rl, strategy)
-    prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media)
+    prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
     files = RowFiles(folder, identity(config, LATER, content_of(prompts)) | {"the model": path}, strategy)
     get_logger().info(f"{path}: {len(prompts) - len(files.done)} of {len(prompts)} prompts to answer")
     with scoring(config.score, ScorerSetup.of(rl, strategy.device)) as rewards:

@@ -41,8 +41,8 @@ def rejection_sampling(rows: list[Row], counts: Counts) -> list[Row]:
     return best
 
 
-def conditional_sft(rows: list[Row], counts: Counts, template: str) -> list[Row]:
-    """Return every response with its reward, to two digits, in its prompt.
+def conditional_sft(rows: list[Row], counts: Counts, template: str, wish: str = "") -> list[Row]:
+    """Return every response with its reward, to two digits, in its prompt, in place of the ``wish`` at its end.
 
     Raises:
         UserError: a prompt has media, so that it is a chat, which a template of text cannot hold.
@@ -52,8 +52,9 @@ def conditional_sft(rows: list[Row], counts: Counts, template: str) -> list[Row]
         if MEDIA in row:
             raise UserError("--post_processor csft: writes the reward after the text of a prompt, and the prompts have "
                             "media; use rs or iter_dpo")
-        wish = template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])
-        found.append({"input": wish, "output": row["output"], "reward": row["reward"]})
+        asked = row["input"].removesuffix(wish)
+        conditioned = template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", asked)
+        found.append({"input": conditioned, "output": row["output"], "reward": row["reward"]})
     return found
 
 
@@ -72,8 +73,12 @@ def preference_pairs(rows: list[Row], counts: Counts) -> list[Row]:
     return pairs
 
 
-def post_process(name: str, rows: list[Row], template: str) -> tuple[list[Row], Counts]:
+def post_process(name: str, rows: list[Row], template: str, wish: str = "") -> tuple[list[Row], Counts]:
     """Return the rows of the post-processor ``name``, and the number of what was left out or decided by order.
+
+    Args:
+        template: prompt of ``csft``.
+        wish: end of the prompts of the rows, see :class:`lightrft.config.inference_schema.WishConfig`.
 
     Raises:
         UserError: no row is left.
@@ -81,7 +86,7 @@ def post_process(name: str, rows: list[Row], template: str) -> tuple[list[Row], 
     counts = Counts()
     processors: dict[str, Callable[[], list[Row]]] = {
         "rs": lambda: rejection_sampling(rows, counts), "iter_dpo": lambda: preference_pairs(rows, counts),
-        "csft": lambda: conditional_sft(rows, counts, template)
+        "csft": lambda: conditional_sft(rows, counts, template, wish)
     }  # yapf: disable
     found = processors[name]()
     if not found:

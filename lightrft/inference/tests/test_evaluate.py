@@ -33,6 +33,10 @@ class Run:
         return read_lines(self.folder / "results.jsonl")
 
     @property
+    def inputs(self):
+        return [row["input"] for row in read_lines(self.folder / "model.jsonl")]
+
+    @property
     def outputs(self):
         return [row["output"] for row in read_lines(self.folder / "model.jsonl")]
 

@@ -42,6 +42,8 @@ def test_conditional_sft_puts_rewards_into_prompts():
     assert [row["output"] for row in found] == ["x", "y", "z", "x", "y", "x"]
     (row, ), _ = post_process("csft", rows(("{reward}?", "x", 1.0)), "[{reward}] {input}")
     assert row["input"] == "[1.00] {reward}?", "a prompt that looks like the template stays as it is"
+    (row, ), _ = post_process("csft", rows(("a <rm_score>: 5.00 ", "x", 1.0)), TEMPLATE, " <rm_score>: 5.00 ")
+    assert row["input"] == "a <rm_score>: 1.00 ", "the wish of a model of conditional SFT is replaced"
 
 
 def test_rewards_are_normalised_over_all_scored_rows():

@@ -50,5 +50,7 @@ EVALUATE_FLIPS: dict[str, Flip] = {
     "pass_k": Flip([1, 2], metrics, SAMPLED),
     "maj_k": Flip([2], metrics, SAMPLED),
     "output_path": Flip("@save/other", lambda run: run.folder.name),
+    "enable_csft": Flip(True, lambda run: run.inputs),
+    "csft_prompt": Flip("<rm_score>: 1.00", lambda run: run.inputs, {"enable_csft": True}),
     "seed": Flip(1, lambda run: run.outputs, SAMPLED),
 }

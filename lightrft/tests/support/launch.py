@@ -51,8 +51,8 @@ def flags(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, log: str,
-           limits: dict[int, int]) -> None:
+def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, log: str, limits: dict[int,
+                                                                                                      int]) -> None:
     """Become the process that ``python -m MODULE`` would be, or ``python SCRIPT``."""
     os.setpgid(0, 0)
     for which, most in limits.items():
@@ -156,14 +156,19 @@ def finish(folder: Path, options: dict[str, Any], ranks: int = 1, limit_s: float
     return run
 
 
+def start(target: Path | str, words: list[str], log: Path) -> Launched:
+    """Start a script of the repository, or ``python -m`` a module, with ``words``, in the current folder."""
+    run = Launched([], [log])
+    arguments = (str(target), words, {"OMP_NUM_THREADS": "1"}, os.getcwd(), str(log), {})
+    run.processes.append(_CONTEXT.Process(target=_child, args=arguments))
+    run.processes[0].start()
+    return run
+
+
 def run_script(path: Path, *words: object, limit_s: float = 120.0) -> None:
     """Run a script of the repository to its good end, in the current folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Launched([], [Path(folder) / "log"])
-        argv, environ = [str(word) for word in words], {"OMP_NUM_THREADS": "1"}
-        arguments = (str(path), argv, environ, os.getcwd(), str(run.logs[0]), {})
-        run.processes.append(_CONTEXT.Process(target=_child, args=arguments))
-        run.processes[0].start()
+        run = start(path, [str(word) for word in words], Path(folder) / "log")
         assert run.wait(limit_s) == [0], run.output
 
 
