@@ -7,14 +7,13 @@ and of the rejected candidate.
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.grm_schema import JudgeDataConfig
-from lightrft.datasets.media import KINDS
-from lightrft.datasets.media_rows import COLUMNS, media_columns
+from lightrft.datasets.media_rows import media_columns, part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import missing, text_of, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
@@ -115,13 +114,9 @@ def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool)
     """Return the columns of the media; those of the rejected candidate come before those of the chosen with ``second``.
     """
     found = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
-    keys = {"image": cfg.images_key, "video": cfg.videos_key, "audio": cfg.audios_key}
-    for kind in KINDS if second else ():
-        asked, chosen, rejected = (text.count(f"<{kind}>") for text in texts)
-        for name in {keys[kind], *COLUMNS[kind]} & found.keys():
-            one, at, end = found[name], asked + chosen, asked + chosen + rejected
-            if isinstance(one, list) and len(one) == end:
-                found[name] = [*one[:asked], *one[at:end], *one[asked:at]]
+    if second:
+        parted = part_media(row, cfg, texts)
+        found |= {name: [*asked, *rejected, *chosen] for name, (asked, chosen, rejected) in parted.items()}
     return found
 
 
@@ -152,7 +147,7 @@ class JudgementDataset(SFTDataset):
             self._right[uid] = found.right
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
             chats.append({"messages": turns, **found.media})
-        return super().read(entry, Rows(chats, rows.files, rows.numbers))
+        return super().read(entry, replace(rows, rows=chats))
 
     def item(self, index: int) -> JudgedExample:
         """The judgement at ``index``."""

@@ -2,6 +2,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from lightrft.config.media_schema import MediaConfig
@@ -76,7 +77,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
     found: list[Chat | None] = []
     for i, (row, chat) in enumerate(zip(rows.rows, chats, strict=True)):
         try:
-            found.append(find_row_media(row, cfg, chat, of_file(rows.origin(i)[0]), rows.where(i), takes))
+            found.append(find_row_media(row, cfg, chat, of_file(rows.media_home(i)), rows.where(i), takes))
         except MediaError as error:
             if rules.policy == "error":
                 raise
@@ -87,6 +88,23 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
         if len(errors) == len(found):
             raise DataError(f"{text}: nothing is left")
         get_logger().warning("%s: left out", text)
+    return found
+
+
+def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
+    """Part the columns that hold the media of several texts, in the order of their placeholders.
+
+    Returns:
+        By column the media of each text. A column with another number of media than placeholders is not in it.
+    """
+    found: dict[str, list[list[Any]]] = {}
+    for kind in KINDS:
+        counts = [text.count(f"<{kind}>") for text in texts]
+        ends = list(accumulate(counts))
+        for name in _columns(kind, cfg):
+            one = row.get(name)
+            if isinstance(one, (list, tuple)) and one and len(one) == ends[-1]:
+                found[name] = [list(one[end - count:end]) for end, count in zip(ends, counts)]
     return found
 
 

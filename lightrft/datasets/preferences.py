@@ -6,16 +6,19 @@ keys), and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejecte
 "tie") is better by other standards.
 """
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
+from lightrft.datasets.media_rows import part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import UnusableRow, usable
-from lightrft.datasets.records import Message, missing, to_messages
+from lightrft.datasets.records import Message, missing, text_of, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
@@ -70,7 +73,7 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
             raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
                             f"column with --{key}_key, remove the row, or use --pair_policy skip")
     tie, margin = bool(row.get("tie")), finite(row.get("margin") or 0.0)
-    if chosen == rejected and not tie:
+    if chosen == rejected and not tie and not _other_media(row, cfg, where):
         raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
                         "use --pair_policy skip")
     if margin is None:
@@ -114,6 +117,33 @@ def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer, where: str)
     return prompt if isinstance(prompt, str) else to_messages(prompt, where), chosen, rejected
 
 
+def _placeholders(answer: Answer) -> str:
+    return answer if isinstance(answer, str) else "".join(text_of(turn.get("content")) for turn in answer)
+
+
+def _media_parts(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> dict[str, list[list[Any]]]:
+    """Return by column the media of the prompt, of the chosen and of the rejected answer."""
+    return part_media(row, cfg, [_placeholders(text) for text in texts])
+
+
+def _other_media(row: Row, cfg: PairDataConfig, where: str) -> bool:
+    """Return True if the answers of a row have different media in columns."""
+    texts = _parted(row.get(cfg.prompt_key), *_answers(row, cfg, where), where)
+    return any(chosen != rejected for _, chosen, rejected in _media_parts(row, cfg, texts).values())
+
+
+def side_rows(rows: Rows, pairs: dict[int, PairRecord], cfg: PairDataConfig, side: int) -> Rows:
+    """Return the rows ``pairs`` with the media of the prompt and of one answer; ``side`` 0: chosen, 1: rejected.
+
+    Columns with a medium for each placeholder of prompt and both answers are parted; others belong to both sides.
+    """
+    found = rows.pick(pairs)
+    parted = [_media_parts(row, cfg, (pair.prompt, pair.chosen, pair.rejected))
+              for row, pair in zip(found.rows, pairs.values())]  # yapf: disable
+    return replace(found, rows=[row | {name: asked + media[side] for name, (asked, *media) in parts.items()}
+                                for row, parts in zip(found.rows, parted)])  # yapf: disable
+
+
 class PairDataset(TokenizedDataset[Pair]):
     """Pairs; ``cfg`` also selects their columns. ``dropped`` counts those of ``--pair_policy skip`` too."""
     NAME = "pairs"
@@ -126,12 +156,13 @@ class PairDataset(TokenizedDataset[Pair]):
     def read(self, entry: int, rows: Rows) -> list[Pair]:
         """Tokenize both sequences of each pair."""
         records = find_pairs(rows, self._cfg)
-        rows = rows.pick(records)
         pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
-        for answers in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs]):
-            chats = [answered(pair.prompt, answer, self._renderer, rows.where(i))
+        for side, answers in enumerate(([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])):
+            own = side_rows(rows, records, self._cfg, side)
+            chats = [answered(pair.prompt, answer, self._renderer, own.where(i))
                      for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
-            sides.append(with_media(rows, chats, data, self._media))
+            sides.append(with_media(own, chats, data, self._media))
+        rows = rows.pick(records)
         both = [i for i in sides[0] if i in sides[1]]
         rows, pairs = rows.pick(both), [pairs[i] for i in both]
         chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)

@@ -12,7 +12,8 @@ from lightrft.datasets.media_prompts import EncodedPrompt, expand_media, with_me
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
-from lightrft.datasets.rows import DataError, Row, Rows, load_rows
+from lightrft.datasets.pair_sources import load_entry
+from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.suites import load_suite
 from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
@@ -39,7 +40,7 @@ def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:
     if not specs and (training or not cfg.eval_suite):
         raise DataError(f"no data: name some with --{'prompt_data' if training else 'eval_data'}")
     check_probs(probs, specs)
-    parts = [load_rows(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
+    parts = [load_entry(spec, cfg.prompt_split if training else cfg.eval_split) for spec in specs]
     if training and cfg.difficulty_key is not None:
         parts = of_difficulty(parts, cfg.difficulty_key, cfg)
     limit = cfg.max_samples if training else cfg.max_eval_samples

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ class DataError(UserError):
 class Rows:
     """Rows of one spec, and the files they came from as ``(name, rows)`` in order.
 
-    ``numbers`` are their indices in all files together; None: no row is left out.
+    ``numbers`` are their indices in all files together; None: no row is left out. ``media_root``: folder at which
+    relative paths of media start; None: that of the file.
     """
     rows: list[Row]
     files: list[tuple[str, int]]
     numbers: list[int] | None = None
+    media_root: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -38,7 +40,11 @@ class Rows:
     def pick(self, indices: Iterable[int]) -> "Rows":
         """Return only the rows ``indices``, which keep their numbers."""
         wanted = list(indices)
-        return Rows([self.rows[i] for i in wanted], self.files, [self.number(i) for i in wanted])
+        return replace(self, rows=[self.rows[i] for i in wanted], numbers=[self.number(i) for i in wanted])
+
+    def media_home(self, index: int) -> str:
+        """Return the file or folder at which relative paths of the media of ``rows[index]`` start."""
+        return self.media_root or self.origin(index)[0]
 
     def number(self, index: int) -> int:
         """Return the index of ``rows[index]`` in all files together, counted from 0."""

@@ -149,7 +149,7 @@ class ChatMasker:
         for i, chat in enumerate(chats):
             if self.store is not None and chat.media:
                 texts[i], replaced = self.store.expand(texts[i], chat.media)
-                spans[i] = [_moved(span, replaced) for span in spans[i]]
+                spans[i] = [part for span in spans[i] for part in _moved(span, replaced)]
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [(ids, [any(a <= start < b for a, b in where) for start, _ in offsets])
                 for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]
@@ -175,10 +175,18 @@ class ChatMasker:
         return trimmed if trimmed.endswith(tuple(self.tokenizer.all_special_tokens)) else said
 
 
-def _moved(span: Span, replaced: list[Replaced]) -> Span:
-    """Return the range of characters ``span`` in a text in which ranges before it were replaced."""
-    shift = sum(len(range(*after)) - len(range(*before)) for before, after in replaced if before[1] <= span[0])
-    return span[0] + shift, span[1] + shift
+def _moved(span: Span, replaced: list[Replaced]) -> list[Span]:
+    """Return the parts of the range of characters ``span`` that are left where ranges of the text were replaced, in the
+    new text."""
+    found, shift, start = list[Span](), 0, span[0]
+    for before, after in replaced:
+        if before[0] >= span[1]:
+            break
+        if before[1] > span[0]:  # inside
+            found.append((start + shift, after[0]))
+            start = before[1]
+        shift = after[1] - before[1]
+    return [*found, (start + shift, span[1] + shift)]
 
 
 def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:

@@ -13,9 +13,10 @@ from lightrft.config.options import ConfigError, Option
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import check_ranges, flatten, options
+from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.suites import parse_suite
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
-from lightrft.utils.errors import did_you_mean, install_command
+from lightrft.utils.errors import did_you_mean, install_command, UserError
 from lightrft.utils.hub import looks_local
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
@@ -97,7 +98,11 @@ def sources(name: str, entries: list[str]) -> Iterator[str]:
     if name != "eval_data" and not entries:
         yield f"--{name} is missing: give a file, folder or hub id of the data"
     for entry in entries:
-        named = entry.rsplit("@", 1)[0]
+        try:
+            named = parse_source(entry)[1].rsplit("@", 1)[0]
+        except UserError as error:
+            yield f"--{name} {entry}: {error}"
+            continue
         path = Path(named).expanduser()
         named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
         if not path.exists() and (looks_local(named) or named_like_a_file):

@@ -36,9 +36,13 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         """Read pairs; one without a better answer is none.
 
         Raises:
-            DataError: a tie, unless ``--pair_policy skip`` leaves it out.
+            DataError: answers with different media; a tie, unless ``--pair_policy skip`` leaves it out.
         """
         rows = super().read(config, tokenizer, split, media)
+        drawn = [row.uid for row in rows if row.chosen.media != row.rejected.media]
+        if drawn:
+            raise DataError(f"row {drawn[0]}: its answers have different media, of which a policy of texts learns "
+                            "nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
         ties = [row.uid for row in rows if row.tie]
         if ties and config.data.pair_policy == "error":
             raise DataError(f"row {ties[0]}: a tie, of which no answer is better. Remove {len(ties)} such rows, or use "

@@ -6,6 +6,7 @@ from typing import Any
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten
+from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.rows import fetch_entry, fetch_hub
 from lightrft.datasets.suites import parse_suite, SUITES
 from lightrft.rewards.spec import parse_models
@@ -61,7 +62,8 @@ def _models(values: Mapping[str, Any]) -> list[str]:
 
 def _entries(data: DataConfig) -> list[str]:
     """Entries of the training and of the evaluation data that are on the hub."""
-    return [spec for spec in dict.fromkeys([*data.prompt_data, *data.eval_data])
+    paths = [parse_source(spec)[1] for spec in [*data.prompt_data, *data.eval_data]]
+    return [spec for spec in dict.fromkeys(paths)
             if _on_hub(spec) and _on_hub(spec.rpartition("@")[0] or spec)]  # yapf: disable
 
 

@@ -13,7 +13,8 @@ from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_rows import check_kinds, find_row_media
-from lightrft.datasets.preferences import find_pairs
+from lightrft.datasets.pair_sources import parse_source
+from lightrft.datasets.preferences import find_pairs, side_rows
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rows import Rows
@@ -65,7 +66,7 @@ def _(config: PairConfig) -> Iterator[str]:
             pairs = find_pairs(rows, config.data)
             yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
             chats = [_chat(pair.prompt) + _chat(pair.chosen) for pair in pairs.values()]
-            yield from _opened(rows.pick(pairs), chats, data, config.model.pretrain)
+            yield from _opened(side_rows(rows, pairs, config.data, 0), chats, data, config.model.pretrain)
 
 
 @try_out.register
@@ -86,7 +87,8 @@ def _(config: Config) -> Iterator[str]:
 def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     """Return a line for each entry of a split, and the rows of those that are on this machine."""
     entries = cfg.prompt_data if split == "train" else cfg.eval_data
-    here = [one for one in entries if one.startswith("memory:") or Path(one.rsplit("@", 1)[0]).expanduser().exists()]
+    paths = {one: Path(parse_source(one)[1].rsplit("@", 1)[0]).expanduser() for one in entries}
+    here = [one for one in entries if one.startswith("memory:") or paths[one].exists()]
     later = [_later(entry) for entry in entries if entry not in here]
     if not here:
         return later, []
@@ -138,7 +140,7 @@ def _opened(rows: Rows, chats: list[list[Message]], cfg: DataConfig, model: str 
 
 def _decoded(rows: Rows, index: int, chat: list[Message], cfg: DataConfig) -> str:
     """Decode the pictures, videos and sounds of a row; return their kinds."""
-    rules = MediaRules.of(cfg).for_rows_of(rows.origin(index)[0])
+    rules = MediaRules.of(cfg).for_rows_of(rows.media_home(index))
     _, media = find_row_media(rows.rows[index], cfg, chat, rules, rows.where(index))
     for medium in media:
         decode(medium, rules)

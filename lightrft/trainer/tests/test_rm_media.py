@@ -9,12 +9,13 @@ from PIL import Image
 from lightrft.config.cli import parse_config
 from lightrft.config.prm_schema import PRMConfig
 from lightrft.config.rm_schema import RMConfig
-from lightrft.datasets.rows import hold_rows
+from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny_vision
 from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.dpo_trainer import DPOTrainer
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
 
@@ -51,11 +52,21 @@ def trained(folder, tree, kind, rows, **options):
 
 
 def test_pairs_with_pictures(tmp_path):
-    """Rewards depend on the picture, not on what shares a pass; the exported model gives the same ones."""
+    """Rewards depend on the picture, of the prompt or the answer itself, not on what shares a pass; the exported model
+    gives the same ones."""
     rows = [{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "chosen": "a",
              "rejected": "b" * (1 + i)} for i in range(4)]  # yapf: disable
+    drawn = {"chosen": "<image>", "rejected": "<image>"}
+    rows += [{"prompt": rows[0]["prompt"], "images": [picture(i) for i in (0, 5, 6)], **drawn}]
     trainer, media = trained(tmp_path, RMConfig, RMTrainer, rows)
+    with pytest.raises(DataError, match="row 0:4: its answers have different media"):
+        DPOTrainer.read(trainer.config, trainer.tokenizer, "train", media)
     exp = trainer.pack(trainer.eval_rows).exp
+    pair = trainer.eval_rows[4]
+    assert pair.chosen.media[0] == pair.rejected.media[0] != pair.chosen.media[1] != pair.rejected.media[1]
+    assert pair.chosen.token_ids == pair.rejected.token_ids and pair.chosen.token_ids[-1] == exp.token_ids[-1]
+    image = trainer.scorer.config.image_token_id
+    assert not any(kept for token, kept in zip(pair.chosen.token_ids, pair.chosen.loss_mask) if token == image)
     model = trainer.scorer.eval()
     with torch.no_grad():
         together = model(exp)
@@ -66,6 +77,7 @@ def test_pairs_with_pictures(tmp_path):
         scorer.modality.media = media
         torch.testing.assert_close(scorer(exp), together, rtol=1e-4, atol=1e-5)
         assert (model(other) - together[:2]).abs().min() > 1e-4
+        assert (together[8] - together[9]).abs() > 1e-4
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     assert together.abs().min() > 0
 
