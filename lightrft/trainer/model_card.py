@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.utils.run_summary import RunSummary
@@ -68,6 +69,20 @@ _OTHER = """from transformers import AutoProcessor, {architecture}
 
 model = {architecture}.from_pretrained({folder!r})
 processor = AutoProcessor.from_pretrained({folder!r})"""
+_SCORES = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+folder = {folder!r}  # or its name on the hub, once it is there
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSequenceClassification.from_pretrained(folder)
+{text}
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+print("reward", model(**inputs).logits.item())"""
+_SCORED_CHAT = """messages = [{{"role": "user", "content": "What is 12+30?"}}, {{"role": "assistant", "content": "42"}}]
+text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the score is that of the end token"""
+_SCORED_TEXT = """text = "What is 12+30? 42" + tokenizer.eos_token"""
+_OWN_SCORES = """from lightrft.models.loader import load_scorer
+
+model = load_scorer({folder!r})  # no head that transformers loads; lightrft serve_rm scores texts with it"""
 _FACTS = {
     "prompt_data": "training data", "train_data": "training data", "eval_data": "held-out data", "reward": "rewards",
     "advantage_estimator": "advantages", "policy_loss": "loss", "init_kl_coef": "KL coefficient",
@@ -120,7 +135,8 @@ def _tags(config: Tree) -> str:
     ids = [entry for entry in data if re.fullmatch(r"[\w.-]+/[\w.-]+", entry) and not Path(entry).exists()]
     kind = "reinforcement-learning" if isinstance(config, Config) else config.METRICS[0]
     named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
-    return f"pipeline_tag: text-generation\ntags:\n- lightrft\n- {kind}\n{named}"
+    task = "text-classification" if isinstance(config, RMConfig) else "text-generation"
+    return f"pipeline_tag: {task}\ntags:\n- lightrft\n- {kind}\n{named}"
 
 
 def _changes(summary: RunSummary) -> str:
@@ -130,9 +146,22 @@ def _changes(summary: RunSummary) -> str:
     return _CHANGES.format(rows="\n".join(rows)) if rows else ""
 
 
+def _scores(architecture: str, head: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the code that loads a reward model and scores an answer; of one with another head, that loads it."""
+    known = architecture.endswith("ForSequenceClassification") and head["pooling"] == "last"
+    if not known or head["prefix"] != "score" or len(head["names"]) > 1:
+        return _OWN_SCORES.format(folder=str(folder))
+    text = _SCORED_CHAT.format() if tokenizer.chat_template else _SCORED_TEXT
+    return _SCORES.format(folder=str(folder), text=text)
+
+
 def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
-    """Return the code that loads the model and answers a prompt; of a model that sees or hears, that loads it."""
-    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    """Return the code that loads the model and answers a prompt, or scores an answer; of a model that sees or hears,
+    that loads it."""
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = described["architectures"][0]
+    if isinstance(config, RMConfig):
+        return _scores(architecture, described["reward_model"], folder, tokenizer)
     if not architecture.endswith("ForCausalLM"):
         return _OTHER.format(architecture=architecture, folder=str(folder))
     length = config.rollout.generate_max_len if isinstance(config, Config) else 256

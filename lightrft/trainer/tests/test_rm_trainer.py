@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from lightrft.cli.export import export
 from lightrft.config.cli import parse_config
 from lightrft.config.rm_schema import RewardModelConfig, RMConfig
-from lightrft.datasets.rows import DataError
+from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_reward_model, load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.reward_loss import pair_loss
@@ -120,6 +120,19 @@ def test_it_learns_and_is_exported_as_a_classifier_with_the_moments_of_its_rewar
     assert kept["std"] == pytest.approx(wanted.std(correction=0).item(), rel=1e-4) == lines[-1]["eval/reward_std"]
 
 
+def test_the_card_scores_an_answer_as_training_does(base, straight, tmp_path, capsys):
+    card = (straight / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: text-classification\n" in card
+    exec(card.partition("```python\n")[2].partition("```")[0], {})  # as a reader would run it
+    row = {"prompt": [{"role": "user", "content": "What is 12+30?"}], "chosen": "42", "rejected": "?"}
+    config = config_of(base, tmp_path)
+    config.data.train_data = [hold_rows([row])]
+    (pair, ) = RMTrainer.read(config, load_tokenizer(str(base)), "train", None)
+    with torch.no_grad():
+        wanted = load_scorer(str(straight / "hf"))(Experience.pack([pair.chosen.token_ids])).item()
+    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
 def test_a_checkpoint_is_exported_as_the_run_exports(base, straight, tmp_path):
     export(straight, tmp_path / "out")
     own, found = (load_file(folder / "model.safetensors") for folder in (straight / "hf", tmp_path / "out"))
@@ -138,7 +151,7 @@ def test_resumed_is_straight(base, straight, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --zero_stage 3"])
 def test_two_ranks_are_one_rank(base, straight, tmp_path, strategy):
     """One pair per forward pass, so that a rank has empty micro-batches too."""
     data = base / "pairs.jsonl"
@@ -218,6 +231,7 @@ def test_several_heads_learn_from_their_labels(base, tmp_path):
     assert weights["value_head.weight"].shape == (2, 32) and "score.weight" not in weights
     scorer = load_scorer(str(tmp_path / "hf"))
     assert scorer.head.names == ["preference", "short"]
+    assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
 
 
