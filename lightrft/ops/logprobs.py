@@ -1,11 +1,9 @@
 """Log-probs and entropy straight from hidden states, without the [N, V] logits ever existing as a whole."""
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 Read = Callable[[Tensor, slice], tuple[Tensor, ...]]  # log-probs [n, V] of some rows -> values [n, ...]
 
@@ -194,26 +192,71 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, entropy)
 
 
+class _ChunkedRead(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, read, vocab, chunk_mib, soft_cap):
+        ctx.options = read, vocab, chunk_mib, soft_cap
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.set_materialize_grads(False)
+        found = [read(_normalised(logits, vocab, soft_cap), part)
+                 for part, logits in _chunks(_Head(weight, bias, 1.0, 0.0), hidden, chunk_mib)]  # yapf: disable
+        return tuple(torch.cat(column) for column in zip(*found))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (hidden, weight, bias), (read, vocab, chunk_mib, soft_cap) = ctx.saved_tensors, ctx.options
+        head, needs = _Head(weight, bias, 1.0, 0.0), ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden, dtype=head.weight.dtype) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=head.math) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=head.math) if needs[2] else None
+        for part, logits in _chunks(head, hidden, chunk_mib):
+            with torch.enable_grad():
+                found = read(_normalised(logits.requires_grad_(), vocab, soft_cap), part)
+            pairs = [(value, grad[part]) for value, grad in zip(found, grads) if grad is not None]
+            if not pairs:
+                break
+            values, slopes = zip(*pairs)
+            grad, = torch.autograd.grad(values, logits, slopes)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            operand = grad.to(head.weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(operand, head.weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_matmul(grad_weight, operand.t(), hidden[part].to(operand.dtype))
+        return (_as(grad_hidden, hidden), _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None)
+
+
+def _chunks(head: _Head, hidden: Tensor, chunk_mib: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows and their logits [n, V], in a buffer that the next slice uses again; at least one slice."""
+    rows = _rows(len(head.weight), 4, head.math.itemsize, chunk_mib)
+    head.allocate(rows, len(hidden), False)
+    for start in range(0, max(len(hidden), 1), rows):
+        states = hidden[start:start + rows].detach()
+        yield slice(start, start + len(states)), head.logits(states).detach()
+
+
+def _normalised(logits: Tensor, vocab: int | None, soft_cap: float) -> Tensor:
+    """Return the log-probs of the first ``vocab`` tokens, after the soft cap."""
+    logits = logits[:, :vocab]
+    return (soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits).log_softmax(-1)
+
+
 def read_logprobs(hidden: Tensor, weight: Tensor, read: Read, vocab: int | None = None, bias: Tensor | None = None,
                   chunk_mib: float = 256, soft_cap: float = 0.0) -> tuple[Tensor, ...]:
     """``read(log_softmax((hidden @ weight.T + bias).float()[:, :vocab]), slice(0, N))``, in chunks of rows.
 
     Log-probs of a chunk are computed again in the backward pass, so that only what ``read`` returns of them is kept.
+    Sums and roundings are those of :func:`chunked_logprobs`.
 
     Args:
         hidden: [N, H]; N may be 0.
         weight: [V, H] output embedding.
-        read: maps log-probs of some rows, and which these are, to values of these rows.
+        read: maps log-probs of some rows, and which these are, to values of these rows; gradients go through the
+            log-probs alone.
         vocab: tokens that count; None: all.
         bias, chunk_mib, soft_cap: as in :func:`chunked_logprobs`.
     """
-
-    def values(states: Tensor, start: int) -> tuple[Tensor, ...]:
-        logits = linear(states, weight, bias)[:, :vocab].float()
-        logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits
-        return read(logits.log_softmax(-1), slice(start, start + len(states)))
-
-    rows = _rows(len(weight), 4, 4, chunk_mib)
-    starts = range(0, max(len(hidden), 1), rows)
-    found = [checkpoint(values, hidden[start:start + rows], start, use_reentrant=False) for start in starts]
-    return tuple(torch.cat(column) for column in zip(*found))
+    return _ChunkedRead.apply(hidden, weight, bias, read, vocab, chunk_mib, soft_cap)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.ops import logprobs
-from lightrft.ops.logprobs import _Head, chunked_logprobs
+from lightrft.ops.logprobs import _Head, chunked_logprobs, read_logprobs
 
 
 def naive(hidden, weight, targets, temperature=1.0, bias=None, soft_cap=0.0):
@@ -199,3 +199,45 @@ def test_the_benchmark_shows_a_bounded_peak():
                           check=True)
     row = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
     assert row[0] == "50000" and float(row[1]) > 100 and float(row[2]) < 24
+
+
+def best_two(logprobs, part):
+    """A value that is not linear in the log-probs, one per token, and ids, which have no gradient."""
+    values, ids = logprobs.topk(2)
+    return (logprobs.exp() * logprobs).sum(-1), values, ids
+
+
+@pytest.mark.parametrize("rows,soft_cap", [(4, 0.0), (1000, 3.0)])
+def test_what_is_read_in_chunks_is_what_is_read_at_once(rows, soft_cap):
+    hidden, weight, _, bias = problem()
+    logits = hidden @ weight.t() + bias
+    logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+    expected = best_two(logits[:, :11].log_softmax(-1), slice(0, 13))
+    actual = read_logprobs(hidden, weight, best_two, 11, bias, chunk_of(rows, 17, 4), soft_cap)
+    assert torch.equal(actual[2], expected[2]) and not actual[2].requires_grad
+    upstream = [torch.randn_like(each) for each in expected[:2]]
+    for pick in ([0], [0, 1]):
+        got, want = (torch.autograd.grad([found[i]
+                                          for i in pick], (hidden, weight, bias), [upstream[i]
+                                                                                   for i in pick], retain_graph=True)
+                     for found in (actual, expected))
+        for a, b in zip((actual[0], *got), (expected[0], *want)):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    empty = read_logprobs(hidden[:0], weight, best_two, 11, bias, 1.0)
+    assert [each.shape for each in empty] == [(0, ), (0, 2), (0, 2)]
+    assert not torch.autograd.grad(empty[0].sum(), weight)[0].any(), "an empty micro-batch has a gradient of zeros"
+
+
+def test_what_is_read_of_half_inputs_is_summed_up_in_float32():
+    """Also the gradient of the weight, over all chunks; rounded logits would be off by 2^-9 of them."""
+    halves = [each.detach().to(torch.bfloat16).requires_grad_() for each in problem(64, bias=False)[:2]]
+    wholes = [each.detach().float().requires_grad_() for each in halves]
+
+    def entropy(logprobs, part):
+        return ((logprobs.exp() * logprobs).sum(-1), )
+
+    (value, ), (expected, ) = (read_logprobs(*pair, entropy, chunk_mib=chunk_of(4, 17, 4, 4))
+                               for pair in (halves, wholes))
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(torch.autograd.grad(value.sum(), halves), torch.autograd.grad(expected.sum(), wholes)):
+        torch.testing.assert_close(got, want.to(torch.bfloat16), rtol=2**-7, atol=1e-5)
