@@ -18,6 +18,7 @@ from lightrft.models.reward_model import RewardModel
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.timeouts import GroupBudget
+from lightrft.strategy.host_buffers import VisitingWeights
 from lightrft.strategy.mixed_precision import round_frozen
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
@@ -53,10 +54,11 @@ class ModelReward(ABC, Generic[Model]):
     def __init__(self, path: str, model: Model, cfg: RewardConfig, setup: ScorerSetup) -> None:
         self.path, self.model, self.setup = path, model.eval(), setup
         self.most = min((limit for limit in (context_of(path), setup.max_len) if limit), default=0)  # tokens; 0: any
-        self.resting = torch.device("cpu") if cfg.reward_offload else setup.device
         if setup.bf16:
             round_frozen(self.model)
-        self.model.to(self.resting)
+        self.weights = VisitingWeights(self.model) if cfg.reward_offload else None
+        if self.weights is None:
+            self.model.to(setup.device)
         self.renderer = Renderer(DataConfig(), load_tokenizer(path))
         self._queue: list[tuple[RewardInput, Future[list[Outcome]]]] = []
 
@@ -102,11 +104,13 @@ class ModelReward(ABC, Generic[Model]):
     def score(self, rows: list[Encoded]) -> list[Outcome]:
         """Return the outcomes of tokenized sequences."""
         found: list[Outcome] = []
-        self.model.to(self.setup.device)
+        if self.weights is not None:
+            self.weights.to(self.setup.device)
         for part in _cut([len(ids) for ids, _ in rows], self.setup.max_tokens):
             exp = Experience.pack([rows[i][0] for i in part], [rows[i][1] for i in part])
             found += self.judge(exp.to(self.setup.device))
-        self.model.to(self.resting)
+        if self.weights is not None:
+            self.weights.to(torch.device("cpu"))
         return found
 
 

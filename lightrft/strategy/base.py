@@ -287,7 +287,7 @@ class StrategyBase(ABC):
         """
         self.free_full(prepared.model)
         if next(prepared.model.parameters()).device != device:
-            held = self._stored(prepared.model) if device.type == "cpu" else {}
+            held = self._stored(prepared) if device.type == "cpu" else {}
 
             def moved(tensor: Tensor) -> Tensor:
                 return like(held[tensor], tensor) if tensor in held else load(tensor, device)
@@ -296,9 +296,12 @@ class StrategyBase(ABC):
         if prepared.optimizer is not None:
             trained(prepared).bind()
 
-    def _stored(self, model: nn.Module) -> dict[Tensor, Tensor]:
-        """Copy this rank's part of every parameter to host memory."""
-        held: dict[Tensor, Tensor] = {param: self.host.store(param, local(param)) for param in model.parameters()}
+    def _stored(self, prepared: Prepared) -> dict[Tensor, Tensor]:
+        """Copy this rank's part of every parameter to host memory, and of a model without an optimizer only once."""
+        model, frozen = prepared.model, prepared.optimizer is None
+        held: dict[Tensor, Tensor] = {
+            param: self.host.store((model, name), local(param), frozen) for name, param in model.named_parameters()
+        }
         self.host.wait()
         return held
 

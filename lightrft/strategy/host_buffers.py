@@ -1,10 +1,11 @@
 """Host memory for tensors that leave the device."""
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from mmap import mmap
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightrft.utils.errors import ExpectedError
 
@@ -76,17 +77,46 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
-        self._slabs = Slabs()
+        self._slabs, self._queued = Slabs(), False
 
-    def store(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """Queue a copy of ``tensor`` and return the buffer of ``key``; what is in host memory is returned as it is."""
+    def store(self, key: Hashable, tensor: Tensor, frozen: bool = False) -> Tensor:
+        """Queue a copy of ``tensor`` and return the buffer of ``key``; what is in host memory is returned as it is, and
+        what is ``frozen`` is copied once."""
         if tensor.device.type == "cpu":
             return tensor
+        if frozen and key in self._buffers:
+            return self._buffers[key]
         if key not in self._buffers:
             self._buffers[key] = self._slabs.like(tensor)
+        self._queued = True
         return self._buffers[key].copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
         """Wait for the queued copies, so that the host can read the buffers."""
-        if self._buffers and torch.cuda.is_available():
+        if self._queued and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+        self._queued = False
+
+
+class VisitingWeights:
+    """Weights and buffers of a model that is not trained, which rests in pinned host memory and visits a device.
+
+    The host copy stays: a visit copies it to the device, and its end frees memory there and moves nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, slabs = model, Slabs()
+        self.held = {name: slabs.like(tensor).copy_(tensor.detach()) for name, tensor in self._named()}
+        self.to(torch.device("cpu"))
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return chain(self.model.named_parameters(), self.model.named_buffers())
+
+    def to(self, device: torch.device) -> None:
+        """Let the model have its weights on ``device``; copies are queued there."""
+        held = {id(tensor): self.held[name] for name, tensor in self._named() if name in self.held}
+
+        def moved(tensor: Tensor) -> Tensor:
+            return held.get(id(tensor), tensor).to(device, non_blocking=device.type == "cuda")
+
+        self.model._apply(moved)

@@ -17,6 +17,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import NeuralReward, ScorerSetup
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC
 from lightrft.tests.support.scorers import plain, save_judge
 from lightrft.utils.errors import UserError
 
@@ -69,14 +70,25 @@ def test_normalised_by_the_moments_of_the_evaluation(scorers):
 
 
 def test_offloaded_models_visit_the_device(scorers):
-    moves, reward = [], NeuralReward(scorers[0], RewardConfig(reward_offload=True), ScorerSetup(torch.device("meta")))
-    assert next(reward.model.parameters()).device.type == "cpu", "resting"
-    reward.model.to = lambda device: moves.append(device.type)
-    reward.setup = ScorerSetup()
-    reward.score([([5, 6, 7], [False, False, True])])
-    assert moves == ["cpu", "cpu"]
+    """Nothing comes back with them: the host keeps its copy."""
+    row = [([5, 6, 7], [False, False, True])]
+    expected = NeuralReward(scorers[0], RewardConfig(), ScorerSetup()).score(row)[0].value
+    with fake_cuda() as ledger:
+        reward = NeuralReward(scorers[0], RewardConfig(reward_offload=True), ScorerSetup(torch.device("cuda")))
+        held = {name: weight.data_ptr() for name, weight in reward.model.named_parameters()}
+        for _ in range(2):
+            visits = []
+            reward.model.register_forward_pre_hook(lambda model, args: visits.append(weight_of(model).is_cuda))
+            assert reward.score(row)[0].value == pytest.approx(expected, rel=1e-5) and visits[-1]
+            assert held == {name: weight.data_ptr() for name, weight in reward.model.named_parameters()}, "resting"
+        assert not weight_of(reward.model).is_cuda and not ledger.total(DOWNLOAD)
+        assert not any("VisitingWeights" in site for site in ledger.sites(SYNC)), "a copy blocks"
     resident = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(torch.device("meta")))
-    assert next(resident.model.parameters()).device.type == "meta"
+    assert weight_of(resident.model).device.type == "meta"
+
+
+def weight_of(model):
+    return next(model.parameters())
 
 
 def test_what_does_not_fit_is_unscored_and_what_cannot_score_is_refused(scorers, tmp_path):

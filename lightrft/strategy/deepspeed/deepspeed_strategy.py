@@ -312,7 +312,9 @@ class DeepspeedStrategy(DistributedStrategy):
             return
 
         def to(tensor: Tensor) -> Tensor:
-            return self.host.store(tensor, tensor.detach()) if device.type == "cpu" else load(tensor.detach(), device)
+            if device.type != "cpu":
+                return load(tensor.detach(), device)
+            return self.host.store(tensor, tensor.detach(), frozen=prepared.optimizer is None)
 
         if isinstance(prepared.optimizer, ZeroAdamW):
             prepared.optimizer.partitions.move(to)

@@ -4,15 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import optimizer as optimizers
 from lightrft.strategy.host_buffers import HostBuffers, SLAB_BYTES, Slabs, pinned
-from lightrft.strategy.optimizer import MOMENTS
+from lightrft.strategy.optimizer import local, MOMENTS, OptimSpec
 from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC, UPLOAD
 from lightrft.tests.support.strategy_case import assert_same, Case
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES
+from lightrft.trainer.frozen_model import FrozenModel
 from lightrft.utils.errors import ExpectedError
 
 
@@ -146,3 +148,28 @@ def test_buffers_of_one_slab_do_not_overlap() -> None:
     tensors = [torch.rand(size) for size in ((3, 5), (1000, ), (), (0, 4), (7, 300))] + [torch.arange(9)]
     buffers = [slabs.like(tensor).copy_(tensor) for tensor in tensors]
     assert all(torch.equal(buffer, tensor) for buffer, tensor in zip(buffers, tensors))
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp"])
+def test_a_frozen_model_leaves_the_device_without_a_copy(name: str) -> None:
+    """After the first time the host has its weights, in the same memory; a trained one has changed."""
+    with fake_cuda() as ledger:
+        strategy = get_strategy(StrategyConfig(strategy=name))
+        strategy.setup()
+        frozen, spec = FrozenModel(nn.Linear(64, 8), strategy, 0, True), OptimSpec(1e-2)
+        expected, uploads = frozen.prepared.model.weight.detach().clone(), []
+        for _ in range(2):
+            before = ledger.total(DOWNLOAD), ledger.total(SYNC), ledger.total(UPLOAD)
+            with frozen.here() as model:
+                assert model.weight.is_cuda
+            assert (ledger.total(DOWNLOAD), ledger.total(SYNC)) == before[:2]
+            uploads.append(ledger.total(UPLOAD) - before[2])
+            assert not model.weight.is_cuda and torch.equal(local(model.weight), local(expected))
+        assert uploads == [2, 2], "weight and bias"
+        trained = strategy.prepare(nn.Linear(64, 8), spec)
+        strategy.offload(trained)
+        strategy.reload(trained)
+        before = ledger.total(DOWNLOAD)
+        strategy.offload(trained)
+        assert ledger.total(DOWNLOAD) - before == 2
+        strategy.teardown()
