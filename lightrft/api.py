@@ -13,7 +13,6 @@ from lightrft.config.cli import parse_keywords, ParsedConfig
 from lightrft.config.options import split_commas
 from lightrft.config.schema import Config
 from lightrft.rewards.base import REWARDS
-from lightrft.utils.env import World
 from lightrft.utils.errors import end_in_one_line, UserError
 
 if TYPE_CHECKING:
@@ -31,9 +30,13 @@ class Run:
 
     @property
     def metrics(self) -> "pd.DataFrame":
-        """One row per step and one column per metric; NaN where a step did not measure it."""
+        """One row per step and one column per metric; NaN where a step did not measure it.
+
+        Evaluations, rewards and losses come first, memory and times last.
+        """
         import pandas as pd
-        return pd.read_json(self.folder / "metrics.jsonl", lines=True).groupby("step", as_index=False).last()
+        table = pd.read_json(self.folder / "metrics.jsonl", lines=True).groupby("step", as_index=False).last()
+        return table[sorted(table, key=_place)]
 
     def model(self) -> "PreTrainedModel":
         """Load the trained model in its own class, with LoRA adapters merged."""
@@ -86,6 +89,7 @@ class _Training(ABC):
             ExpectedError: options, data, rewards or the model cannot be used; the message names the remedy.
             KeyboardInterrupt: the run was interrupted, after it saved a checkpoint.
         """
+        from lightrft.utils.env import World  # with torch, for which a mistake in a keyword does not wait
         self._train(World.from_env().world_size > 1)
         return Run(Path(self.parsed.config.checkpoint.save_path))
 
@@ -190,6 +194,12 @@ class PRM(_Offline):
     """Training of a process reward model on labelled steps: ``PRM(model, train_dataset, placeholder_token="#",
     reward_tokens=["+", "-"]).train()``, the command ``lightrft prm``."""
     command = OFFLINE["prm"]
+
+
+def _place(metric: str) -> tuple[bool, bool, bool, bool, str]:
+    """Return the sort key of a metric in the table of a run."""
+    late = metric.startswith(("perf/", "time/"))
+    return (metric != "step", late, not metric.startswith("eval/"), not metric.startswith(("reward/", "sft/")), metric)
 
 
 def _specs(data: Data, option: str) -> list[str]:

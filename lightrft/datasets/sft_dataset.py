@@ -89,9 +89,10 @@ def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning
     if learning.whole and column is None and isinstance(row.get("text"), str):
         column = "text"
     if column is None:
-        raise DataError(f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, "
-                        f"conversations, instruction and output, or prompt or input with one of "
-                        f"{', '.join(ANSWER_COLUMNS)}: rename its columns, or remove it")
+        raise DataError(
+            f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, "
+            f"conversations, instruction and output, or prompt or input with one of "
+            f"{', '.join(ANSWER_COLUMNS)}: name its columns with --input_key and --output_key, or remove it")
     answer, value = learning.answer(row), row[column]
     if learning.whole and isinstance(value, str) and missing(answer):
         return Conversation(None, pair=("", renderer.text(value)))

@@ -10,7 +10,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.models.loader import takes_media
-from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.errors import did_you_mean, first_line, UserError
 from lightrft.utils.hub import model_folder
 from lightrft.utils.logging import get_logger
 
@@ -51,7 +51,8 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
+        absent = "" if folder else f"no such folder{_nearest(path)}, and on the hub: "
+        raise UserError(f"cannot load the tokenizer of {path!r}: {absent}{first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {path!r} has no eos token, so responses could never end: set \"eos_token\" in its "
@@ -63,6 +64,12 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
         tokenizer.chat_template = read_chat_template(chat_template)
         _try_template(tokenizer, chat_template)
     return tokenizer
+
+
+def _nearest(path: str) -> str:
+    """Return a suggestion for the mistyped path of a folder, or an empty string."""
+    home = Path(path).parent
+    return did_you_mean(path, (str(other) for other in home.iterdir() if other.is_dir())) if home.is_dir() else ""
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -33,6 +33,13 @@ def test_help_loads_nothing_heavy(script, flag):
             f"except SystemExit as end:\n    assert end.code == {code} and not set({HEAVY}) & set(sys.modules)")
 
 
+def test_a_mistake_in_a_program_does_not_wait_for_torch():
+    heavy = set(HEAVY) - {"numpy"}
+    run("import sys\nfrom lightrft import GRPO\ntry:\n    GRPO('model', 'exact', [], gama=1)\n"
+        f"except Exception as error: assert 'gamma' in str(error) and not {heavy} & set(sys.modules), error\n"
+        "else: assert False")
+
+
 def test_every_module_and_public_name_loads_without_the_optional_packages():
     modules = [info.name for info in pkgutil.walk_packages(lightrft.__path__, "lightrft.") if ".tests" not in info.name]
     assert len(modules) > 60, "modules are missing"

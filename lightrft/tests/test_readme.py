@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.cli.main import COMMANDS
 from lightrft.preflight import engine_rules
 from lightrft.tests.test_gpu_start import QWEN, SHAPES, plan
 
@@ -64,6 +65,25 @@ def test_a_row_of_the_hardware_guide_is_the_plan(size: str, gpus: str, options: 
 def test_the_hardware_guide_covers_one_gpu_to_several_nodes() -> None:
     assert {gpus for _, gpus, *_ in ROWS} >= {"1x24", "1x80", "8x80", "2x8x80"}
     assert {size for size, *_ in ROWS} == SIZES.keys()
+
+
+def test_a_figure_of_a_claim_is_on_the_page_that_it_links_to() -> None:
+    part = README.split("## What is unusual here")[1].split("\n## ")[0]
+    claims = [line for line in part.splitlines() if "](docs/" in line]
+    for claim in claims:
+        linked = "".join((ROOT / name).read_text(encoding="utf-8") for name in re.findall(r"\]\((docs/\w+\.md)", claim))
+        shown = re.sub(r"\[.*?\]\(.*?\)|\w+ \d+\.\d+\.\d+", "", claim)
+        for figure in re.findall(r"(?<![\w.-])\d+\.\d+(?![\w-])|\b\d+(?= %)", shown):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", linked), (figure, claim)
+    assert len(claims) > 8
+
+
+def test_every_trainer_and_command_is_a_link_away() -> None:
+    """Of each command README names the page that has it in a code block, or in its text."""
+    for name in COMMANDS:
+        pages = [(ROOT / page).read_text(encoding="utf-8") for page in re.findall(r"\]\((docs/\w+\.md)", README)]
+        assert re.search(rf"`(lightrft )?{name}\b", README), f"README does not name {name}"
+        assert any(re.search(rf"lightrft(\.cli\.(train_)?| ){name}\b", page) for page in pages), name
 
 
 def test_the_comparison_is_dated_and_of_the_versions_that_are_tested() -> None:

@@ -11,7 +11,7 @@ from lightrft.utils.tables import fixed_data, render, screen, unscored_causes
 
 Row = dict[str, Any]
 
-_EVALUATION = re.compile(r"eval/(all/(pass|avg)@\d+|loss|accuracy)")
+_EVALUATION = re.compile(r"eval/(all/(pass@\d+|avg@(?!1$)\d+)|loss|accuracy)")  # avg@1 is pass@1
 _TRAINING = ("reward/mean", *fixed_data("loss"), *fixed_data("accuracy"))
 _TOKENS = re.compile(r"\w+/tokens")  # of a step: generated, or read by a trainer on fixed data
 UNCUT = 1000  # width of the lines with paths where there is no terminal

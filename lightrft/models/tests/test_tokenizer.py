@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from lightrft.models.tokenizer import CHAT_TEMPLATES, load_tokenizer
@@ -64,6 +65,14 @@ def test_a_tokenizer_without_eos_or_pad(broken, path):
     tiny.change_json(broken / "tokenizer_config.json", **(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     tokenizer = load_tokenizer(str(broken))
     assert tokenizer.pad_token == tokenizer.eos_token == "<|im_end|>"
+
+
+def test_a_mistyped_folder_that_may_be_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "runs" / "warm").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"'runs/wram': no such folder \(did you mean runs/warm\?\), and on the hub: "):
+        load_tokenizer("runs/wram")
 
 
 def test_no_tokenizer(tmp_path):
