@@ -69,13 +69,16 @@ def launch(ranks: str, module: str, words: list[str]) -> int:
 
     from lightrft.utils.env import threads_per_rank
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", "-m", module, *words]))
     except ChildFailedError as error:
         failure = error.get_first_failure()[1]
         if isinstance(failure.message, dict):
-            sys.stderr.write(f"{failure.message['message']}\n")
+            said = failure.message["message"]
+            sys.stderr.write(said if "error: " in said else f"lightrft: error: {said}")
+            sys.stderr.write("\n")
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
     except SignalException as stop:
         return 128 + int(stop.sigval)

@@ -190,9 +190,19 @@ ELSEWHERE: dict[str, str] = {
 }
 """Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 
+SIBLINGS: dict[str, str] = {
+    "reward": "--score",
+    "train_data": "--prompt_data",
+    "prompt_data": "--train_data | --eval_data",
+    "n_samples_per_prompt": "--n_samples",
+    "actor_learning_rate": "--learning_rate",
+    "save_path": "--output_path",
+}
+"""Options of a command of this package -> those of the others that mean the same."""
+
 
 def refusal(name: str, known: Container[str] = ()) -> str | None:
-    """Explain why a flag of another trainer, ``name`` (without dashes), is refused, and what to use instead.
+    """Explain why a flag of another trainer or command, ``name`` (without dashes), is refused, and what to use instead.
 
     Args:
         known: options of the tree; a counterpart is named if it is one of them.
@@ -203,8 +213,9 @@ def refusal(name: str, known: Container[str] = ()) -> str | None:
     asked = name.replace("-", "_")
     if asked in REFUSED:
         return f"--{name} is not an option here: {REFUSED[asked]}"
-    for remedy in ELSEWHERE.get(asked.removeprefix("actor_rollout_ref."), "").split(" | "):
-        flag = re.match(r"--(\w+)", remedy)
-        if remedy and (flag is None or flag[1] in known):
-            return f"{name} is an option of another trainer; here: {remedy}"
+    for names, home in ((ELSEWHERE, "trainer"), (SIBLINGS, "command")):
+        for remedy in names.get(asked.removeprefix("actor_rollout_ref."), "").split(" | "):
+            flag = re.match(r"--(\w+)", remedy)
+            if remedy and (flag is None or flag[1] in known):
+                return f"{name} is an option of another {home}; here: {remedy}"
     return None

@@ -104,6 +104,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         split: "train" or "eval"; it selects the options that apply.
         media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
         suffix: text at the end of every prompt.
+        scored: whether anything scores the responses, so that missing reference answers are worth a warning.
 
     Attributes:
         dropped: prompts left out because they are too long.
@@ -113,9 +114,9 @@ class PromptsDataset(MixedDataset[Prompt]):
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int, split: str = "train",
-                 media: MediaStore | None = None, suffix: str = "") -> None:
+                 media: MediaStore | None = None, suffix: str = "", scored: bool = True) -> None:
         parts, self.probs = load_specs(cfg, split)
-        self._renderer, self._media = Renderer(cfg, tokenizer, suffix), media
+        self._renderer, self._media, self._scored = Renderer(cfg, tokenizer, suffix), media, scored
         self._records: list[Record] = []
         self._uids: list[str] = []
         self._prompts: list[EncodedPrompt] = []
@@ -143,7 +144,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         self._prompts += [prompts[i] for i in kept]
         self.sizes.append(len(kept))
         self.dropped += before - len(kept)
-        if records and missing(records[0].reference):
+        if self._scored and records and missing(records[0].reference):
             get_logger().warning("%s", no_reference(rows, self._renderer.cfg))
 
     def _report_bare_text(self, cfg: DataConfig) -> None:

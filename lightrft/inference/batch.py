@@ -46,7 +46,7 @@ def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardMa
     rl = config.as_config()
     model = LoadedModel.open(rl, strategy)
     data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
-                          suffix=config.data.wish)
+                          suffix=config.data.wish, scored=rewards is not None)
     prompts: Sequence[Prompt] = _of_iteration(config, data)
     files = _open_files(config, strategy, content_of(prompts))
     return files, generate(model, prompts, files, rewards, config.seed)

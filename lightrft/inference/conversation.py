@@ -68,7 +68,8 @@ class Conversation:
         config = self.model.config
         row = {"prompt": messages, **({"images": pictures} if pictures else {})}
         data = replace(config.data, prompt_data=[hold_rows([row])])
-        return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media)[0]
+        return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
+                              scored=False)[0]
 
     def _pieces(self, prompt: Prompt) -> Iterator[str]:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""

@@ -309,6 +309,8 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (SFTConfig, "--dataset a", "here: --train_data"),
     (GenerateConfig, "--enable_prefix_caching", "drop the flag"),
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
+    (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
+    (EvaluateConfig, "--reward math", "here: --score"),
 ])
 def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
