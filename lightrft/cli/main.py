@@ -2,7 +2,8 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from lightrft.cli.offline import OFFLINE
@@ -40,9 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 2
     module = COMMANDS[name][0]
     ranks, rest = take_nproc(words)
-    if ranks and not {"-h", "--help"}.intersection(rest):
-        return launch(ranks, module, rest)
-    return import_module(module).main(rest)
+    if not ranks or {"-h", "--help"}.intersection(rest):
+        return import_module(module).main(rest)
+    if "--dry_run" in rest:
+        with as_first_of(ranks):
+            return import_module(module).main(rest)
+    return launch(ranks, module, rest)
 
 
 def take_nproc(words: list[str]) -> tuple[str, list[str]]:
@@ -55,6 +59,18 @@ def take_nproc(words: list[str]) -> tuple[str, list[str]]:
                 raise SystemExit(f"lightrft: error: --nproc {value}: expected the number of processes, such as 8")
             return value, words[:i] + words[i + (1 if equals else 2):]
     return "", words
+
+
+@contextmanager
+def as_first_of(ranks: str) -> Iterator[None]:
+    """Let this process be rank 0 of ``ranks``: a plan talks to no other rank, so the others need not start."""
+    before = dict(os.environ)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def launch(ranks: str, module: str, words: list[str]) -> int:

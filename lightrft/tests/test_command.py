@@ -3,11 +3,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from lightrft.cli import main as command
 from lightrft.tests.support.launch import ROOT
+from lightrft.utils.env import World
 
 
 def run(*words):
@@ -37,6 +39,13 @@ def test_the_number_of_processes_is_taken_out_of_the_words():
     for words in (["--nproc"], ["--nproc", "many"], ["--nproc=0"]):
         with pytest.raises(SystemExit, match="expected the number of processes"):
             command.take_nproc(words)
+
+
+def test_a_plan_for_many_processes_starts_none(monkeypatch):
+    monkeypatch.setattr(command, "launch", None)
+    monkeypatch.setitem(command.COMMANDS, "counts", ("counts", ""))
+    monkeypatch.setitem(sys.modules, "counts", SimpleNamespace(main=lambda words: (words, World.from_env().world_size)))
+    assert command.main(["counts", "--nproc", "8", "--dry_run"]) == (["--dry_run"], 8) and World.from_env() == World()
 
 
 @pytest.mark.dist

@@ -91,7 +91,7 @@ def test_row_without_answer(build, row):
 
 def test_row_without_prompt(build):
     with pytest.raises(DataError,
-                       match="row 1: the row has no demonstration .it has response.*messages, .*completion.*--input_key"):
+                       match="the row has no demonstration .it has response.*messages, .*completion.*--input_key"):
         build([{"response": "x"}])
 
 
