@@ -34,6 +34,7 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     from lightrft.rewards.neural import ScorerSetup
     from lightrft.trainer.base_trainer import open_media
     from lightrft.trainer.hub_files import fetch_once
+    from lightrft.trainer.pretraining_loss import read_pretraining
     from lightrft.trainer.session import training_session
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
     config, data = parsed.config, parsed.config.data
@@ -47,7 +48,7 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         models, setup = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)
         rewards = RewardManager(config.reward, functions, setup)
         SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
-                       media=media).fit()
+                       media=media, pretraining=read_pretraining(config, tokenizer, media)).fit()
 
 
 if __name__ == "__main__":

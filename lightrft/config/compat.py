@@ -16,7 +16,6 @@ _FLASH = "packed attention is always on and uses flash-attn when it is installed
 _MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
 _MULTIMODAL = "the model says whether it sees or hears, and rows with and without media may be mixed; drop the flag"
-_PRETRAIN_MIX = "mixing in a pretraining loss is not part of this release; drop the flag"
 _ADVANTAGE = "it never had an effect; choose --advantage_estimator, and --advantages_norm to whiten"
 _ANALYSIS = "use --save_trajectories and read SAVE_PATH/rollouts/step_N.jsonl"
 _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; drop the flag"
@@ -54,10 +53,6 @@ REFUSED: dict[str, str] = {
     "disable_fast_tokenizer": "only fast tokenizers are supported; drop the flag",
     "use_ms": "download the model first and give its folder to --pretrain",
     # data
-    "pretrain_data": _PRETRAIN_MIX,
-    "pretrain_data_probs": _PRETRAIN_MIX,
-    "pretrain_split": _PRETRAIN_MIX,
-    "ptx_coef": _PRETRAIN_MIX,
     "aux_loss_coef": "the balance loss of mixture-of-experts models is not part of this release; drop the flag",
     "system_prompt_path": "use --system_prompt \"$(cat FILE)\"",
     # reward and algorithm

@@ -4,7 +4,7 @@ The flat ``--flags`` (:mod:`lightrft.config.cli`), the YAML keys, the checks of 
 the docs are generated from these lines, so an option that is in no tree does not exist. A part of the library receives
 only its own group. The groups that other trainers have too are in :mod:`lightrft.config.shared_schema`.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from lightrft.config.engine_schema import EngineConfig
@@ -246,6 +246,35 @@ class TrainConfig(OptimConfig):
 
 
 @dataclass
+class PtxConfig:
+    """Language-modelling loss on rows of other data, beside the loss of the policy."""
+    pretrain_data: list[str] = option(
+        [], "texts or demonstrations whose language-modelling loss is added to that of the policy: file, folder or hub "
+        "id, 'path@data_dir'; several are mixed", needs="ptx_coef 0.05")
+    pretrain_data_probs: list[float] = option([],
+                                              "mixing probability of each --pretrain_data entry (default: concatenate)",
+                                              within=PROBABILITY, needs="pretrain_data A,B")
+    pretrain_split: str = option("train", "split of --pretrain_data to use", needs="pretrain_data PATH")
+    pretrain_max_len: int = option(
+        0, "longest row of --pretrain_data in tokens; longer ones follow --overlong_prompt; 0: --prompt_max_len plus "
+        "--generate_max_len", within=NON_NEGATIVE, needs="pretrain_data PATH")
+    pretrain_mode: bool = option(
+        True, "learn every token of a row of --pretrain_data; false: the answers of demonstrations only",
+        needs="pretrain_data PATH")
+    ptx_coef: float = option(0.05, "weight of the loss on --pretrain_data, in nats per token", within=NON_NEGATIVE,
+                             needs="pretrain_data PATH")
+    ptx_batch_size: int = option(
+        0, "rows of --pretrain_data in each optimizer step of the policy, over all ranks; 0: --train_batch_size",
+        within=NON_NEGATIVE, needs="pretrain_data PATH")
+
+    def as_data_config(self, prompts: DataConfig) -> DataConfig:
+        """Return the data group of the rows: rendered and read as ``prompts``, without what wraps or filters those."""
+        return replace(prompts, prompt_data=self.pretrain_data, prompt_data_probs=self.pretrain_data_probs,
+                       prompt_split=self.pretrain_split, max_samples=0, difficulty_key=None, difficulty_min=None,
+                       difficulty_max=None, input_template=None, system_prompt=None)
+
+
+@dataclass
 class EvalConfig:
     """Held-out evaluation; touches no training state."""
     eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)",
@@ -284,6 +313,7 @@ class Config(Tree):
     reward: RewardConfig = group(RewardConfig)
     algorithm: AlgorithmConfig = group(AlgorithmConfig, extended_in="algorithms")
     train: TrainConfig = group(TrainConfig)
+    ptx: PtxConfig = group(PtxConfig)
     eval: EvalConfig = group(EvalConfig, free=True)
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: LogConfig = group(LogConfig, free=True)
@@ -302,6 +332,11 @@ class Config(Tree):
     def shares_prompts(self) -> bool:
         """Return True if a forward pass computes a prompt once for all its samples."""
         return self.train.share_prompts and not self.model.lora_dropout
+
+    @property
+    def pretrain_len(self) -> int:
+        """Longest row of the pretraining data in tokens."""
+        return self.ptx.pretrain_max_len or self.sequence_len
 
     def pass_tokens(self, samples: int) -> int:
         """Override :meth:`Tree.pass_tokens`: a prompt counts once for all its samples, where a mini-batch has them all.

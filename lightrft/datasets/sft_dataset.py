@@ -240,6 +240,7 @@ class TokenizedDataset(MixedDataset[Item]):
         DataError: data, rows or templates cannot be used.
     """
     NAME: ClassVar[str]  # of its rows, in messages
+    LIMIT: ClassVar[str] = "--max_len"  # option of the longest sequence
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
                  media: MediaStore | None = None) -> None:
@@ -253,8 +254,8 @@ class TokenizedDataset(MixedDataset[Item]):
             self.sizes.append(len(found))
             self.dropped += len(rows) - len(found)
         if not self._rows:
-            raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than --max_len {max_len} "
-                            "tokens, or left out for another reason, which the log has")
+            raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than {self.LIMIT} "
+                            f"{max_len} tokens, or left out for another reason, which the log has")
 
     @abstractmethod
     def read(self, entry: int, rows: Rows) -> list[Any]:
@@ -262,7 +263,7 @@ class TokenizedDataset(MixedDataset[Item]):
 
     def fitting(self, rows: Rows, lengths: list[int]) -> list[int]:
         """Return the indices of the rows that are not too long."""
-        return fitting(rows, lengths, self._max_len, self._renderer.cfg.overlong_prompt, "--max_len")
+        return fitting(rows, lengths, self._max_len, self._renderer.cfg.overlong_prompt, self.LIMIT)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -303,6 +304,11 @@ class SFTDataset(TokenizedDataset[SFTExample]):
         """The demonstration at ``index``."""
         uid, ids, mask, media = self._rows[index]
         return SFTExample(uid, ids.tolist(), mask.tolist(), media)
+
+
+class PretrainingDataset(SFTDataset):
+    """Texts and demonstrations whose loss joins that of a policy."""
+    NAME, LIMIT = "rows of --pretrain_data", "--pretrain_max_len"
 
 
 def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:

@@ -191,6 +191,8 @@ def _data(c: Config) -> Iterator[str]:
     yield from _prompts(c)
     yield from sources("eval_data", d.eval_data)
     yield from suites(d.eval_suite)
+    yield from sources("pretrain_data", c.ptx.pretrain_data) if c.ptx.pretrain_data else ()
+    yield from _probabilities("pretrain_data", c.ptx.pretrain_data_probs, len(c.ptx.pretrain_data))
     yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
 
 
@@ -198,7 +200,7 @@ def _prompts(c: Config) -> Iterator[str]:
     d = c.data
     yield from sources("prompt_data", d.prompt_data)
     yield from _rendering(d)
-    yield from _probabilities(d.prompt_data_probs, len(d.prompt_data))
+    yield from _probabilities("prompt_data", d.prompt_data_probs, len(d.prompt_data))
 
 
 def _rendering(d: PromptConfig | OfflineDataConfig) -> Iterator[str]:
@@ -216,14 +218,15 @@ def _difficulty(key: str | None, low: float | None, high: float | None) -> Itera
                f"value: {high:g}")
 
 
-def _probabilities(probs: list[float], sources: int) -> Iterator[str]:
+def _probabilities(name: str, probs: list[float], sources: int) -> Iterator[str]:
+    """Yield the problem of the mixing probabilities of the ``sources`` entries of an option."""
     if not probs or not sources:
         return
     if len(probs) != sources:
-        yield f"--prompt_data_probs {probs}: {len(probs)} values for {sources} --prompt_data entries; give {sources}"
+        yield f"--{name}_probs {probs}: {len(probs)} values for {sources} --{name} entries; give {sources}"
     elif abs(sum(probs) - 1) > 1e-6:
         nearest = ",".join(f"{p / sum(probs):.6g}" for p in probs) if sum(probs) > 0 else "positive values"
-        yield f"--prompt_data_probs {probs}: must add up to 1, not {sum(probs):.6g}; nearest valid value: {nearest}"
+        yield f"--{name}_probs {probs}: must add up to 1, not {sum(probs):.6g}; nearest valid value: {nearest}"
 
 
 def _rollout(c: Config) -> Iterator[str]:

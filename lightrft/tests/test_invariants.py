@@ -18,7 +18,7 @@ LOSSES = {
     "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True},
     "entropy": {"entropy_coef": 0.05},
     "dual clip": {"dual_clip": 1.1, "eps_clip_high": 0.4},
-    "critic": {"advantage_estimator": "gae"},
+    "critic with ptx": {"advantage_estimator": "gae", "pretrain_data": ["train.jsonl"], "ptx_batch_size": 5},
 }  # yapf: disable
 CUTS = {"1x8": (8, 10**6), "8x1": (1, 10**6), "pairs": (3, 10**6), "token budget": (0, 40)}
 

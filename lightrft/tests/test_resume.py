@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
 STATEFUL: dict[str, Any] = {
     "advantage_estimator": "gae", "init_kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "reward_running_norm":
-    True, "max_epochs": 2, "critic_learning_rate": 3e-3
+    True, "max_epochs": 2, "critic_learning_rate": 3e-3, "ptx_batch_size": 6
 }
 
 
@@ -43,8 +43,9 @@ def straight_fixture(home: Path) -> dict[int, Path]:
 
 
 def options_of(home: Path, folder: Path, **more: Any) -> dict[str, Any]:
-    return OPTIONS | STATEFUL | {"pretrain": home / "model", "prompt_data": home / "train.jsonl", "eval_data": home /
-                                 "test.jsonl", "reward": home / "reward.py", "save_path": folder / "run"} | more
+    rows = home / "train.jsonl"
+    return OPTIONS | STATEFUL | {"pretrain": home / "model", "prompt_data": rows, "pretrain_data": rows, "eval_data":
+                                 home / "test.jsonl", "reward": home / "reward.py", "save_path": folder / "run"} | more
 
 
 def metrics(folder: Path) -> list[str]:

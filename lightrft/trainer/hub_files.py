@@ -1,5 +1,5 @@
 """Files of the hub on several ranks: one rank of each machine has them from the hub, the others from its cache."""
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
         config: all options of the run, for its models.
         data: its data.
     """
-    models, entries, suites = _models(flatten(config)), _entries(data), _suites(data)
+    values = flatten(config)
+    models, entries, suites = _models(values), _entries(data, values.get("pretrain_data") or []), _suites(data)
     if strategy.world_size == 1 or not (models or entries or suites):
         return
     fetched = strategy.local_rank > 0 or _fetch(models, entries, suites)
@@ -60,9 +61,9 @@ def _models(values: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name and _on_hub(name)]
 
 
-def _entries(data: DataConfig) -> list[str]:
-    """Entries of the training and of the evaluation data that are on the hub."""
-    paths = [parse_source(spec)[1] for spec in [*data.prompt_data, *data.eval_data]]
+def _entries(data: DataConfig, more: Iterable[str] = ()) -> list[str]:
+    """Entries of the training and of the evaluation data, and of ``more``, that are on the hub."""
+    paths = [parse_source(spec)[1] for spec in [*data.prompt_data, *data.eval_data, *more]]
     return [spec for spec in dict.fromkeys(paths)
             if _on_hub(spec) and _on_hub(spec.rpartition("@")[0] or spec)]  # yapf: disable
 

@@ -34,6 +34,20 @@ class StepResult:
     outcome: str = "done"
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Further micro-batches of an optimizer step, whose loss has data and denominators of its own.
+
+    Attributes:
+        take: returns the sequences of a micro-batch.
+        micro_batches: sequence indices of this rank; every rank has equally many.
+        loss_of: a micro-batch -> its share of the loss.
+    """
+    take: Callable[[list[int]], Experience]
+    micro_batches: list[list[int]]
+    loss_of: Callable[[Experience], Tensor]
+
+
 class OptimizerStep:
     """Runs the optimizer steps of one model and counts the bad ones.
 
@@ -45,16 +59,18 @@ class OptimizerStep:
         self.cfg, self.strategy, self.timer, self.bad_in_a_row = cfg, strategy, timer, 0
 
     def run(self, prepared: Prepared, take: Callable[[list[int]], Experience], micro_batches: list[list[int]],
-            kept_tokens: float, loss_of: Callable[[Experience], Tensor]) -> StepResult:
+            kept_tokens: float, loss_of: Callable[[Experience], Tensor], beside: Passes | None = None) -> StepResult:
         """Back-propagate ``loss_of`` each micro-batch (its share of one global loss) and step.
 
         Args:
             take: returns the sequences of a micro-batch; an empty one is a dummy without tokens in the loss.
             micro_batches: sequence indices of this rank; every rank has equally many.
             kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
+            beside: what else is in the loss; it makes no step of a mini-batch without tokens.
         """
         prepared.model.train()
-        own, lr = self._backward(prepared, take, micro_batches, loss_of), prepared.scheduler.get_last_lr()[0]
+        passes = [Passes(take, micro_batches, loss_of), *([beside] if beside else [])]
+        own, lr = self._backward(prepared, passes), prepared.scheduler.get_last_lr()[0]
         total = 0.0
         for mine, value in zip(own.tolist(), self.strategy.all_reduce(own).tolist()):
             if not math.isfinite(value):  # that of any rank is not
@@ -71,19 +87,18 @@ class OptimizerStep:
         self.bad_in_a_row = 0
         return StepResult(total, lr, norm)
 
-    def _backward(self, prepared: Prepared, take: Callable[[list[int]], Experience], micro_batches: list[list[int]],
-                  loss_of: Callable[[Experience], Tensor]) -> Tensor:
+    def _backward(self, prepared: Prepared, passes: list[Passes]) -> Tensor:
         """Accumulate the gradients of all micro-batches; return their losses on this rank, float64 on the host.
 
         The host waits for the device once, at the end.
         """
-        losses = []
-        for number, part in enumerate(phase(micro_batches, "update", "micro-batch")):
-            micro_batch = take(part).to(self.strategy.device)
+        losses, work = [], [(each, part) for each in passes for part in each.micro_batches]
+        for number, (each, part) in enumerate(phase(work, "update", "micro-batch")):
+            micro_batch = each.take(part).to(self.strategy.device)
             with self.timer("forward"):
-                loss = loss_of(micro_batch)
+                loss = each.loss_of(micro_batch)
             with self.timer("backward"):
-                self.strategy.backward(loss, prepared, last=number == len(micro_batches) - 1)
+                self.strategy.backward(loss, prepared, last=number == len(work) - 1)
             losses.append(loss.detach().double())
         with self.timer("backward"):
             return torch.stack(losses).cpu()

@@ -5,7 +5,7 @@ so the gradient does not depend on how the batch is cut.
 """
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
+from lightrft.trainer.pretraining_loss import PretrainingLoss
 from lightrft.trainer.replay_buffer import gathered, MiniBatch
 from lightrft.trainer.checks.first_step import add_gaps, FIRST_KL, FIRST_RATIO, pass_metrics, SamePolicy
 from lightrft.trainer.samples import sample_seed
@@ -34,9 +35,10 @@ Coefs = tuple[float, float | None]  # coefficients of the KL and the entropy bon
 class PolicyUpdate:
     """Trains the actor (and the critic) on one rollout after another."""
 
-    def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
-                 timer: Timer) -> None:
+    def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None, timer: Timer,
+                 pretraining: PretrainingLoss | None = None) -> None:
         self.config, self.strategy, self.actor, self.critic = config, strategy, actor, critic
+        self.pretraining = pretraining
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
@@ -124,10 +126,13 @@ class PolicyUpdate:
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"])
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
+                beside = self.pretraining.draw(self.actor, sums) if train_actor and self.pretraining else None
+                forwarded += beside.tokens if beside else 0
                 for name, loss_of in losses.items():
-                    passes = live_plan[self.strategy.rank] if name == "policy" else mini.micro_batches
+                    own = name == "policy"
+                    passes = live_plan[self.strategy.rank] if own else mini.micro_batches
                     results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
-                                                              denominators.tokens, loss_of))
+                                                              denominators.tokens, loss_of, beside if own else None))
         return sums, results, forwarded
 
     def _prepared(self, name: str) -> Prepared:
@@ -184,14 +189,17 @@ class PolicyUpdate:
             metrics |= step_metrics(name, steps) if steps else {}
         return metrics
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the bad steps in a row of every model."""
-        return {name: step.bad_in_a_row for name, step in self.steps.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the bad steps in a row of every model, and the position in the pretraining data."""
+        position = {"pretraining": self.pretraining.loader.state_dict()} if self.pretraining else {}
+        return {name: step.bad_in_a_row for name, step in self.steps.items()} | position
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from :meth:`state_dict`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; pretraining data that are new start at their beginning."""
         for name, step in self.steps.items():
             step.bad_in_a_row = state[name]
+        if self.pretraining and "pretraining" in state:
+            self.pretraining.loader.load_state_dict(state["pretraining"])
 
 
 def _critic_metrics(sums: MetricSums) -> dict[str, float]:

@@ -12,6 +12,7 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import check_context, load_actor, load_critic
 from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
@@ -32,6 +33,7 @@ from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
+from lightrft.trainer.pretraining_loss import PretrainingLoss
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import MediaSource, Prompt
@@ -89,12 +91,13 @@ class SPMDPPOTrainer(PPOTrainer):
         rewards: scores responses (default: the rewards that the options ask for).
         environment: answers responses, which then resume with another turn (default: one turn).
         media: source of the pictures, videos and sounds of the prompts.
+        pretraining: rows of :func:`lightrft.trainer.pretraining_loss.read_pretraining`, whose loss joins the policy's.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
                  rewards: RewardManager | None = None, environment: Environment | None = None,
-                 media: MediaSource | None = None) -> None:
+                 media: MediaSource | None = None, pretraining: Sequence[SFTExample] = ()) -> None:
         train = config.train
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
         total = train.max_steps or loader.steps(train.num_episodes, partial=config.rollout.dynamic_sampling)
@@ -134,7 +137,8 @@ class SPMDPPOTrainer(PPOTrainer):
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts,
                               environment) if eval_prompts else None
         prepared = {"actor": actor} | ({"critic": critic} if critic else {})
-        update = PolicyUpdate(config, strategy, actor, critic, timer)
+        update = PolicyUpdate(config, strategy, actor, critic, timer,
+                              PretrainingLoss(config, strategy, pretraining) if pretraining else None)
         log, kl = RolloutLog(config, strategy), get_kl_controller(config.algorithm)
         super().__init__(config, strategy, prepared, engine, maker, update, loader, kl, evaluator, tokenizer, log,
                          timer, total)

@@ -76,6 +76,7 @@ def _(config: Config) -> Iterator[str]:
         yield from _read(config.data, split, found, config.model.pretrain)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
+    yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
     rewards = RewardManager(config.reward)
     try:
         for where, record in list(found.items())[:1]:

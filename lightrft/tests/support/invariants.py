@@ -17,7 +17,8 @@ SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_si
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},
     "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 5, "train_batch_size": 5,
-            "micro_train_batch_size": 1},  # five samples on two or four ranks: some pad with an empty micro-batch
+            "micro_train_batch_size": 1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 3},
+    # five samples and three rows on two or four ranks: some pad with an empty micro-batch
     "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 0.01, "kl_horizon": 100,
                 "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean",
                 "mask_truncated": True, "generate_max_len": 5},  # passes see tokens that then leave the loss

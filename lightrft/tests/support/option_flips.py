@@ -20,6 +20,7 @@ MOVING = {"max_epochs": 3, "actor_learning_rate": 0.003}
 LONG = {"overlong_buffer": True, "overlong_buffer_len": 8}
 TIS = {"rollout_correction": "tis", "bf16": True}
 ENTROPY = {"entropy_target": 50.0, "max_steps": 2}
+PTX = {"pretrain_data": ["@chats"], "pretrain_max_len": 200, "ptx_batch_size": 2}
 TWO, FOUR = {"max_steps": 2}, {"max_steps": 4}
 
 
@@ -225,6 +226,13 @@ FLIPS: dict[str, Flip] = {
     "share_prompts": Flip(False, metric("perf/forward_tokens")),
     "freezing_actor_steps": Flip(1, weights, GAE | TWO),
     "self_test": Flip(True, keys),
+    # ptx
+    "pretrain_data": Flip(["@train"], metric("policy/ptx_loss"), PTX),
+    "pretrain_data_probs": Flip([0.1, 0.9], metric("policy/ptx_loss"), PTX | {"pretrain_data": ["@chats", "@train"]}),
+    "pretrain_max_len": Flip(60, metric("policy/ptx_loss"), PTX),
+    "pretrain_mode": Flip(False, metric("policy/ptx_loss"), PTX),
+    "ptx_coef": Flip(0.5, metric("policy/grad_norm"), PTX),
+    "ptx_batch_size": Flip(3, metric("policy/ptx_loss"), PTX),
     # eval
     "eval_steps": Flip(1, steps, TWO | EVAL),
     "eval_at_start": Flip(True, steps, EVAL),
@@ -274,6 +282,7 @@ SHOWN: dict[str, str] = {
     "sync_bucket_mib": "lightrft/rollout/tests/test_weight_sync.py::test_two_ranks_generate_what_one_process_does",
     "prompt_split": _D + "test_prompts_dataset.py::test_split_options",
     "eval_split": _D + "test_prompts_dataset.py::test_split_options",
+    "pretrain_split": _T + "test_pretraining_loss.py::test_rows_are_those_of_the_split_without_what_wraps_prompts",
     "input_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "label_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "reference_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",

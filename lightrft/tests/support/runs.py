@@ -21,6 +21,7 @@ from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
 from lightrft.trainer import run_log
 from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.pretraining_loss import read_pretraining
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.utils.env import World, seed_everything
 
@@ -84,6 +85,7 @@ def config_of(home: Path, save: Path, /, **options: Any) -> Config:
     """The checked options of a run: :data:`BASE`, the paths, then ``options`` (flag names)."""
     values = {**BASE, "pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")], **options}
     values["save_path"] = str(save)
+    values["pretrain_data"] = [str(home / name) for name in options.get("pretrain_data", ())]
     if values.get("advantage_estimator") == "gae":
         values.setdefault("critic_learning_rate", 1e-3)
     config = parse_config([], defaults=values).config
@@ -109,7 +111,7 @@ def trainer_of(config: Config, strategy: StrategyBase, rewards: RewardManager | 
     if rewards is None and not asked:
         rewards = Judge(config.reward)
     return SPMDPPOTrainer(config, strategy, build_models(config, strategy), tokenizer, prompts, held_out,
-                          rewards=rewards, media=media)
+                          rewards=rewards, media=media, pretraining=read_pretraining(config, tokenizer, media))
 
 
 @dataclass

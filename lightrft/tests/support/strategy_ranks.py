@@ -12,7 +12,7 @@ from lightrft.tests.support import runs
 
 KINDS: dict[str, dict[str, Any]] = {
     "models": {"advantage_estimator": "gae", "init_kl_coef": 0.1},  # policy, critic and reference
-    "adapters": {"lora_rank": 2, "init_kl_coef": 0.1},
+    "adapters": {"lora_rank": 2, "init_kl_coef": 0.1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 5},
 }  # yapf: disable
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},

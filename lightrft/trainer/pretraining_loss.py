@@ -1,0 +1,85 @@
+"""Language-modelling loss on rows of other data, beside the loss of a policy in each of its optimizer steps.
+
+Paper: Ouyang et al. 2022 (InstructGPT, "PPO-ptx"), https://arxiv.org/abs/2203.02155, equation 2: the objective of the
+policy plus ``gamma * E[log pi(x)]`` over the pretraining distribution.
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import Config
+from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
+from lightrft.models.loader import check_context
+from lightrft.models.loss import GPTLMLoss
+from lightrft.ops.aggregate import Denominators
+from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.optimizer_step import Passes
+from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
+from lightrft.trainer.sft_trainer import pack_rows
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+METRIC = "policy/ptx_loss"  # nats per token, before the weight
+
+
+def read_pretraining(config: Config, tokenizer: PreTrainedTokenizerBase,
+                     media: MediaStore | None) -> Sequence[SFTExample]:
+    """Read the rows of ``--pretrain_data``; none without that option.
+
+    Raises:
+        UserError: rows cannot be used, or may be longer than the model's context.
+    """
+    ptx = config.ptx
+    if not ptx.pretrain_data:
+        return []
+    if ptx.pretrain_max_len:
+        check_context(config.model.pretrain, pretrain_max_len=ptx.pretrain_max_len)
+    return PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
+                              learning=Learning(whole=ptx.pretrain_mode))
+
+
+@dataclass(frozen=True)
+class PretrainingPasses(Passes):
+    """Passes over one batch of rows, of ``tokens`` tokens on all ranks."""
+    tokens: int = 0
+
+
+class PretrainingLoss:
+    """Draws one batch of rows per optimizer step of the policy: ``ptx_coef`` times their mean NLL per token.
+
+    The mean is over the tokens in the loss of the whole batch, of all ranks and micro-batches; log-probs are those of
+    temperature 1. Every rank draws the same rows; ``loader`` holds the position in them.
+
+    Raises:
+        UserError: there are fewer rows than one batch has.
+    """
+    nll = GPTLMLoss()
+
+    def __init__(self, config: Config, strategy: StrategyBase, rows: Sequence[SFTExample]) -> None:
+        train, size = config.train, config.ptx.ptx_batch_size or config.train.train_batch_size
+        if len(rows) < size:
+            raise UserError(f"--ptx_batch_size {size}: --pretrain_data has {len(rows)} usable rows, fewer than one "
+                            f"batch; nearest valid value: {len(rows)}")
+        self.coef, self.strategy = config.ptx.ptx_coef, strategy
+        self.loader = PromptLoader(rows, size, config.data.shuffle, train.seed)
+        self.limits = MicroBatchLimits(train.micro_train_batch_size, train.max_tokens_per_micro_batch)
+
+    def draw(self, actor: Prepared, sums: MetricSums) -> PretrainingPasses:
+        """Return the passes over the next batch; their loss adds :data:`METRIC` to ``sums``."""
+        exp = pack_rows(next(self.loader))
+        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, self.strategy.world_size, self.limits)
+        total = Denominators(exp.loss_mask.sum().item(), exp.num_seqs)
+        return PretrainingPasses(partial(take, exp), plan[self.strategy.rank],
+                                 lambda part: self._loss(actor, part, total, sums), exp.num_tokens)
+
+    def _loss(self, actor: Prepared, part: Experience, total: Denominators, sums: MetricSums) -> Tensor:
+        """Return the weighted share of a micro-batch in the loss."""
+        loss, metrics = self.nll(actor.model(part)[0], part, total)
+        sums.add_tokens({METRIC: metrics["loss"]}, part.loss_mask)
+        return self.coef * loss
