@@ -96,8 +96,9 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
             target = parser.add_argument_group(group, cls.__doc__)
         for name, option in own.items():
             _add(target, option, defaults.get(name, option.default), quiet)
+    known = options(tree)
     for alias, (name, value) in ALIASES.items():
-        if alias not in skip and name in options(tree):
+        if alias not in skip and name in known:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
 
@@ -110,8 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     """
     own = frozenset(word.lstrip("-") for action in parser._actions for word in action.option_strings)
     add_tree(parser, tree, {}, quiet=False, skip=own)
+    known = options(tree)
     for name in REFUSED:
-        if name not in own and name not in options(tree):
+        if name not in own and name not in known:
             parser.add_argument(f"--{name}", nargs="*", action=_RefusedAction, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
     return parser

@@ -53,8 +53,13 @@ def _owner(cls: type, spec: Field) -> str:
 
 def group_options(cls: type, group: str = "", free: bool = False) -> dict[str, Option]:
     """Read the options of one group (a dataclass such as ``StrategyConfig``), by name; all are free with ``free``."""
+    return dict(_read_options(cls, group, free))
+
+
+@cache
+def _read_options(cls: type, group: str, free: bool) -> tuple[tuple[str, Option], ...]:
     hints = get_type_hints(cls)
-    return {spec.name: _option(group, _owner(cls, spec), spec, hints[spec.name], free) for spec in fields(cls)}
+    return tuple((spec.name, _option(group, _owner(cls, spec), spec, hints[spec.name], free)) for spec in fields(cls))
 
 
 def groups(tree: type) -> dict[str, type]:

@@ -94,8 +94,9 @@ def rare_garbage_collection() -> Iterator[None]:
     """Collect reference cycles rarely, and never among the objects that exist already (modules, models, data sets).
 
     By default the collector visits all of these several times per step, although a step leaves no cycles with tensors.
+    Within an outer call of this the objects stay frozen until that ends.
     """
-    thresholds = gc.get_threshold()
+    thresholds, outer = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(_ALLOCATIONS, *thresholds[1:])
@@ -103,7 +104,8 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not outer:
+            gc.unfreeze()
 
 
 @contextmanager

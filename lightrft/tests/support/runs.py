@@ -23,7 +23,7 @@ from lightrft.trainer import run_log
 from lightrft.trainer.base_trainer import open_media
 from lightrft.trainer.pretraining_loss import read_pretraining
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
-from lightrft.utils.env import World, seed_everything
+from lightrft.utils.env import World, rare_garbage_collection, seed_everything
 
 BASE: dict[str, Any] = {
     "rollout_batch_size": 4,
@@ -48,8 +48,11 @@ PROMPTS = ("one", "two plus two", "3+4=", "the fifth of many", "6?", "seven is o
 
 @pytest.fixture(scope="module", autouse=True)
 def no_picture() -> Iterator[None]:
-    """For modules of many runs, which take it up by name: drawing the learning curve takes longer than one of them."""
-    with pytest.MonkeyPatch.context() as patch:
+    """For modules of many runs, which take it up by name: without curves, and without a visit of all objects per run.
+
+    Each of the two takes longer than a run.
+    """
+    with pytest.MonkeyPatch.context() as patch, rare_garbage_collection():
         patch.setattr(run_log, "plot_curve", lambda *args: None)
         yield
 

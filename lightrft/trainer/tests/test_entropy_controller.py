@@ -7,6 +7,8 @@ from lightrft.config.schema import AlgorithmConfig
 from lightrft.tests.support import runs
 from lightrft.trainer.controllers import EntropyController, get_entropy_controller
 
+no_picture = runs.no_picture
+
 TARGET = {"entropy_target": 0.2, "entropy_step": 1e-4, "entropy_coef_max": 0.005}
 
 

@@ -10,6 +10,8 @@ from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs
 from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
 
+no_picture = runs.no_picture
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

@@ -5,6 +5,8 @@ from lightrft.tests.support import runs
 from lightrft.trainer.checks.first_step import StepFactError
 from lightrft.trainer.tests.test_first_step import with_foreign_engine
 
+no_picture = runs.no_picture
+
 FIRE = {"use_fire": True, "first_token_temperature": 20.0}
 
 

@@ -53,3 +53,11 @@ def test_the_collector_is_as_before_after_training():
         assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+def test_an_inner_call_leaves_what_an_outer_one_froze():
+    with rare_garbage_collection():
+        with rare_garbage_collection():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

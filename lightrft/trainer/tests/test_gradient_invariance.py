@@ -22,6 +22,8 @@ from lightrft.trainer.replay_buffer import MicroBatchLimits
 from lightrft.utils.env import rng_state
 from lightrft.utils.logging import get_logger
 
+no_picture = runs.no_picture
+
 ON = {"self_test": True}
 VOLATILE = re.compile("^time/|^perf/|_per_s$")
 

@@ -16,6 +16,8 @@ from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
+no_picture = runs.no_picture
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

@@ -8,6 +8,8 @@ from lightrft.ops.aggregate import MODES
 from lightrft.tests.support import runs
 from lightrft.trainer.optimizer_step import NonFiniteTraining
 
+no_picture = runs.no_picture
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

@@ -10,6 +10,8 @@ from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import finish
 from lightrft.trainer.samples import ResponseGroup
 
+no_picture = runs.no_picture
+
 BATCH, PROMPTS = 4, 22
 OPTIONS = {
     "dynamic_sampling": True, "rollout_batch_size": BATCH, "n_samples_per_prompt": 3, "train_batch_size": 6,

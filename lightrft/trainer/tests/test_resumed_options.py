@@ -9,6 +9,8 @@ from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import errors, launch
 from lightrft.utils.errors import UserError
 
+no_picture = runs.no_picture
+
 SAVED = {"disable_ckpt": False, "max_steps": 2}
 TOLD = "options differ from those of the checkpoint: "
 

@@ -11,6 +11,8 @@ from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
+no_picture = runs.no_picture
+
 GDPO = ADVANTAGES.get("gdpo")
 
 

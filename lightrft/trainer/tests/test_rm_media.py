@@ -13,11 +13,13 @@ from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import tiny_vision
+from lightrft.tests.support import runs, tiny_vision
 from lightrft.trainer.base_trainer import open_media
 from lightrft.trainer.dpo_trainer import DPOTrainer
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
+
+no_picture = runs.no_picture
 
 pytest.importorskip("torchvision")
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"

@@ -20,12 +20,14 @@ from lightrft.models.loader import load_reward_model, load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.reward_loss import pair_loss
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import tiny
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 from lightrft.utils.env import seed_everything
+
+no_picture = runs.no_picture
 
 BY_LENGTH = ("chosen", "rejected", "tie", None)
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "chosen": f"{a}+{b} is {a + b}.",

@@ -18,9 +18,11 @@ from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import tiny
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
+
+no_picture = runs.no_picture
 
 CHATS = [[("user", f"{a}+{b}?"), ("assistant", f"{a + b}."), ("user", "Sure?"), ("assistant", "Yes" * (1 + a % 3))]
          if (a + b) % 2 else [("system", "Add."), ("user", f"{a}+{b}?"), ("assistant", f"{a} and {b} make {a + b}.")]

@@ -14,6 +14,8 @@ from lightrft.tests.support.launch import errors, launch
 from lightrft.trainer.checks import tripwires
 from lightrft.trainer.checks.tripwires import PATIENCE, Tripwires, UnscoredTraining
 
+no_picture = runs.no_picture
+
 GOOD = {
     "rollout/samples": 8, "reward/unscored": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0,
     "group/zero_spread_frac": 0.2, "policy/entropy": 1.0, "policy/kl_old": 0.01, "policy/kl_ref": 0.1, "policy/ratio":
