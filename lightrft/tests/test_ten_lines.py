@@ -77,7 +77,9 @@ def test_a_notebook_runs_the_program(home, alone, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     first, second = re.split(r"\n(?=accuracy = )", program().replace("max_steps=40", "max_steps=2"))
-    cells = [nbformat.v4.new_code_cell(text) for text in (first, second, "run.model().config.vocab_size")]
+    wrong = "GRPO('runs/quickstart/sft/hf', 'exact', [], num_generations=8)"
+    cells = [nbformat.v4.new_code_cell(text) for text in (first, second, "run.model().config.vocab_size", wrong)]
+    cells[3].metadata["tags"] = ["raises-exception"]
     notebook = nbformat.v4.new_notebook(cells=cells)
     for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
@@ -87,3 +89,5 @@ def test_a_notebook_runs_the_program(home, alone, monkeypatch):
     assert accuracies(printed)[0] == accuracies(alone[0])[0] and numbers(home) == pytest.approx(alone[1], rel=1e-4)
     assert len((home / "runs" / "ten_lines" / "metrics.jsonl").read_text().splitlines()) == 3, "other steps"
     assert [one["data"]["text/plain"] for one in cells[2].outputs if "data" in one] == ["64"]
+    ((mistake, ), ) = [one["traceback"] for one in cells[3].outputs]
+    assert mistake == "ConfigError: num_generations is an option of another trainer; here: n_samples_per_prompt"

@@ -23,6 +23,10 @@ class ExpectedError(Exception):
     """
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows (IPython calls this method): one line, as on the command line."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UserError(ExpectedError, ValueError):
     """Options, data, models, rewards or checkpoints that cannot be used."""
@@ -31,7 +35,7 @@ class UserError(ExpectedError, ValueError):
 
 def end_in_one_line() -> None:
     """Let an expected error that this program does not catch end it in one line and with its exit code, in place of a
-    traceback; notebooks and debuggers, which have hooks of their own, show it their way."""
+    traceback; debuggers, which have hooks of their own, show it their way."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line
 
