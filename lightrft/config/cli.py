@@ -191,7 +191,8 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
         speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
         text = f"{prog or os.path.basename(sys.argv[0])}: error: {error}"
         if not leave_error(text, speaks) and speaks:
-            sys.stderr.write(f"{text}\nSee --help for the options.\n")
+            hint = "See --help for the options.\n" if isinstance(error, ConfigError) else ""
+            sys.stderr.write(f"{text}\n{hint}")
         raise SystemExit(2) from None
 
 

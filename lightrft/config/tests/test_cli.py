@@ -99,7 +99,7 @@ def test_remedies_name_only_real_flags(name: str) -> None:
 def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     err = fails(capsys, ["--rolout_batch-size", "4", "--use_mp_opt", "true", "--no_shufle"])
     parts = ("did you mean --rollout_batch_size", "use --bf16", "did you mean --no_shuffle")
-    assert all(part in err for part in parts), err
+    assert all(part in err for part in parts) and err.endswith("\nSee --help for the options.\n"), err
 
 
 @pytest.mark.parametrize("argv,parts", [

@@ -60,6 +60,7 @@ def test_a_dry_run_tries_the_rewards(home, tmp_path, capsys, caplog, no_strategy
         train.main([*words(home, tmp_path / "run", reward=reward), "--dry_run"])
     said = capsys.readouterr()
     assert error.value.code == 2 and told in said.err, said
+    assert "See --help" not in said.err, "no option helps"
     assert reward != "reward.py" or "ZeroDivisionError" in said.err + caplog.text
 
 
