@@ -33,7 +33,7 @@ _MAGIC = re.compile(  # first bytes of the formats that are read; weak ones with
     re.DOTALL)
 _GIVEN_TO_ALL = ("min_pixels", "max_pixels", "fps")  # options, which an object may repeat
 _NOT_READ = ("sample_fps", "nframes", "min_frames", "max_frames", "total_pixels", "resized_height", "resized_width",
-             "video_start", "video_end")  # keys of objects in rows of other programs that change a medium
+             "video_start", "video_end", "detail")  # keys of objects in rows of other programs that change a medium
 _BLOCK = 1 << 20  # bytes that are read at a time
 _DIGESTS: dict[Path, tuple[int, int, str]] = {}  # size, time of change and hash of the files that were read
 
@@ -196,7 +196,7 @@ def _check_options(given: Mapping[str, Any], kind: str, rules: MediaRules, where
     for name in (*_GIVEN_TO_ALL, *_NOT_READ):
         value = given.get(name)
         same = name in _GIVEN_TO_ALL and isinstance(value, Real) and value == getattr(rules, name)
-        if value is None or same:
+        if value is None or same or (name, value) == ("detail", "auto"):
             continue
         remedy = f"Use --{name} {value} for all" if name in _GIVEN_TO_ALL else f"Cut or resize the {kind} itself"
         raise MediaError(f"{where}: {kind} with {name} {shorten(value)}: sizes and rates are not read for one {kind} "

@@ -5,7 +5,7 @@ peft is imported where adapters are made: its import takes more than a second wh
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,15 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def target_names(hf: PreTrainedModel, words: list[str], modality: ActorModality) -> list[str]:
-    """Return the names of the modules of ``hf`` that ``words`` mean: the linear layers of a part of the model
-    (:meth:`ActorModality.parts`; "all-linear": of the decoder), or the modules whose names end with a word.
+class Targets(NamedTuple):
+    """Names of what has adapters: modules, and matrices that belong to no linear layer (Gemma-3's projector)."""
+    modules: list[str]
+    matrices: list[str]
+
+
+def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality) -> Targets:
+    """Find what ``words`` mean in ``hf``: the linear layers of a part of the model (:meth:`ActorModality.parts`;
+    "all-linear": of the decoder), the matrices of a part without any, or the modules whose names end with a word.
 
     Raises:
         UserError: a word matches nothing.
@@ -51,31 +57,36 @@ def target_names(hf: PreTrainedModel, words: list[str], modality: ActorModality)
     head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
     linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
     parts = modality.parts(hf, [name for name in linear if hf.get_submodule(name) is not head])
-    found: list[str] = []
+    weights = dict(hf.named_parameters())
+    matrices = modality.parts(hf, [name for name, weight in weights.items() if weight.ndim == 2])
+    found = Targets([], [])
     for word in words:
         named = parts.get("language" if word == "all-linear" else word) or [
             name for name in names if f".{name}".endswith(f".{word}")]  # yapf: disable
-        if not named and word in parts:
-            raise UserError(f"--target_modules {word}: this part of {type(hf).__name__} has no linear layer, and only "
-                            "those can have adapters (Gemma-3's projector is a bare matrix); leave it out")
-        if not named:
+        bare = [] if named else matrices.get(word, [])
+        if not named and not bare:
             raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
                             f"{', '.join(parts)}; or the end of module names, e.g. {linear[-1].rpartition('.')[2]}")
-        found += named
+        found.modules.extend(named)
+        found.matrices.extend(bare)
     return found
 
 
 def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str],
              modality: ActorModality | None = None) -> "PeftModel":
-    """Freeze ``hf`` and put adapters on the modules that ``target_modules`` mean (:func:`target_names`).
+    """Freeze ``hf`` and put adapters on what ``target_modules`` mean (:func:`find_targets`).
 
     Raises:
-        ValueError: the targets match nothing, or include the embedding or the head (read past the adapters).
+        ValueError: the targets match nothing, include the embedding or the head (read past the adapters), or a matrix
+            that would need dropout on its input.
     """
     from peft import LoraConfig, get_peft_model
-    targets = target_names(hf, target_modules, modality or ActorModality())
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets,
-                        task_type="CAUSAL_LM" if hf.can_generate() else None)
+    modules, matrices = find_targets(hf, target_modules, modality or ActorModality())
+    if matrices and dropout:
+        raise UserError(f"--lora_dropout {dropout:g}: {matrices[0]} is a bare matrix, whose adapter is added to it and "
+                        f"sees no input; set 0, or leave {' '.join(target_modules)} without it")
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules,
+                        target_parameters=matrices or None, task_type="CAUSAL_LM" if hf.can_generate() else None)
     with torch.random.fork_rng(devices=[]):  # the same adapters on every rank, whatever its generator has drawn before
         torch.manual_seed(0)
         peft = get_peft_model(hf, config)
@@ -118,7 +129,7 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stream:
         layer, _, part = _split(name)
-        if layer not in layers or part not in ("base_layer.weight", f"lora_A.{ADAPTER}.weight",
+        if layer not in layers or part not in (f"base_layer.{_matrix(layers[layer])}", f"lora_A.{ADAPTER}.weight",
                                                f"lora_B.{ADAPTER}.weight"):
             yield hf_name(name), tensor
             continue
@@ -126,7 +137,8 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
         held[part[:6]] = tensor
         if len(held) == 3:
             del parts[layer]
-            yield hf_name(f"{layer}.weight"), _merge(layers[layer], held["base_l"], held["lora_A"], held["lora_B"])
+            own = hf_name(f"{layer}.{_matrix(layers[layer])}")
+            yield own, _merge(layers[layer], held["base_l"], held["lora_A"], held["lora_B"])
     if parts:
         raise UserError(
             f"LoRA cannot be merged: the stream holds only {sorted(next(iter(parts.values())))} of {next(iter(parts))}")
@@ -136,9 +148,11 @@ def trained_names(model: nn.Module, merge: bool) -> set[str]:
     """Return the names of the parameters of ``model`` from which the weights that training changes are made: those that
     are trained; with ``merge`` also the weights that a trained adapter is added to, without their biases."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    layers = {_split(name)[0] for name in trained} - {""} if merge else set()
+    adapted = {_split(name)[0] for name in trained} - {""} if merge else set()
+    layers = _layers(model)
     return trained | {
-        name for name, _ in model.named_parameters() if _split(name)[0] in layers and not name.endswith(".bias")
+        name for name, _ in model.named_parameters()
+        if (at := _split(name)[0]) in adapted and (".lora_" in name or name.endswith(f".{_matrix(layers[at])}"))
     }
 
 
@@ -159,6 +173,11 @@ def _split(name: str) -> tuple[str, str, str]:
             layer, _, rest = name.partition(mark)
             return layer, mark, mark[1:] + rest
     return "", "", name
+
+
+def _matrix(layer: Any) -> str:
+    """Name of the matrix that the adapter of ``layer`` is added to."""
+    return getattr(layer, "parameter_name", "weight")
 
 
 def _merge(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:

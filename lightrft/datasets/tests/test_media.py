@@ -191,7 +191,8 @@ def test_base64_of_no_known_format_is_no_path(rules):
 
 # -- sizes and rates of one medium ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name, kind", [("max_pixels", "image"), ("min_pixels", "image"), ("fps", "video"),
-                                        ("nframes", "video"), ("video_start", "video"), ("resized_height", "image")])
+                                        ("nframes", "video"), ("video_start", "video"), ("resized_height", "image"),
+                                        ("detail", "image")])
 def test_sizes_and_rates_of_one_medium_are_refused(name, kind, rules):
     """Unless they are those of the options; None is what parquet fills in."""
     own = find_medium({kind: [PNG] if kind == "video" else PNG, name: None}, kind, rules, "row 1")
@@ -201,12 +202,15 @@ def test_sizes_and_rates_of_one_medium_are_refused(name, kind, rules):
             find(value, rules, kind)
         if name in ("max_pixels", "min_pixels", "fps"):
             assert find(value, replace(rules, **{name: 3}), kind)
+    assert find({"type": "image_url", "image_url": {"url": "red.png", "detail": "auto"}}, rules)
 
 
 @pytest.mark.parametrize("rate", [8000, 8000.0, np.int64(8000)])
 def test_the_rate_of_an_array_is_that_of_its_sound(rate, rules):
+    """A file has its own."""
     sound = decode(find({"array": TONE, "sampling_rate": rate}, rules, "audio"), rules, 8000)
     assert sound.rate == 8000 and (sound.samples == TONE).all()
+    assert find({"bytes": WAV, "sampling_rate": rate}, rules, "audio").key == find(WAV, rules, "audio").key
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -11,13 +11,17 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
                                                     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
+from lightrft.config.schema import ModelConfig
 from lightrft.datasets.decoding import Video
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.waveform import Waveform
 from lightrft.models.actor_modality import FAMILIES
 from lightrft.models.architectures import modality_of, REFUSED
+from lightrft.models.loader import freeze, load_actor
+from lightrft.models.lora import hf_name
 from lightrft.models.shared_prompts import forward_row
+from lightrft.models.towers import part_of
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.tests.support import tiny_vision
@@ -35,12 +39,16 @@ def rig(request, tmp_path_factory):
 
 
 def gradients(rig, batches):
-    """Gradients by name; a tower may have layers whose output is not read."""
-    rig.actor.zero_grad()
+    """Gradients by name, summed over ``batches``, which read the same parameters, or sharded ranks would not meet. A
+    tower may have layers whose output is not read."""
+    total = {}
     for samples in batches:
+        rig.actor.zero_grad(set_to_none=True)
         rig.logprobs(samples).sum().backward()
-    named = rig.actor.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+        found = {name: one.grad for name, one in rig.actor.named_parameters() if one.grad is not None}
+        assert found.keys() == (total or found).keys()
+        total = {name: grad + total.get(name, 0) for name, grad in found.items()}
+    return total
 
 
 def assert_equal_up_to_rounding(gradients, others):
@@ -72,10 +80,33 @@ def test_gradients_do_not_depend_on_the_cut(rig):
     whole, parts = gradients(rig, [samples]), gradients(rig, [[sample] for sample in samples])
     assert_equal_up_to_rounding(whole, parts)
     blank = gradients(rig, [samples[1:2]])
+    assert blank.keys() == parts.keys() == whole.keys()
     paths = tuple(tower.path for tower in rig.actor.modality.family.towers.values())
     tower = [name for name in blank if name.removeprefix("model.").startswith(paths)]
     assert tower and not any(blank[name].any() for name in tower)
     assert all(whole[name].any() for name in tower if not name.endswith("k_proj.bias"))
+
+
+def test_every_part_is_frozen_or_adapted_by_its_name(rig):
+    """Parts cover the model, towers are where the table says, and adapters of each part have gradients."""
+    actor, family = rig.actor, rig.actor.modality.family
+    paths = {part_of(kind): tower.path for kind, tower in family.towers.items()}
+    parts = actor.modality.parts(rig.hf, [name for name, _ in rig.hf.named_parameters()])
+    assert parts.keys() == {"language", "projector", *paths} and all(parts.values())
+    assert {name for names in parts.values() for name in names} == {name for name, _ in rig.hf.named_parameters()}
+    for part, names in parts.items():
+        freeze(actor.model, [part], actor.modality)
+        assert {name for name, one in rig.hf.named_parameters() if not one.requires_grad} == {*names}
+        actor.requires_grad_(True)
+        assert all(name.startswith(paths[part]) for name in names) if part in paths else True
+    adapted = load_actor(ModelConfig(pretrain=str(rig.folder), lora_rank=2, target_modules=[*parts]))
+    adapted.modality.media = rig.source
+    adapted(rig.pack(rig.samples()))[0].sum().backward()
+    learns = [hf_name(name.removeprefix("model.")) for name, one in adapted.named_parameters()
+              if "lora_B" in name and one.grad is not None and one.grad.any()]  # yapf: disable
+    for part, names in parts.items():
+        matrices = tuple(name.removesuffix("weight").removesuffix("mm_input_projection_") for name in names)
+        assert any(name.startswith(matrices) for name in learns), part
 
 
 @pytest.fixture(name="positions")

@@ -54,9 +54,11 @@ class TinyFamily:
             torch.manual_seed(0)
             hf = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(self.model_type, **given),
                                                       dtype=torch.float32).eval()
-            for weight in hf.parameters():
+            for name, weight in hf.named_parameters():
                 if weight.ndim > 1 and not weight.any():  # Gemma's projector starts as zeros
                     torch.nn.init.normal_(weight, std=0.12)
+                if self.model_type == "gemma4" and "q_norm" in name:  # its attention scales no scores
+                    torch.nn.init.constant_(weight, len(weight)**-0.5)
         hf.generation_config = GenerationConfig(**ends)
         return hf
 
