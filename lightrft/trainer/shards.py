@@ -58,9 +58,9 @@ class Shards:
             Its ``loss_mask`` still covers every generated token.
 
     Of all samples, int64 [B]: ``lens`` are tokens with the prompt, ``response_lens`` without it, ``drawn`` without what
-    an environment appended. Float64 [B]: ``surprisals`` are sums of -log p over the drawn tokens, as the engine
-    reported it. After :meth:`update` also: ``kept`` tokens in the loss, how many of them have an advantage (``live``),
-    and their mean ``advantages``.
+    an environment appended; ``media`` is 1 where the prompt has any. Float64 [B]: ``surprisals`` are sums of -log p
+    over the drawn tokens, as the engine reported it. After :meth:`update` also: ``kept`` tokens in the loss, how many
+    of them have an advantage (``live``), and their mean ``advantages``.
     """
 
     def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
@@ -78,7 +78,7 @@ class Shards:
         order = tables[:, 0].argsort()
         columns, self.surprisals = tables[order].unbind(1), sums[order]
         self.size, self.owner, self.truncated = len(tables), columns[1].tolist(), columns[3] > 0
-        self.group_ids, self.lens, self._media, self._prompts, self.response_lens, self.drawn = columns[2], *columns[4:]
+        self.group_ids, self.lens, self.media, self._prompts, self.response_lens, self.drawn = columns[2], *columns[4:]
         self.spread = RankSpread(strategy, exp.sample_ids, self.size)
         self._slots = self._slots_of(exp)
 
@@ -92,8 +92,8 @@ class Shards:
         if share_prompts:
             return Near(self.group_ids.tolist(), self._prompts.tolist())
         alone = -1 - torch.arange(self.size)
-        numbers = torch.where(self._media > 0, self.group_ids, alone)
-        return Near(numbers.tolist(), [0] * self.size) if self._media.any() else None
+        numbers = torch.where(self.media > 0, self.group_ids, alone)
+        return Near(numbers.tolist(), [0] * self.size) if self.media.any() else None
 
     def move(self, homes: Homes) -> None:
         """Move every sequence to its home; ``homes[r]`` are those of rank r, ascending, each on one rank only."""

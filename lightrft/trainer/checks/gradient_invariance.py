@@ -89,14 +89,20 @@ class Comparison:
 
 
 def choose(shards: Shards, units: list[list[int]], count: int) -> list[int]:
-    """Choose ``units`` of about ``count`` samples that keep a token: with an advantage first, then the shortest."""
-    exp, lens = shards.exp, shards.lens.tolist()
+    """Choose ``units`` of about ``count`` samples that keep a token: with an advantage first, then with media, those of
+    a prompt together, so that they share the features of its media in one of the cuts; then the shortest."""
+    exp, lens, groups, sees = shards.exp, shards.lens.tolist(), shards.group_ids.tolist(), shards.media.tolist()
+    shortest: dict[int, int] = {}
+    for group, length in zip(groups, lens):
+        shortest[group] = min(length, shortest.get(group, length))
     kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     signal = segment_sum(torch.where(exp.loss_mask, exp.advantages, 0).abs().float(), exp.cu_seqlens)
     table = shards.spread.gather(torch.stack([kept, signal], 1)).tolist()
 
-    def order(unit: list[int]) -> tuple[bool, int, int]:
-        return all(table[i][1] == 0 for i in unit), sum(lens[i] for i in unit), unit[0]
+    def order(unit: list[int]) -> tuple[bool, bool, tuple[int, ...], int, int]:
+        group = groups[unit[0]]
+        prompt = (shortest[group], group) if sees[unit[0]] else ()
+        return all(table[i][1] == 0 for i in unit), not prompt, prompt, sum(lens[i] for i in unit), unit[0]
 
     kept_units = sorted((unit for unit in units if any(table[i][0] > 0 for i in unit)), key=order)
     chosen = kept_units[:max(1, count // max(map(len, kept_units)))] if kept_units else []

@@ -62,9 +62,20 @@ def _compared(canary: Canary, model: PackedModel) -> str:
                         f"the trainer (largest gap of a rank: {max(gaps):.3g}): they do not see the same media; use "
                         "another --engine_type")
     tokens = sum(request.token_ids.count(token) for token in modality.tokens.values())
-    return (f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media, positions to "
-            f"{len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob {reported[0]:.5f} and "
-            f"{scored[0]:.5f}")
+    return (
+        f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media{_grids(model, request)}, "
+        f"positions to {len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
+        f"{reported[0]:.5f} and {scored[0]:.5f}")
+
+
+def _grids(model: PackedModel, request: Request) -> str:
+    """Describe the grids of patches, or sizes, of the media of a prompt that have one; their positions follow."""
+    media = [] if model.modality.media is None else map(model.modality.media.tensors, request.media)
+    rows = [
+        "x".join(map(str, row)) for one in media for name, tensor in one.tensors.items()
+        if name.endswith(("_grid_thw", "_sizes")) for row in tensor.tolist()
+    ]
+    return f" of {', '.join(rows)}" if rows else ""
 
 
 def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | None) -> None:

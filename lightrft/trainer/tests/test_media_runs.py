@@ -3,6 +3,7 @@ import base64
 import copy
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from lightrft.config.rm_schema import RMConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.rows import hold_rows
+from lightrft.models.actor_modality import MediaModality
 from lightrft.tests.support import media_runs, tiny
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
+from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _one_of_each, ROWS
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.trial import try_out
@@ -79,6 +82,26 @@ def test_passes_run_the_tower_once_per_picture(straight, home, options, tmp_path
     trainer.engine.shutdown()
 
 
+def test_the_self_test_compares_with_a_tower_pass_per_response(home, options, tmp_path, monkeypatch):
+    """Here, features of a picture that several responses share get the gradient of one of them on average."""
+    right = MediaModality._features
+
+    def wrong(self, hf, kind, keys):
+        found = right(self, hf, kind, keys)
+        uses = self.uses / max(1, len(keys))
+        return replace(found, each=[each.detach() + (each - each.detach()) / uses for each in found.each])
+
+    def counted(self, embeddings, exp, hf, known):
+        self.uses = sum(map(len, exp.media))
+        return right_way(self, embeddings, exp, hf, known)
+
+    right_way = MediaModality._with_media
+    monkeypatch.setattr(MediaModality, "_features", wrong)
+    monkeypatch.setattr(MediaModality, "_with_media", counted)
+    with pytest.raises(SelfTestError, match="depends on how the batch is cut"):
+        run(home, tmp_path, **options | {"max_steps": 1})
+
+
 def test_the_report_shows_the_pictures(straight):
     records = [json.loads(line) for line in (straight.folder / "samples.jsonl").read_text().splitlines()]
     shown = {group["uid"]: group["media"] for record in records for group in record["groups"]}
@@ -114,7 +137,8 @@ def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, c
     trainer = trainer_of(config, strategy_of(config))
     trainer.before_loop(True)
     said = [line for line in capfd.readouterr().err.splitlines() if "engine and trainer agree on row" in line]
-    assert [line.partition(" for ")[2][:7] for line in said] == ["1 media", "2 media"], said
+    wanted = ["1 media of 1x4x6, positions", "2 media of 1x4x6, 1x4x6, positions"]
+    assert [line.partition(" for ")[2].partition(" to ")[0] for line in said] == wanted, said
     engine = trainer.engine
     engine.model = copy.deepcopy(engine.model)
     with torch.no_grad():
