@@ -53,7 +53,6 @@ REFUSED: dict[str, str] = {
     "disable_fast_tokenizer": "only fast tokenizers are supported; drop the flag",
     "use_ms": "download the model first and give its folder to --pretrain",
     # data
-    "aux_loss_coef": "the balance loss of mixture-of-experts models is not part of this release; drop the flag",
     "system_prompt_path": "use --system_prompt \"$(cat FILE)\"",
     # reward and algorithm
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",

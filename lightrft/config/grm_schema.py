@@ -1,8 +1,9 @@
 """Options of generative judges: their training on judgements, as supervised fine-tuning."""
 from dataclasses import dataclass
 
-from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig
+from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.options import COUNT, option
+from lightrft.config.sft_schema import SFTTrainConfig
 from lightrft.config.tree import group
 
 
@@ -22,8 +23,8 @@ class JudgeDataConfig(OfflineDataConfig):
 
 
 @dataclass
-class JudgeTrainConfig(OfflineTrainConfig):
-    """The optimizer, its batches, the length of the run, and the evaluation."""
+class JudgeTrainConfig(SFTTrainConfig):
+    """The optimizer, its batches, the length of the run, the load of experts, and the evaluation."""
     generate_max_len: int = option(512, "longest judgement of an evaluation, in tokens", within=COUNT, free=True,
                                    common=True)
 

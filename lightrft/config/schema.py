@@ -12,8 +12,8 @@ from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABIL
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
 from lightrft.config.reward_schema import RewardConfig
-from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
-                                           Tree)
+from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig,
+                                           StrategyConfig, Tree)
 from lightrft.config.tree import group
 
 SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
@@ -223,7 +223,7 @@ class AlgorithmConfig:
 
 
 @dataclass
-class TrainConfig(OptimConfig):
+class TrainConfig(BalanceConfig, OptimConfig):
     """The optimizer, its batches and the length of the run."""
     num_episodes: int = option(1, "passes over the training prompts", within=COUNT, free=True, common=True)
     max_epochs: int = option(1, "passes over each rollout batch", within=COUNT)

@@ -3,9 +3,13 @@ from dataclasses import dataclass
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig
 from lightrft.config.options import option
+from lightrft.config.shared_schema import BalanceConfig
 from lightrft.config.tree import group
 
-SFTTrainConfig = OfflineTrainConfig  # it has the options that all share
+
+@dataclass
+class SFTTrainConfig(BalanceConfig, OfflineTrainConfig):
+    """The optimizer, its batches, the length of the run, and the load of experts."""
 
 
 @dataclass
@@ -25,6 +29,7 @@ class SFTDataConfig(OfflineDataConfig):
 class SFTConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_sft``."""
     data: SFTDataConfig = group(SFTDataConfig)
+    train: SFTTrainConfig = group(SFTTrainConfig)
 
     TRAINING = "supervised fine-tuning"
     METRICS = ("sft", "eval")

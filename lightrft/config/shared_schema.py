@@ -123,6 +123,15 @@ class OptimConfig:
 
 
 @dataclass
+class BalanceConfig:
+    """The load of the experts of a mixture."""
+    aux_loss_coef: float = option(
+        0.0,
+        "mixtures of experts: weight of the load-balancing loss of the routers, over the whole batch of an optimizer "
+        "step; more than one micro-batch per rank takes one more forward pass of each; 0 is off", within=NON_NEGATIVE)
+
+
+@dataclass
 class CheckpointConfig:
     """Outputs of the run, checkpoints and resuming."""
     save_path: str = option("./ckpt", "folder of the run: metrics, curve, rollouts, checkpoints and the final model",

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.lora import ADAPTER, apart_params, base_model, has_adapters, hf_name, merged_params, trained_names
+from lightrft.models.routing import read_routing, Routing
 from lightrft.models.shared_prompts import forward_row
 from lightrft.models.weight_files import WeightFiles
 from lightrft.ops.row_gather import RowGather
@@ -24,6 +25,8 @@ class PackedModel(nn.Module):
     it never is, because every sequence has masks of its own.
     """
     share_prompts = True
+    routes = False  # forward passes leave the choices of the routers in ``routing``
+    routing: Routing | None = None
 
     def __init__(self, model: nn.Module, modality: ActorModality | None = None) -> None:
         super().__init__()
@@ -52,10 +55,14 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, exp: Experience, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states of the ``tokens`` (int64 [N], on the host; None: all), [N, H]."""
-        row, index = forward_row(exp, self.share_prompts and not (self.training and self._drops))
+        found = forward_row(exp, self.share_prompts and not (self.training and self._drops))
+        row, index = found
         inputs = self.modality.inputs(row, self.hf_model)
         body: Any = self.modality.body(self.hf_model)
-        hidden = body(**inputs).last_hidden_state[0]
+        outputs = body(**inputs, **({"output_router_logits": True} if self.routes else {}))
+        if self.routes:
+            self.routing = read_routing(outputs, self.hf_model, exp, found)
+        hidden = outputs.last_hidden_state[0]
         if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "

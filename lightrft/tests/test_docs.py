@@ -190,11 +190,11 @@ def test_the_causes_of_unscored_rewards():
 
 # metrics of a step of a trainer on fixed data, besides those that all have
 OFFLINE = {
-    "sft": "loss_tokens",
-    "grm": "loss_tokens",
+    "sft": "loss_tokens aux_loss",
+    "grm": "loss_tokens aux_loss",
     "rm": "pairs rewards/chosen rewards/rejected rewards/margin accuracy",
     "prm": "steps accuracy accuracy_solution accuracy_first_error base_rate",
-    "kd": "loss_tokens divergence nll",
+    "kd": "loss_tokens divergence nll aux_loss",
     "kto": "answers kl rewards/chosen rewards/rejected logps/chosen logps/rejected",
     "dpo": "pairs rewards/chosen rewards/rejected rewards/margin accuracy logps/chosen logps/rejected nll",
 }

@@ -17,6 +17,7 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.ops.divergence import mismatch_metrics, mismatch_sums
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
+from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
@@ -38,7 +39,8 @@ class PolicyUpdate:
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None, timer: Timer,
                  pretraining: PretrainingLoss | None = None) -> None:
         self.config, self.strategy, self.actor, self.critic = config, strategy, actor, critic
-        self.pretraining = pretraining
+        self.pretraining, coef = pretraining, config.train.aux_loss_coef
+        self.balance = LoadBalance(coef, strategy, actor) if coef else None
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
@@ -128,6 +130,10 @@ class PolicyUpdate:
                     losses["critic"] = self._value_loss(sums, denominators)
                 beside = self.pretraining.draw(self.actor, sums) if train_actor and self.pretraining else None
                 forwarded += beside.tokens if beside else 0
+                if train_actor and self.balance:
+                    losses["policy"] = self._balanced(losses["policy"], self.balance, sums)
+                    with self.timer("forward"):
+                        self.balance.measure(shards.take, live_plan[self.strategy.rank])
                 for name, loss_of in losses.items():
                     own = name == "policy"
                     passes = live_plan[self.strategy.rank] if own else mini.micro_batches
@@ -156,6 +162,11 @@ class PolicyUpdate:
             return loss
 
         return loss_of
+
+    def _balanced(self, loss_of: Callable[[Experience], Tensor], balance: LoadBalance,
+                  sums: MetricSums) -> Callable[[Experience], Tensor]:
+        """Return ``loss_of`` with the share of the load-balancing loss."""
+        return lambda exp: loss_of(exp) + balance.share(sums, "policy/aux_loss")
 
     def _value_loss(self, sums: MetricSums, denominators: Denominators) -> Callable[[Experience], Tensor]:
 
@@ -226,7 +237,8 @@ class LiveSamples:
 
     def __init__(self, config: Config) -> None:
         algorithm = config.algorithm
-        regularised = algorithm.use_kl_loss or algorithm.entropy_coef or algorithm.entropy_target is not None
+        regularised = (algorithm.use_kl_loss or algorithm.entropy_coef or algorithm.entropy_target is not None
+                       or config.train.aux_loss_coef)  # yapf: disable
         entry = POLICY_LOSSES.get(algorithm.policy_loss)
         self.drops = config.train.drop_zero_advantage and entry.skips_zero and not regularised and not entry.selects
 

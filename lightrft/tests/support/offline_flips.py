@@ -43,6 +43,7 @@ SFT_FLIPS: dict[str, Flip] = {
     "disable_ckpt": Flip(True, files, {"disable_ckpt": False}),
 }  # yapf: disable
 SFT_SHOWN: dict[str, str] = {
+    "aux_loss_coef": _T + "test_load_balance.py::test_sft_has_the_loss_of_the_padded_batch",
     "train_split": _D + "test_prompts_dataset.py::test_split_options",
     "max_bad_steps": _T + "test_optimizer_step.py::test_one_process",
 }

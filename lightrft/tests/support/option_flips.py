@@ -282,6 +282,7 @@ SHOWN: dict[str, str] = {
     "sync_bucket_mib": "lightrft/rollout/tests/test_weight_sync.py::test_two_ranks_generate_what_one_process_does",
     "prompt_split": _D + "test_prompts_dataset.py::test_split_options",
     "eval_split": _D + "test_prompts_dataset.py::test_split_options",
+    "aux_loss_coef": _T + "test_load_balance.py::test_rl_has_the_same_loss_in_every_cut_and_with_shared_prompts",
     "pretrain_split": _T + "test_pretraining_loss.py::test_rows_are_those_of_the_split_without_what_wraps_prompts",
     "input_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
     "label_key": _D + "test_prompts_dataset.py::test_lookup_order_and_key_options",
