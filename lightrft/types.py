@@ -133,6 +133,7 @@ class Experience:
     rollout_logprobs: Tensor = _per("T")
     old_logprobs: Tensor = _per("T")
     ref_logprobs: Tensor = _per("T")
+    teacher_logprobs: Tensor = _per("T")
     values: Tensor = _per("T")
     token_rewards: Tensor = _per("T")
     advantages: Tensor = _per("T")

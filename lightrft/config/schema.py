@@ -21,11 +21,16 @@ SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
-    """The policy, the reference and the critic: weights, precision and adapters."""
+    """The policy, the reference, the teacher and the critic: weights, precision and adapters."""
     ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)",
                                       needs="init_kl_coef 0.01")
     initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks",
                                            within=NON_NEGATIVE, needs="init_kl_coef 0.01", free=True)
+    teacher_model: str | None = option(
+        None, "HF folder or hub id of a teacher, with the policy's vocabulary: its log-probs reward every token "
+        "(--kd_coef)")
+    teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes",
+                                   needs="teacher_model PATH", free=True)
     critic_pretrain: str | None = option(
         None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)",
         read_by=("critic", ))
@@ -201,6 +206,12 @@ class AlgorithmConfig:
                                      within=POSITIVE, needs="init_kl_coef 0.01")
     kl_horizon: int = option(10000, "samples over which the adaptive KL coefficient reacts", within=COUNT,
                              needs="kl_target 0.1")
+    kd_coef: float = option(
+        1.0, "weight of a token's log-prob by --teacher_model minus its own, which is added to its advantage",
+        within=POSITIVE, needs="teacher_model PATH")
+    kd_gamma: float = option(0.0,
+                             "discount per action token of what the teacher says of later ones; 0: it does not count",
+                             within=SHARE, needs="teacher_model PATH")
     entropy_coef: float = option(
         0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target",
         within=NON_NEGATIVE)
@@ -357,10 +368,12 @@ class Config(Tree):
         """
         a = self.algorithm
         again = self.train.max_epochs > 1 or num_samples > self.train.train_batch_size
-        read = a.high_entropy_token_ratio > 0 or a.init_kl_coef > 0 and not a.use_kl_loss
+        taught = self.model.teacher_model is not None
+        read = a.high_entropy_token_ratio > 0 or taught or a.init_kl_coef > 0 and not a.use_kl_loss
         wanted = {
             "old_logprobs": not self.bypasses and (again or read),
             "ref": a.init_kl_coef > 0,
+            "teacher": taught,
             "values": critic,
         }
         return [name for name, is_wanted in wanted.items() if is_wanted]

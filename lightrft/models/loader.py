@@ -195,6 +195,11 @@ def context_of(path: str) -> int:
     return _context(_config(path))
 
 
+def logit_count(path: str) -> int:
+    """Number of logits of the model at ``path``; families pad it beyond the tokens of their tokenizer."""
+    return int(_config(path).get_text_config().vocab_size)
+
+
 def _context(config: PretrainedConfig) -> int:
     """Tokens that the model has positions for, extended by RoPE scaling; 0: its config does not say."""
     values = config.get_text_config().to_dict()

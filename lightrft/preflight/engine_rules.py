@@ -206,6 +206,8 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
                    "weights; drop one of them")
     if r.offload_during_rollout:
         yield f"{flag}the passes need the models that --offload_during_rollout takes off the device; drop one of them"
+    if c.model.teacher_offload:
+        yield f"{flag}the passes need the teacher that --teacher_offload takes off the device; drop one of them"
     if r.engine_tp_size > 1:
         yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other while they "
                "generate, and would for the passes, in no common order; drop one of them")

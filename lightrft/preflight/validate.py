@@ -180,6 +180,7 @@ def _batches(c: Config, world_size: int) -> Iterator[str]:
 def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:
     yield from folder("ref_pretrain", m.ref_pretrain)
     yield from folder("critic_pretrain", m.critic_pretrain)
+    yield from folder("teacher_model", m.teacher_model)
     yield from divides("initial_model_shard_size", m.initial_model_shard_size, world_size)
     if m.lora_rank > 0 and m.ref_pretrain:
         yield (f"--ref_pretrain {m.ref_pretrain}: has no effect with --lora_rank (the reference is the policy without "

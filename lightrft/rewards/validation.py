@@ -63,7 +63,7 @@ def _probe_row(manager: RewardManager, row: RewardInput) -> None:
 
 
 def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> None:
-    parts = manager.parts_of(row)
+    parts = [(part, weight) for part, weight in manager.parts_of(row) if weight]  # the others are only measured
     ours = [(part.name, weight) for part, weight in parts if part.built_in]
     sums = [sum(weight * (score.parts[name] or 0.0) for name, weight in ours) for score in scores]
     if ours and max(sums[:-1]) <= sums[-1]:

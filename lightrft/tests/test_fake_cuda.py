@@ -45,6 +45,7 @@ OFFLOAD = {"strategy": "fsdp", "offload_during_rollout": True, "recipe": "ppo"}
 def home_fixture(tmp_path_factory):
     """A model and its data; one run has put tables on the device that stay there."""
     home = runs.write_home(tmp_path_factory.mktemp("home"))
+    tiny.save_model(home / "other", num_hidden_layers=1, seed=1)
     with fake_cuda():
         runs.run(home, home / "warm", max_steps=1)
     return home
@@ -101,7 +102,9 @@ def test_half_precision_takes_the_kernels_of_cuda(strategy, home, tmp_path, monk
 
 
 def test_models_that_leave_the_device_during_generation_give_the_numbers_of_the_cpu(home, tmp_path):
-    compare(home, tmp_path, OFFLOAD, only_cuda=["offload_during_rollout"])
+    """And a teacher that is there for its passes only."""
+    options = OFFLOAD | {"teacher_model": str(home / "other"), "teacher_offload": True}
+    compare(home, tmp_path, options, only_cuda=["offload_during_rollout"])
 
 
 class Pads(torch.nn.Linear):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.tests.support import runs
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
 
 LOSSES = {
@@ -25,7 +25,9 @@ CUTS = {"1x8": (8, 10**6), "8x1": (1, 10**6), "pairs": (3, 10**6), "token budget
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
+    folder = runs.write_home(tmp_path_factory.mktemp("home"))
+    tiny.save_model(folder / "other", num_hidden_layers=1, initializer_range=0.3, seed=1)
+    return folder
 
 
 def off_policy(trainer):

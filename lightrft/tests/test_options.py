@@ -85,7 +85,8 @@ def run_rl(home: Path, save: Path, values: dict[str, Any]) -> Seen:
     """A run of the RL trainer, with its strategy watched."""
     config = runs.config_of(home, save, **({"save_trajectories": True} | values))
     strategy, seen = runs.strategy_of(config), Seen(None)
-    prepare = strategy.prepare
+    prepare, offload = strategy.prepare, strategy.offload
+    strategy.offload = lambda prepared: (seen.calls.append(("offload", )), offload(prepared))
     strategy.prepare = lambda model, optim=None, shard_size=0: (seen.calls.append(
         ("prepare", shard_size)), prepare(model, optim, shard_size))[1]
     return watched(strategy, runs.trainer_of(config, strategy), save, seen)

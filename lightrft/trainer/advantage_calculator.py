@@ -1,4 +1,4 @@
-"""Turns rewards into advantages, in one fixed order: shaping -> estimator -> normalisation.
+"""Turns rewards into advantages, in one fixed order: shaping -> estimator -> normalisation -> teacher -> clip.
 
 Every rank has the rewards of the whole rollout batch and the tokens of its own sequences. So a statistic over samples
 is global, and one over tokens is a sum over ranks.
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.divergence import kl_estimate
+from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import (group_stats, last_token, masked_mean, masked_whiten, moments, response_lengths,
                                   segment_sum)
 from lightrft.ops.selection import largest, share
@@ -145,17 +146,32 @@ class AdvantageCalculator:
             metrics["group/nonpositive_mean_frac"] = lost.float().mean().item()
         return metrics
 
+    def _teach(self, exp: Experience, advantages: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Add what the teacher says of the tokens, ``kd_coef * (log p_teacher - log p)``, to ``advantages`` [T].
+
+        Its policy gradient descends KL(policy || teacher) at every token; with ``kd_gamma`` a token also answers for
+        those after it (arXiv:2306.08543). It needs no baseline, so it comes after estimator and whitening, and the
+        critic does not learn it.
+        """
+        if exp.teacher_logprobs is None:
+            return advantages, {}
+        gap = exp.teacher_logprobs - exp.old_logprobs
+        taught = discounted_returns(gap, exp.loss_mask, exp.cu_seqlens, self.cfg.kd_gamma)
+        mean = masked_mean(-gap, exp.loss_mask, exp.spread).item()
+        return advantages + self.cfg.kd_coef * taught, {"reward/teacher_kl": mean}
+
     def _normalise(self, exp: Experience) -> dict[str, float]:
-        """Whiten at most once, then clip; the statistics are taken before the clip."""
+        """Whiten at most once, add the teacher's part, then clip; the statistics are taken before the clip."""
         mask, adv = exp.loss_mask, exp.advantages
         if self.cfg.advantages_norm:
             adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased, spread=exp.spread)
+        adv, taught = self._teach(exp, adv)
         kept = adv[mask]
         found = moments(kept, exp.spread)
         metrics = {
             "advantage/mean": found.mean, "advantage/std": found.std, "advantage/min": found.min, "advantage/max":
             found.max
-        }
+        } | taught
         if self.cfg.advantage_clip:
             clipped = (kept.abs() > self.cfg.advantage_clip).float()
             metrics["advantage/clip_frac"] = moments(clipped, exp.spread).mean

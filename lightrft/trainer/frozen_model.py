@@ -1,11 +1,40 @@
 """A second model that is never trained: on the device throughout, or only while it computes."""
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.models.loader import load_actor
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
+from lightrft.utils.errors import UserError
+
+
+def teacher_builder(cfg: PolicyModelConfig, path: str, student: PreTrainedTokenizerBase) -> Builder:
+    """Return what loads the teacher at ``path``, frozen.
+
+    Raises:
+        UserError: it numbers its tokens otherwise than the ``student``.
+    """
+    own, theirs = student.get_vocab(), load_tokenizer(path).get_vocab()
+    differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
+    if differ:
+        raise UserError(f"--teacher_model {path}: {len(differ)} of its tokens are not those of the student (the first: "
+                        f"{differ[0]!r}), so their distributions cannot be compared. Take a teacher of the same family")
+    return partial(load_actor, cfg, path=path, train=False, deferred=True)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back the memory of models that are no longer referenced."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class FrozenModel:
@@ -17,7 +46,7 @@ class FrozenModel:
         offloads: it rests in host memory between passes.
     """
 
-    def __init__(self, build: Builder, strategy: StrategyBase, shard_size: int, offloads: bool) -> None:
+    def __init__(self, build: nn.Module | Builder, strategy: StrategyBase, shard_size: int, offloads: bool) -> None:
         self.strategy, self.offloads = strategy, offloads
         self.prepared = strategy.prepare(build, shard_size=shard_size)
         if offloads:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightrft.config.schema import Config
 from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.trainer.frozen_model import FrozenModel
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
@@ -53,6 +54,7 @@ class Pass:
     name: str  # of its timer span
     fields: tuple[str, ...]
     forward: Forward
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around all forward passes of a rollout
 
 
 def on_update_packs(config: Config) -> bool:
@@ -79,7 +81,7 @@ def run_passes(shards: Shards, passes: list[list[int]], model: Forward) -> Tenso
 
 
 class LogprobPass:
-    """Fills ``old_logprobs``, ``entropies``, ``ref_logprobs`` and ``values`` where they are needed.
+    """Fills the log-probs of policy, reference and teacher, ``entropies`` and ``values`` where they are needed.
 
     Old log-probs are computed on the micro-batches of the first update epoch (:func:`on_update_packs`), and on the same
     rows of them (``Experience.drawn``), so on CPUs the first ratio is exactly 1. They are skipped when the rollout is
@@ -89,23 +91,26 @@ class LogprobPass:
     Args:
         actor, critic, reference: prepared models; ``reference`` None with LoRA means the actor without its adapters.
         offloader: moves these models.
+        teacher: rewards every token, of the policy's vocabulary.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, actor: Prepared, critic: Prepared | None,
-                 reference: Prepared | None, offloader: ModelOffloader) -> None:
+                 reference: Prepared | None, offloader: ModelOffloader, teacher: FrozenModel | None = None) -> None:
         self.config, self.strategy, self.offloader = config, strategy, offloader
-        self.actor, self.critic, self.reference = actor, critic, reference
+        self.actor, self.critic, self.reference, self.teacher = actor, critic, reference, teacher
         self.wants_entropies = config.algorithm.high_entropy_token_ratio > 0
         old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
         self.known = [
             Pass("old_logprobs", old, self._old),
             Pass("ref", ("ref_logprobs", ), self._ref),
+            Pass("teacher", ("teacher_logprobs", ), self._teach, teacher.here if teacher else nullcontext),
             Pass("values", ("values", ), lambda exp: cast(Prepared, self.critic).model(exp)[None])
         ]
 
     def has_features(self, key: str) -> bool:
         """True if all models have the features of the medium ``key``, so that its tensors are not needed."""
-        models = [cast(PackedModel, each.model) for each in (self.actor, self.critic, self.reference) if each]
+        all_models = (self.actor, self.critic, self.reference, self.teacher and self.teacher.prepared)
+        models = [cast(PackedModel, each.model) for each in all_models if each]
         return all(model.modality.cache is not None and key in model.modality.cache for model in models)
 
     def wanted(self, num_samples: int) -> list[Pass]:
@@ -122,7 +127,7 @@ class LogprobPass:
         missing = [each for each in self.wanted(shards.size) if vars(exp)[each.fields[0]] is None]
         passes = self._passes(buffer) if missing else []
         for each in missing:
-            with timer(each.name):
+            with timer(each.name), each.during():
                 found = run_passes(shards, passes, each.forward)[..., :exp.num_tokens]  # without a borrowed dummy
                 vars(exp).update(zip(each.fields, found))
 
@@ -134,6 +139,9 @@ class LogprobPass:
     def _ref(self, exp: Experience) -> Tensor:
         with self._reference_weights():
             return self._logprobs(self.reference or self.actor, exp)
+
+    def _teach(self, exp: Experience) -> Tensor:
+        return self._logprobs(cast(FrozenModel, self.teacher).prepared, exp)
 
     def _reference_weights(self) -> AbstractContextManager[Any]:
         actor: Any = self.actor.model

@@ -48,7 +48,7 @@ class PPOTrainer(BaseTrainer):
                                               self.arithmetic.engine, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group
-        self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps)
+        self.tripwires = Tripwires(grouped, config.reward.max_unscored_steps, config.model.teacher_model is not None)
         self.recorder = SampleRecorder(log.folder, strategy, tokenizer, config.log.report, maker.media)
         self.fresh = self.facts_due = True
 

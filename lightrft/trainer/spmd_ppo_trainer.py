@@ -13,7 +13,7 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.sft_dataset import SFTExample
-from lightrft.models.loader import check_context, load_actor, load_critic
+from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
 from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import ScorerSetup
@@ -28,6 +28,7 @@ from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
+from lightrft.trainer.frozen_model import FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.overlapped_passes import OverlappedPasses
@@ -37,6 +38,7 @@ from lightrft.trainer.pretraining_loss import PretrainingLoss
 from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import MediaSource, Prompt
+from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
 
 
@@ -44,7 +46,8 @@ from lightrft.utils.timer import Timer
 class Models:
     """Models of a run, or what builds them, before the strategy prepares them one after the other.
 
-    ``reference`` is None without a KL coefficient, and with LoRA (the actor without its adapters is the reference).
+    ``reference`` is None without a KL coefficient, and with LoRA (the actor without its adapters is the reference). The
+    trainer chooses the teacher itself, because it knows the tokenizer that both must have.
     """
     actor: nn.Module | Builder
     critic: nn.Module | Builder | None = None
@@ -79,6 +82,27 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
         probe(rewards, asked)
 
 
+def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase,
+             media: MediaSource | None) -> FrozenModel | None:
+    """Load the teacher that ``--teacher_model`` asks for, sharded as the policy is.
+
+    Raises:
+        UserError: its vocabulary is another one, or it has no logits for tokens that the policy may draw.
+    """
+    path = config.model.teacher_model
+    if path is None:
+        return None
+    build = teacher_builder(config.model, path, tokenizer)
+    width, own = logit_count(path), logit_count(str(config.model.pretrain))
+    if width < own:
+        raise UserError(
+            f"--teacher_model {path}: it has {width} logits, and the policy may draw {own} different tokens. "
+            "Take a teacher whose vocabulary is padded at least as far")
+    teacher = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, config.model.teacher_offload)
+    connect_media(teacher.prepared.model, media, strategy, feature_cache(config.data))
+    return teacher
+
+
 class SPMDPPOTrainer(PPOTrainer):
     """Trainer of a run: ``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
@@ -111,6 +135,7 @@ class SPMDPPOTrainer(PPOTrainer):
         reference = strategy.prepare(
             models.reference,
             shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
+        teacher = _teacher(config, strategy, tokenizer, media)
         cache = feature_cache(config.data)
         connect_media(actor.model, media, strategy, cache)
         if critic is not None:  # its towers are trained
@@ -118,17 +143,18 @@ class SPMDPPOTrainer(PPOTrainer):
         if reference is not None:
             same = config.model.ref_pretrain in (None, config.model.pretrain)
             connect_media(reference.model, media, strategy, cache if same else feature_cache(config.data))
-        for each in (actor, critic, reference):
-            if each is not None:
-                cast(PackedModel, each.model).share_prompts = config.shares_prompts
+        models_used = [each for each in (actor, critic, reference, teacher and teacher.prepared) if each]
+        for each in models_used:
+            cast(PackedModel, each.model).share_prompts = config.shares_prompts
         timer = timer or Timer()
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device))
         _try_rewards(config, rewards, prompts)
         engine = get_engine(config.rollout, actor.model, strategy, tokenizer, bool(config.model.bf16))
         needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
         greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
-        offloader = ModelOffloader(config, strategy, [each for each in (actor, critic, reference) if each], timer)
-        logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader), config.rollout
+        offloader = ModelOffloader(config, strategy, models_used[:-1] if teacher and teacher.offloads else models_used,
+                                   timer)
+        logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader, teacher), config.rollout
         overlapped = OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
                                       timer) if rollout.overlap_passes else None
         calculator = get_advantage_calculator(config.algorithm, config.reward, rollout.generate_max_len)

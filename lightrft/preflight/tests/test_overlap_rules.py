@@ -20,6 +20,7 @@ def problems(world_size=1, **values):
     ({"oversample": 1.5}, "--oversample carries groups over"),
     ({"offload_during_rollout": True}, "--offload_during_rollout takes off the device"),
     ({"engine_tp_size": 2, "engine_type": "vllm"}, "--engine_tp_size 2"),
+    ({"teacher_offload": True}, "--teacher_offload takes off the device"),
     (LORA, "add --engine_type vllm"),
 ])
 def test_what_contradicts_it(values, words):
@@ -34,7 +35,8 @@ def test_ranks_that_divide_a_tower_agree_on_its_passes():
 
 @pytest.mark.parametrize("values,passes", [
     ({}, False), ({"max_epochs": 2}, True), ({"max_epochs": 2, "rollout_correction": "bypass"}, False),
-    ({"train_batch_size": 128}, True), ({"init_kl_coef": 0.1}, True), ({"advantage_estimator": "gae"}, True),
+    ({"train_batch_size": 128}, True), ({"init_kl_coef": 0.1}, True),
+    ({"teacher_model": "t"}, True), ({"advantage_estimator": "gae"}, True),
     ({"high_entropy_token_ratio": 0.2}, True), (LORA | {"engine_type": "vllm"}, True),
 ])  # yapf: disable
 def test_it_needs_passes(values, passes):

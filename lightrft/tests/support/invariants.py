@@ -17,7 +17,8 @@ SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_si
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},
     "gae": {"advantage_estimator": "gae", "init_kl_coef": 0.1, "rollout_batch_size": 5, "train_batch_size": 5,
-            "micro_train_batch_size": 1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 3},
+            "micro_train_batch_size": 1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 3,
+            "teacher_model": "{home}/other", "kd_coef": 0.1, "kd_gamma": 0.5},
     # five samples and three rows on two or four ranks: some pad with an empty micro-batch
     "kl loss": {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 0.01, "kl_horizon": 100,
                 "reward_running_norm": True, "entropy_coef": 0.01, "loss_agg_mode": "seq-mean-token-mean",
@@ -86,6 +87,7 @@ def plain(exp: Experience) -> dict[str, Tensor]:
 
 def facts(home: Path, folder: Path, options: dict[str, Any], runs_of: tuple[int, ...]) -> dict[str, Any]:
     """Measure what is the same on any number of ranks: the first rollout, its gradients, and runs of some steps."""
+    options = {name: value.format(home=home) if name == "teacher_model" else value for name, value in options.items()}
     trainer = build(home, folder / "parts", **options)
     rollout = make_rollout(trainer)
     whole = plain(rollout.shards.collect(list(range(rollout.shards.size))))
@@ -107,7 +109,8 @@ def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
         trainer = build(home, folder, init_kl_coef=0.1, use_kl_loss=True)
         if forced:
             passes = trainer.maker.logprobs
-            passes.wanted = lambda num_samples: [each for each in passes.known if each.name != "values"]
+            every = [each for each in passes.known if each.name in ("old_logprobs", "ref")]
+            passes.wanted = lambda num_samples, every=every: every
         rollout = make_rollout(trainer)
         metrics, grads = gradients(trainer, rollout)
         found[name] = {"ran": rollout.exp.old_logprobs is not None, "metrics": metrics, "grads": grads,

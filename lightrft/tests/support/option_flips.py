@@ -11,6 +11,7 @@ from lightrft.tests.support.runs import Run
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
 GAE = {"advantage_estimator": "gae"}
 KL = {"init_kl_coef": 0.1}
+TAUGHT = {"teacher_model": "@other"}
 LORA = {"lora_rank": 2}
 PLAIN = {"advantage_estimator": "reinforce"}
 EVAL = {"eval_data": ["@test"], "eval_steps": -1}
@@ -117,6 +118,8 @@ FLIPS: dict[str, Flip] = {
     "freeze_prefix": Flip(["model.embed_tokens"], weights),
     "logprob_chunk_mib": Flip(3, lambda seen: seen.run.trainer.prepared["actor"].model.chunk_mib),
     "ref_pretrain": Flip("@other", metric("reward/kl"), KL),
+    "teacher_model": Flip("@other", keys),
+    "teacher_offload": Flip(True, calls("offload"), TAUGHT),
     "initial_model_shard_size": Flip(1, calls("prepare"), KL),
     "critic_pretrain": Flip("@other", weights, GAE),
     "save_value_network": Flip(True, files, GAE),
@@ -194,6 +197,8 @@ FLIPS: dict[str, Flip] = {
     "use_kl_loss": Flip(True, keys, KL),
     "kl_target": Flip(0.01, metric("policy/kl_coef"), KL | TWO),
     "kl_horizon": Flip(100, metric("policy/kl_coef"), KL | TWO | {"kl_target": 0.01}),
+    "kd_coef": Flip(0.1, metric("advantage/max"), TAUGHT),
+    "kd_gamma": Flip(0.9, metric("advantage/max"), TAUGHT),
     "rollout_correction": Flip("bypass", forwards, {"max_epochs": 2}),
     "correction_low": Flip(1.0, metric("policy/correction_bound_frac"), TIS),
     "correction_high": Flip(1.0, metric("policy/correction_bound_frac"), TIS),

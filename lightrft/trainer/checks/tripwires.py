@@ -78,10 +78,11 @@ class Tripwires:
     Args:
         grouped: advantages compare the samples of a group, so groups without spread have no gradient.
         max_unscored_steps: number of steps in a row without a scored response that ends the run; 0: never.
+        taught: a teacher rewards every token, so that equal rewards of responses are no fault.
     """
 
-    def __init__(self, grouped: bool, max_unscored_steps: int) -> None:
-        self.grouped, self.max_unscored_steps = grouped, max_unscored_steps
+    def __init__(self, grouped: bool, max_unscored_steps: int, taught: bool = False) -> None:
+        self.grouped, self.max_unscored_steps, self.taught = grouped and not taught, max_unscored_steps, taught
         self.counts = dict.fromkeys(PATIENCE, 0)  # bad steps in a row
         self.reported: list[str] = []
         self.entropy, self.reward = 0.0, nan  # entropy of the first step, reward of the last one
@@ -95,7 +96,7 @@ class Tripwires:
         found = {
             "zero_spread": self.grouped and not unscored and (m["group/zero_spread_frac"] == 1
                                                               or m["rollout/samples"] == 0),
-            "constant_reward": not unscored and m["reward/min"] == m["reward/max"] == self.reward,
+            "constant_reward": not (unscored or self.taught) and m["reward/min"] == m["reward/max"] == self.reward,
             "unscored": unscored,
         }  # yapf: disable
         if not isnan(_unscored_share(m)):  # a wire without a measurement keeps its count
@@ -153,7 +154,9 @@ class Tripwires:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
-        return {name: value for name, value in vars(self).items() if name not in ("grouped", "max_unscored_steps")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("grouped", "max_unscored_steps", "taught")
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a wire that an older release did not have starts."""

@@ -37,6 +37,24 @@ def per_sample(exp: Experience) -> list[float]:
     return exp.advantages[last_token(mask, exp.cu_seqlens)[0]].tolist()
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_a_teacher_rewards_every_token_after_whitening_and_before_the_clip(gamma):
+    """A loop over samples; the third one is not scored, and its tokens are not in the loss."""
+    plain, exp = (batch([1.0, 0.0, 9.0], [3, 2, 2], scored=[True, True, False]) for _ in range(2))
+    calculator("dr_grpo", advantages_norm=True)(plain)
+    exp.old_logprobs, exp.teacher_logprobs = -torch.rand(2, exp.num_tokens, generator=torch.Generator().manual_seed(0))
+    gap, expected, kl = exp.teacher_logprobs - exp.old_logprobs, plain.advantages.clone(), []
+    for start, end in ((1, 4), (5, 7)):
+        for t in range(start, end):
+            expected[t] += 0.7 * sum(gamma**(u - t) * gap[u] for u in range(t, end))
+            kl.append(-gap[t].item())
+    options = {"advantages_norm": True, "kd_coef": 0.7, "kd_gamma": gamma}
+    metrics = calculator("dr_grpo", advantage_clip=0.9, **options)(exp)
+    torch.testing.assert_close(exp.advantages, expected.clamp(-0.9, 0.9))
+    assert metrics["reward/teacher_kl"] == pytest.approx(sum(kl) / 5)
+    assert metrics["advantage/max"] == pytest.approx(expected[expected != 0].max().item()) and expected.max() > 0.9
+
+
 def test_overlong_reference_numbers():
     penalty = overlong_penalty(torch.tensor([70.0, 80.0, 90.0, 130.0]), 100, 20, 1.0)
     assert (1 + penalty).tolist() == [1, 1, 0.5, 0]
