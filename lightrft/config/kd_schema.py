@@ -20,6 +20,10 @@ class TeacherConfig:
     kd_top_k: int = option(
         0, "tokens of the teacher per position that count one by one, all others together; 0: the whole vocabulary",
         within=NON_NEGATIVE)
+    teacher_cache_dir: str | None = option(
+        None,
+        "folder in which the tokens of --kd_top_k are kept: computed once, before the first step, after which the "
+        "teacher is freed; a later run on the same teacher and data reads them", needs="kd_top_k 64", free=True)
 
 
 @dataclass

@@ -96,9 +96,11 @@ def _(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[
     m, sharded = config.model, config.strategy.divides_weights(world_size)
     reference = _frozen(config, world_size, size, m.initial_model_shard_size)
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
+    taught = _teacher(config, m.teacher_model, world_size, device)
+    passes = by_phase(config, (taught, ) * 4) if not m.teacher_offload else (0, taught, 0, 0, 0)
     scoring = (2 if m.bf16 else 4) * reward_parameters(config.reward) * (not config.reward.reward_offload)
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
-    rows: dict[str, ByPhase] = {"reference": by_phase(config, (reference, ) * 4),
+    rows: dict[str, ByPhase] = {"reference": by_phase(config, (reference, ) * 4), "teacher": passes,
                                 "reward models": (scoring, ) * 5,
                                 "bucket of full weights": (0, 0, 0, 0, bucket)}  # yapf: disable
     return rows | engine_memory(config, world_size, size, device.total, device.cuda)
@@ -116,12 +118,16 @@ def _(config: KTOConfig, world_size: int, size: ModelSize, device: Device) -> di
 
 @not_trained.register
 def _(config: KDConfig, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
-    teacher = known_model(config.teacher.teacher_model, device.cuda)[0]
-    held = 0.0 if teacher is None else _frozen(config, world_size, teacher, config.strategy.fsdp_shard_size)
-    return {
-        "teacher":
-        (0, held, held * (not config.teacher.teacher_offload), 0 if config.teacher.teacher_offload else held, 0)
-    }
+    cfg = config.teacher
+    held = _teacher(config, cfg.teacher_model, world_size, device)
+    resident = held * (not cfg.teacher_offload and cfg.teacher_cache_dir is None)
+    return {"teacher": (0, held, resident, resident, 0)}
+
+
+def _teacher(config: Tree, path: str | None, world_size: int, device: Device) -> float:
+    """Return the bytes of the teacher at ``path``; 0 without one, or if its size is not known here."""
+    size = known_model(path, device.cuda)[0] if path else None
+    return 0.0 if size is None else _frozen(config, world_size, size, config.strategy.fsdp_shard_size)
 
 
 def _frozen(config: Tree, world_size: int, size: ModelSize, shard_size: int) -> float:

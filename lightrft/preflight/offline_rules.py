@@ -84,6 +84,9 @@ def teacher_problems(c: KDConfig) -> Iterator[str]:
     yield from folder("teacher_model", t.teacher_model)
     if t.divergence != "js" and t.js_mix != type(t)().js_mix:
         yield f"--js_mix {t.js_mix:g}: has no effect with --divergence {t.divergence}; drop it, or use js"
+    if t.teacher_cache_dir and t.teacher_offload:
+        yield ("--teacher_offload True: has no effect with --teacher_cache_dir, after which the teacher is freed; drop "
+               "it")
     if not t.kd_coef:
         yield "--kd_coef 0: the teacher has no effect; use lightrft sft"
 

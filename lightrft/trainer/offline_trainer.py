@@ -1,6 +1,6 @@
 """Core of the trainers on fixed data: the batches, strategies and checkpoints of reinforcement learning, no rollout."""
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -120,6 +120,12 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         losses = [self._counted(take(batch.exp, part).to(self.strategy.device), batch.total, sums) for part in parts]
         loss = self.strategy.all_reduce(torch.stack([each.double().cpu() for each in losses]).sum()).item()
         return {"eval/loss": loss} | self._means("eval", sums)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield all training rows and then all held-out ones, each once."""
+        size = self.config.train.train_batch_size
+        for rows in (self.loader.dataset, self.eval_rows):
+            yield from (self.pack(rows[at:at + size]) for at in range(0, len(rows), size))
 
     def _planned(self, rows: Sequence[Row]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of ``rows``, filled, and the micro-batches of this rank."""

@@ -43,11 +43,8 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
     def before_loop(self, fresh: bool) -> None:
         """Fill the cache of the reference."""
         if isinstance(self.reference, CachedReference):
-            size = self.config.train.train_batch_size
-            batches = (self.pack(rows[at:at + size]) for rows in (self.rows, self.eval_rows)
-                       for at in range(0, len(rows), size))
             with self.timer("ref"):
-                self.reference.fill((exp for batch in batches for exp in self.sequences(batch)), self.plan_of)
+                self.reference.fill((exp for batch in self.batches() for exp in self.sequences(batch)), self.plan_of)
 
     def _reference(self, media: MediaSource | None) -> Reference:
         cfg: Any = self.config.model

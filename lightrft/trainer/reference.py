@@ -1,5 +1,4 @@
 """Log-probs of whole responses: of any model over a batch, and of the frozen reference, live or read from a cache."""
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from lightrft.models.loader import load_actor
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.base_trainer import connect_media, feature_cache
-from lightrft.trainer.frozen_model import FrozenModel
+from lightrft.trainer.frozen_model import free_memory, FrozenModel
 from lightrft.trainer.reference_cache import ReferenceCache
 from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience, MediaSource
@@ -116,9 +115,7 @@ class CachedReference:
         if live is None:
             return
         del live
-        gc.collect()
-        if self.strategy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self.strategy.device)
         if self.strategy.is_main:
             self.cache.write()
         self.strategy.barrier()

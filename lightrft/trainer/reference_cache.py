@@ -68,7 +68,8 @@ class ReferenceCache:
     def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase) -> None:
         self.file, known = Path(), dict[bytes, float]()
         if strategy.is_main:
-            self.file = _made(folder) / f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
+            self.file = made_folder("ref_cache_dir",
+                                    folder) / f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
             known = _read(self.file)
         self.known: dict[bytes, float] = strategy.all_gather_object(known)[0]
 
@@ -93,12 +94,13 @@ class ReferenceCache:
         os.replace(part, self.file)
 
 
-def _made(folder: str) -> Path:
+def made_folder(option: str, folder: str) -> Path:
+    """Make the ``folder`` that an ``option`` names; raise a :class:`UserError` if it cannot be made."""
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--ref_cache_dir {folder}: {error.strerror}. Name another folder") from error
+        raise UserError(f"--{option} {folder}: {error.strerror}. Name another folder") from error
     return path
 
 

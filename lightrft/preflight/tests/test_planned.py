@@ -173,6 +173,18 @@ def test_activations_in_the_plan():
     assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
 
 
+def test_a_teacher_is_held_as_the_policy_is_or_visits_for_its_passes(tmp_path):
+    path = model(tmp_path / "model", layers=4)
+    whole = 4 * known_model(path)[0].total / 2  # of two ranks
+
+    def held(tree, **options):
+        return memory(build(tree, {"teacher_model": path} | options), 2, SIZE, GPU)["teacher"]
+
+    assert held(Config) == (whole, ) * 5 and held(Config, teacher_offload=True) == (0, whole, 0, 0, 0)
+    assert held(KDConfig) == (0, *(whole, ) * 3, 0)
+    assert held(KDConfig, kd_top_k=4, teacher_cache_dir="cache") == (0, whole, 0, 0, 0)
+
+
 @pytest.mark.parametrize("tree, options", [
     (Config, {"engine_kv_mib": 1}),
     *[(tree, {"max_len": 3072}) for tree in (SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig)]])  # yapf: disable

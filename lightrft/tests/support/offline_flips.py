@@ -98,6 +98,7 @@ KD_FLIPS: dict[str, Flip] = {
     "divergence": Flip("reverse", metric("kd/divergence")),
     "js_mix": Flip(0.2, metric("kd/divergence"), {"divergence": "js"}),
     "kd_top_k": Flip(2, metric("kd/divergence")),
+    "teacher_cache_dir": Flip("@run/teacher", files, {"kd_top_k": 2}),
 }
 PRM_FLIPS: dict[str, Flip] = {
     "input_key": Flip("again", metric("prm/tokens")),

@@ -1,4 +1,7 @@
-"""Distillation: the loss against Hugging Face, micro-batches, ranks, a sparse teacher, refused teachers."""
+"""Distillation: the loss against Hugging Face, micro-batches, ranks, resuming, a sparse teacher live and from files,
+refused teachers."""
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,6 +12,7 @@ from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
+from lightrft.trainer import teacher
 from lightrft.utils.errors import UserError
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve
@@ -52,22 +56,67 @@ def test_loss_and_gradient_are_those_of_hugging_face(kind, k, home, tmp_path):
 @pytest.fixture(scope="module")
 def straight(home, tmp_path_factory):
     save = tmp_path_factory.mktemp("straight")
-    rig.run(home, save)
+    rig.run(home, save, kd_top_k=3, disable_ckpt=False, save_steps=2)
     return runs.exported(save), save
 
 
 def test_one_micro_batch_is_eight_and_an_offloaded_teacher_the_same(straight, home, tmp_path):
-    rig.run(home, tmp_path, micro_train_batch_size=1, teacher_offload=True)
+    rig.run(home, tmp_path, micro_train_batch_size=1, kd_top_k=3, teacher_offload=True)
     assert runs.close(runs.exported(tmp_path), straight[0]) < 1e-5
 
 
+def test_resumed_is_straight(straight, home, tmp_path):
+    weights, save = straight
+    resumed = tmp_path / "resumed"
+    shutil.copytree(save, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_000003")
+    rig.run(home, resumed, kd_top_k=3, disable_ckpt=False, save_steps=2, load_checkpoint=True)
+    assert runs.close(weights, runs.exported(resumed)) == 0 and runs.metrics(save) == runs.metrics(resumed)
+
+
 @pytest.mark.dist
-def test_two_ranks_are_one(straight, home, tmp_path):
-    runs.launch("lightrft.cli.train_kd", home, tmp_path, "judged", teacher_model=home / "other",
-                micro_train_batch_size=2)
-    assert runs.close(runs.exported(tmp_path), straight[0]) < 2e-5
-    for a, b in zip(runs.metrics(tmp_path), runs.metrics(straight[1]), strict=True):
+@pytest.mark.parametrize("options", [{"teacher_cache_dir": "{save}/cache"}, {"strategy": "deepspeed", "zero_stage": 3}],
+                         ids=["fsdp", "deepspeed"])  # yapf: disable
+def test_two_ranks_are_one(options, straight, home, tmp_path):
+    """With a live teacher and with a cache, into which both ranks write."""
+    if "strategy" in options:
+        pytest.importorskip("deepspeed")
+    own = {
+        name: value.format(save=tmp_path) if name == "teacher_cache_dir" else value for name, value in options.items()
+    }
+    runs.launch("lightrft.cli.train_kd", home, tmp_path / "two", "judged", teacher_model=home / "other", kd_top_k=3,
+                micro_train_batch_size=2, **own)
+    assert runs.close(runs.exported(tmp_path / "two"), straight[0]) < 2e-5
+    for a, b in zip(runs.metrics(tmp_path / "two"), runs.metrics(straight[1]), strict=True):
         assert all(a[f"kd/{key}"] == pytest.approx(b[f"kd/{key}"], rel=1e-4) for key in ("loss", "divergence", "nll"))
+
+
+def test_the_cached_teacher_is_the_live_one(home, tmp_path, monkeypatch):
+    """It is not loaded where a run only reads. Another k has a folder of its own, and other rows are added."""
+    lines = (home / "judged.jsonl").read_text().splitlines(keepends=True)
+    (home / "held.jsonl").write_text("".join(lines[20:23]))
+    options = {"kd_top_k": 3, "max_steps": 2, "eval_data": [str(home / "held.jsonl")], "eval_steps": -1}
+    cached = options | {"teacher_cache_dir": str(tmp_path / "cache"), "max_samples": 8}
+    live = options | {"max_samples": 8}
+    for name, given in (("live", live), ("first", cached)):
+        rig.run(home, tmp_path / name, **given)
+    (folder, ) = (tmp_path / "cache").iterdir()
+    (file, ) = folder.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher, "FrozenModel", lambda *args: 1 / 0)
+        rig.run(home, tmp_path / "second", **cached)
+        with pytest.raises(ZeroDivisionError):
+            rig.run(home, tmp_path / "more", **cached | {"max_samples": 9})
+        with pytest.raises(ZeroDivisionError):
+            rig.run(home, tmp_path / "other", **cached | {"teacher_model": str(home / "model")})
+    for name in ("first", "second"):
+        assert runs.close(runs.exported(tmp_path / name), runs.exported(tmp_path / "live")) < 1e-5
+    assert runs.metrics(tmp_path / "first") == runs.metrics(tmp_path / "second")
+    file.write_bytes(file.read_bytes()[:100])
+    rig.run(home, tmp_path / "again", **cached)
+    assert runs.metrics(tmp_path / "again") == runs.metrics(tmp_path / "second")
+    rig.run(home, tmp_path / "k", **cached | {"kd_top_k": 2})
+    assert len([*(tmp_path / "cache").iterdir()]) == 3
 
 
 def test_the_student_comes_to_the_teacher(home, tmp_path):
@@ -96,6 +145,8 @@ def test_a_padded_head_is_not(home, tmp_path):
     ({"teacher_model": None}, "--teacher_model is missing"),
     ({"teacher_model": "./nowhere"}, "--teacher_model ./nowhere: no such folder"),
     ({"js_mix": 0.3}, "--js_mix 0.3: has no effect with --divergence forward"),
+    ({"teacher_cache_dir": "cache"}, "--teacher_cache_dir cache: has no effect without --kd_top_k; add --kd_top_k 64"),
+    ({"teacher_cache_dir": "cache", "kd_top_k": 2, "teacher_offload": True}, "--teacher_offload True: has no effect"),
     ({"kd_coef": 0.0}, "--kd_coef 0: the teacher has no effect"),
     ({"pretrain_mode": True, "multiturn": False}, "--multiturn false: has no effect with --pretrain_mode"),
     ({"input_template": "Q"}, "--input_template 'Q': must hold {} exactly once"),
