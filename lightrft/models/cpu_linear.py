@@ -28,9 +28,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """The bias comes before the weight, so that their gradients are ready in this order, as those of ``nn.Linear`` are:
+    ZeRO-1 and 2 sum over ranks what is ready in turn, and ranks with few tokens take the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _product(x, weight, bias)
 
@@ -39,8 +41,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, needs = grad.flatten(0, -2), ctx.needs_input_grad
-        return (_product(grad, weight.t()) if needs[0] else None,
-                _sum_of_products(rows, x.flatten(0, -2)) if needs[1] else None, rows.sum(0) if needs[2] else None)
+        return (_product(grad, weight.t()) if needs[0] else None, rows.sum(0) if needs[1] else None,
+                _sum_of_products(rows, x.flatten(0, -2)) if needs[2] else None)
 
 
 def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class CPULinear(nn.Linear):
         if not self._takes(input):
             return super().forward(input)
         if torch.is_grad_enabled():
-            return cast(Tensor, _Linear.apply(input, self.weight, self.bias))
+            return cast(Tensor, _Linear.apply(input, self.bias, self.weight))
         return _product(input, self.weight if self.packed is None else self.packed, self.bias)
 
     def _takes(self, x: Tensor) -> bool:

@@ -118,3 +118,16 @@ print(used_memory_gib(torch.device("cpu")) - before)
 def test_memory_does_not_grow_with_the_numbers_of_rows() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.5  # 1,000 kernels take 0.7 GiB, and 128 of them 0.1 to 0.3
+
+
+def test_gradients_are_ready_in_one_order_whatever_the_number_of_tokens():
+    """ZeRO-1 and 2 add what is ready first on one rank to what is ready first on another."""
+    orders = []
+    for tokens in (1, 4096):
+        model, order = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), []
+        use_onednn(model)
+        for name, weight in model.named_parameters():
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        model(torch.ones(1, tokens, 64)).sum().backward()
+        orders.append(order)
+    assert orders[0] == orders[1] and len(orders[0]) == 4
