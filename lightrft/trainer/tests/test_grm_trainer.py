@@ -14,7 +14,7 @@ from lightrft.datasets.judgements import ANSWERS, chosen_is_second, JudgementDat
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import launch, tiny
-from lightrft.tests.support.preference_runs import trainer_of
+from lightrft.tests.support.preference_runs import metrics, trainer_of
 from lightrft.trainer.grm_trainer import GRMTrainer
 
 ROW = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
@@ -88,20 +88,34 @@ def naive_accuracy(trainer, folder):
     return {place: sum(right) / len(right) for place, right in found.items()}
 
 
-def test_a_judge_learns_and_its_accuracy_is_that_of_its_words(home, tmp_path):
-    trainer = trainer_of(GRMTrainer, GRMConfig, home, tmp_path / "run", "train", **LEARN,
+def test_a_judge_learns_and_its_accuracy_is_that_of_its_words(home):
+    """On two ranks, which share the rows, too."""
+    trainer = trainer_of(GRMTrainer, GRMConfig, home, home / "run", "train", **LEARN,
                          eval_data=[str(home / "all.jsonl")])
     before = trainer.evaluate()
     assert before["eval/accuracy"] == before["eval/answered"] == 0.0
     trainer.fit()
     after = trainer.evaluate()
-    wanted = naive_accuracy(trainer, tmp_path / "run" / "hf")
+    wanted = naive_accuracy(trainer, home / "run" / "hf")
     assert (after["eval/accuracy_first"], after["eval/accuracy_second"]) == pytest.approx((wanted[0], wanted[1]))
     assert after["eval/accuracy"] == pytest.approx(
         sum(wanted[row.right] for row in trainer.eval_rows) / len(trainer.eval_rows))
     assert min(wanted[0], wanted[1]) >= 0.9 and after["eval/answered"] >= 0.9, (before, after)
+    on_two = judged_on_two_ranks(home)
+    assert on_two["grm/loss_tokens"] == metrics(home / "run")[-1]["grm/loss_tokens"]
+    assert {name: on_two[name] for name in after} == pytest.approx(after, rel=1e-4)
     trainer.config.train.generate_max_len = 3
     assert trainer.evaluate()["eval/answered"] == 0.0
+
+
+def judged_on_two_ranks(home):
+    """The metrics of a step that changes nothing, with its evaluation."""
+    options = LEARN | {"pretrain": home / "run" / "hf", "train_data": home / "train.jsonl", "max_steps": 1,
+                       "eval_data": home / "all.jsonl", "save_path": home / "two", "learning_rate": 0.0,
+                       "disable_ckpt": True}  # yapf: disable
+    run = launch.launch(home / "ranks", options, 2, module="lightrft.cli.train_grm")
+    assert run.wait(200) == [0, 0], run.output
+    return metrics(home / "two")[-1]
 
 
 def test_rows_of_a_split_are_rendered_with_their_options(home):
