@@ -18,12 +18,14 @@ import io
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,18 +34,18 @@ from typing import Any
 from bare_loop import warm_model
 
 Reward = Callable[..., list[float]]
+Runner = Callable[[Any, str, str, str], "Meter"]  # case, model, data, folder of outputs -> what was measured
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 WARM_UP = 1  # steps that are not counted
 SAMPLES = 8
-SIDES = {"trl": True, "lightrft": True, "lightrft, default": False}  # -> every sample is trained
 
 
 @dataclass(frozen=True)
 class Case:
     """One comparison: its batch, its limit on responses, its optimizer and what TRL needs to be fast.
 
-    ``model``: its folder within that of the comparison; ``sees``: prompts have pictures.
+    ``model``: its folder within that of the comparison; ``sees``: prompts have pictures; ``sides``: what is compared.
     """
     prompts: int
     new_tokens: int
@@ -53,6 +55,7 @@ class Case:
     trl: dict[str, Any]
     model: str = "sft/hf"
     sees: bool = False
+    sides: tuple[str, ...] = ("trl", "lightrft", "lightrft, default")
 
 
 def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -78,16 +81,16 @@ CASES = {
 }  # yapf: disable
 
 
-def make_ragged(folder: Path) -> str:
+def make_ragged(folder: Path, positions: int = 512) -> str:
     """Save a model of 3M random parameters and 97 tokens, among which it draws nearly evenly."""
     import torch
     from prepare import build_tokenizer
     from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(f"<{i}>", normalized=False) for i in range(97 - len(tokenizer))])
-    tokenizer.model_max_length = 512
+    tokenizer.model_max_length = positions
     config = Qwen2Config(vocab_size=97, hidden_size=256, intermediate_size=683, num_hidden_layers=4,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=positions,
                          tie_word_embeddings=True, initializer_range=0.002, bos_token_id=None,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # yapf: disable
     torch.manual_seed(0)
@@ -115,14 +118,21 @@ def opened(batch: dict[str, list]) -> dict[str, list]:
 
 
 class Meter:
-    """CPU and wall seconds, generated tokens, samples and trained samples, from the end of the warm-up on."""
+    """CPU and wall seconds, tokens, samples and trained samples, from the end of the warm-up on.
+
+    ``peak_mib`` is the most memory of the process above what it had at construction, when packages were imported.
+    """
 
     def __init__(self) -> None:
+        import psutil
+        self.before = psutil.Process().memory_info().rss
         self.marks: list[list[float]] = []
+        self.losses: list[float] = []
         self.tokens = self.samples = self.trained = 0
 
-    def add(self, tokens: int, samples: int, trained: int) -> None:
+    def add(self, tokens: int, samples: int, trained: int, loss: float | None = None) -> None:
         """Count what a step has generated and trained."""
+        self.losses += [] if loss is None else [loss]
         self.tokens, self.samples, self.trained = self.tokens + tokens, self.samples + samples, self.trained + trained
 
     def step(self) -> None:
@@ -133,12 +143,14 @@ class Meter:
         cpu = sum(each.user + each.system for each in times)
         self.marks.append([cpu, time.perf_counter(), self.tokens, self.samples, self.trained])
 
-    def result(self) -> dict[str, float]:
-        """Return the means of a step."""
+    def result(self) -> dict[str, Any]:
+        """Return the means of a step, and the losses of all steps that are known."""
         first, last, steps = self.marks[WARM_UP - 1], self.marks[-1], len(self.marks) - WARM_UP
         means = [(after - before) / steps for before, after in zip(first, last)]
         found = dict(zip(("cpu_s", "wall_s", "tokens", "samples", "trained"), means))
-        return found | {"steps": steps, "tokens_per_cpu_s": found["tokens"] / found["cpu_s"]}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return found | {"steps": steps, "tokens_per_cpu_s": found["tokens"] / found["cpu_s"],
+                        "peak_mib": (peak - self.before) / 2**20, "losses": self.losses}  # yapf: disable
 
 
 TRL: dict[str, Any] = dict(
@@ -148,7 +160,7 @@ TRL: dict[str, Any] = dict(
     disable_tqdm=True, use_cpu=True, remove_unused_columns=False)  # yapf: disable
 
 
-def run_trl(case: Case, model: str, data: str, folder: str, every: bool) -> Meter:
+def run_trl(case: Case, model: str, data: str, folder: str) -> Meter:
     """Run TRL's trainer, which trains every sample."""
     import transformers
     from datasets import Dataset
@@ -182,7 +194,7 @@ OURS: dict[str, Any] = dict(
     disable_ckpt=True, strategy="single")  # yapf: disable
 
 
-def run_lightrft(case: Case, model: str, data: str, folder: str, every: bool) -> Meter:
+def run_lightrft(case: Case, model: str, data: str, folder: str, every: bool = False) -> Meter:
     """Run this trainer; with ``every`` sample, or without those that have no advantage."""
     from lightrft import GRPO
     from lightrft.trainer.ppo_trainer import PPOTrainer
@@ -203,18 +215,21 @@ def run_lightrft(case: Case, model: str, data: str, folder: str, every: bool) ->
     return meter
 
 
-def measure(side: str, case: Case, model: str, data: str) -> None:
+SIDES: dict[str, Runner] = {"trl": run_trl, "lightrft": partial(run_lightrft, every=True),
+                            "lightrft, default": run_lightrft}  # yapf: disable
+
+
+def measure(runner: Runner, case: Any, model: str, data: str) -> None:
     """Run one trainer in this process; print its result as the last line."""
     from transformers import set_seed
     set_seed(0)
-    runner = run_trl if side == "trl" else run_lightrft
     with TemporaryDirectory() as folder:
-        print(json.dumps(runner(case, model, data, folder, SIDES[side]).result()))
+        print(json.dumps(runner(case, model, data, folder).result()))
 
 
-def start(side: str, name: str, model: Path, threads: int, home: Path, packages: Path) -> dict[str, float]:
+def start(side: str, name: str, model: Path, threads: int, home: Path, packages: Path) -> dict[str, Any]:
     """Run one trainer in a process of its own and return its result."""
-    paths = [str(ROOT), *([str(packages)] if side == "trl" else [])]
+    paths = [str(ROOT), *([str(packages)] if side.startswith("trl") else [])]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false",
                             "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}  # yapf: disable
     command = [sys.executable, "-W", "ignore", sys.argv[0], "--child", side, name, str(model),
@@ -225,25 +240,25 @@ def start(side: str, name: str, model: Path, threads: int, home: Path, packages:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(name: str, model: Path, threads: int, pairs: int, home: Path,
-            packages: Path) -> dict[str, list[dict[str, float]]]:
+def compare(sides: Iterable[str], name: str, model: Path, threads: int, pairs: int, home: Path,
+            packages: Path) -> dict[str, list[dict[str, Any]]]:
     """Run the trainers in turn, ``pairs`` times; return the results of each."""
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(pairs):
         for side, results in found.items():
             results.append(start(side, name, model, threads, home, packages))
     return found
 
 
-def table(name: str, threads: int, found: dict[str, list[dict[str, float]]]) -> str:
+def table(name: str, threads: int, found: dict[str, list[dict[str, Any]]]) -> str:
     """Render the rows of one case: medians, and the ratio of tokens per CPU second to TRL's (its least and most)."""
     rows_ = []
     for side, results in found.items():
         ratios = [mine["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for mine, peer in zip(results, found["trl"])]
-        cpu, wall, tokens, trained, speed = (statistics.median(each[key] for each in results)
-                                             for key in ("cpu_s", "wall_s", "tokens", "trained", "tokens_per_cpu_s"))
+        keys = ("cpu_s", "wall_s", "tokens", "trained", "peak_mib", "tokens_per_cpu_s")
+        cpu, wall, *counts = (statistics.median(each[key] for each in results) for key in keys)
         rows_.append(
-            f"| {name} | {threads} | {side} | {cpu:.2f} | {wall:.2f} | {tokens:.0f} | {trained:.0f} | {speed:.0f} | "
+            f"| {name} | {threads} | {side} | {cpu:.2f} | {wall:.2f} | {' | '.join(f'{one:.0f}' for one in counts)} | "
             f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} - {max(ratios):.2f}) |")
     return "\n".join(rows_)
 
@@ -261,18 +276,19 @@ def machine() -> dict[str, str]:
 
 
 COLUMNS = ("case", "threads", "trainer", "CPU s / step", "wall s / step", "tokens / step", "trained / step",
-           "tokens / CPU s", "ratio")  # yapf: disable
+           "peak MiB", "tokens / CPU s", "ratio")  # yapf: disable
 HEADER = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|"
 
 
-def main(description: str | None, cases: dict[str, Case], prepare: Callable[[Path, list[str]], None],
-         chosen: list[str]) -> None:
+def main(description: str | None, cases: dict[str, Any], prepare: Callable[[Path, list[str]], None], chosen: list[str],
+         sides: dict[str, Runner] = SIDES) -> None:
     """Print the table; write all results as JSON with ``--out``.
 
     Args:
-        cases: by name.
+        cases: by name; each has ``model``, its folder within that of the comparison, and ``sides``.
         prepare: makes the models and the prompts of some cases in a folder, if it has none yet.
         chosen: the cases that run if the command line names none.
+        sides: the trainers by name; the ratios are to ``trl``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each trainer, in turn")
@@ -285,7 +301,7 @@ def main(description: str | None, cases: dict[str, Case], prepare: Callable[[Pat
     args = parser.parse_args()
     if args.child:
         side, name, model, data = args.child
-        return measure(side, cases[name], model, data)
+        return measure(sides[side], cases[name], model, data)
     if not (args.packages / "trl").is_dir():
         sys.exit(f"TRL is not in {args.packages}: run make peers")
     with TemporaryDirectory() as folder:
@@ -302,14 +318,14 @@ def prepare_models(home: Path, cases: list[str]) -> None:
         make_ragged(home / "ragged")
 
 
-def report(args: argparse.Namespace, cases: dict[str, Case], home: Path) -> None:
+def report(args: argparse.Namespace, cases: dict[str, Any], home: Path) -> None:
     """Measure all cases; print their rows and write their results as they come."""
     results = machine()
     print(", ".join(f"{key} {value}" for key, value in results.items()), HEADER, sep="\n\n", flush=True)
     runs: dict[str, Any] = {}
     for name in args.cases:
         for threads in args.threads:
-            found = compare(name, home / cases[name].model, threads, args.pairs, home, args.packages)
+            found = compare(cases[name].sides, name, home / cases[name].model, threads, args.pairs, home, args.packages)
             runs[f"{name}, threads {threads}"] = found
             print(table(name, threads, found), flush=True)
             if args.out:

@@ -1,4 +1,5 @@
 """The comparisons with TRL's trainer (``make peers`` and vl_peer.py), where TRL is installed: a step of each."""
+import importlib
 import json
 import subprocess
 import sys
@@ -45,3 +46,18 @@ def test_both_trainers_make_the_same_steps(script: str, example: str, tmp_path: 
     trained = {side: result["trained"] for side, (result, ) in sides.items()}
     assert trained == {"trl": 16, "lightrft": 16, "lightrft, default": trained["lightrft, default"]}
     assert trained["lightrft, default"] < 16  # an untrained model's answers are all wrong
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PACKAGES / "trl").is_dir(), reason="TRL is missing: make oracles")
+def test_a_reward_model_has_the_losses_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of benchmarks/offline.py on the same ragged rows: tokens and losses of all steps are equal."""
+    for folder in (PACKAGES, SCRIPT.parent):
+        monkeypatch.syspath_prepend(folder)
+    offline = importlib.import_module("offline")
+    offline.prepare(tmp_path, [])
+    case, data = offline.TINY["rm tiny"], str(tmp_path / "data" / "train.parquet")
+    trl, own = (offline.SIDES[side](case, str(tmp_path / "ragged"), data, str(tmp_path / side)) for side in case.sides)
+    assert len(own.losses) == 3 and own.losses == pytest.approx(trl.losses, rel=1e-3)
+    assert max(abs(loss - own.losses[0]) for loss in own.losses) > 5e-3, own.losses
+    assert own.result()["tokens"] == trl.result()["tokens"] > 0 and own.result()["peak_mib"] > 0
