@@ -12,6 +12,7 @@ ALIASES: dict[str, tuple[str, Any]] = {
 }
 
 _ALWAYS_PACKED = "batches are always packed, without padding; drop the flag"
+_SEQUENCES = "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed; drop the flag"
 _MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
@@ -31,13 +32,18 @@ REFUSED: dict[str, str] = {
     # attention, packing, log-probs
     "packing_samples": _ALWAYS_PACKED,
     "flash_attn": _FLASH,
+    "attn_implementation": _FLASH,
     "disable_logprobs_flashattn":
     "log-probs come from one fused, chunked kernel; use --logprob_chunk_mib to bound its memory",
     "fused_linear_logprob":
     "log-probs are always fused with the head and chunked; use --logprob_chunk_mib to bound their memory",
     "chunk_size": "use --logprob_chunk_mib",
     # distribution
-    "sp_size": "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory",
+    "sp_size": _SEQUENCES,
+    "ring_attn_size": _SEQUENCES,
+    "ring_head_stride": _SEQUENCES,
+    "ds_tensor_parallel_size": "training shards parameters and not single layers; use --strategy with --zero_stage 3",
+    "deepcompile": "graphs are not compiled; drop the flag",
     "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
     "use_mp_opt": _MASTER,
     "meta_init": "models are always built without a spare copy; drop the flag",
@@ -55,6 +61,8 @@ REFUSED: dict[str, str] = {
     # data
     "system_prompt_path": "use --system_prompt \"$(cat FILE)\"",
     # reward and algorithm
+    "margin_loss": "the loss of a reward model reads the column margin where rows have it; drop the flag",
+    "compute_fp32_loss": "scores and losses are always float32; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
     "use_cpg_loss": "use --policy_loss cpgd, which has the drift term, or --recipe cpgd",
     "use_gspo": "it never had an effect; use --policy_loss gspo, or --recipe gspo",
@@ -121,6 +129,13 @@ ELSEWHERE: dict[str, str] = {
     "vllm_gpu_memory_utilization": "--engine_mem_util",
     "vllm_tensor_parallel_size": "--engine_tp_size",
     "dataset": "--prompt_data | --train_data",
+    "dataset_probs": "--prompt_data_probs | no weights; a source that --train_data names twice counts twice",
+    "dataset_split": "--prompt_split | --train_split",
+    "eval_dataset": "--eval_data",
+    "param_dtype": "--bf16",
+    "data_type": "--bf16",
+    "use_liger_kernel": "--use_liger",
+    "tokenizer_chat_template": "--chat_template",
     "dataset_name": "--prompt_data | --train_data",
     "dataset_path": "--prompt_data | --train_data",
     "report_to": "--use_tensorboard, --use_wandb or --use_trackio",

@@ -53,6 +53,7 @@ class OfflineConfig(Tree):
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"
+    SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split", "eval_dataset": "eval_data"}
     ROWS: ClassVar[str]  # the word for its rows
 
 
