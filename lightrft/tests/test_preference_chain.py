@@ -1,0 +1,45 @@
+"""``benchmarks/preference_chain.py``: its commands are valid, and its labels of columns are right."""
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+if not (ROOT / "benchmarks").exists():
+    pytest.skip("installed without its repository", allow_module_level=True)
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import preference_chain as chain  # noqa: E402
+
+from lightrft.cli.offline import OFFLINE  # noqa: E402
+from lightrft.config.cli import parse_config  # noqa: E402
+from lightrft.config.evaluate_schema import EvaluateConfig  # noqa: E402
+from lightrft.config.generate_schema import GenerateConfig  # noqa: E402
+from lightrft.config.schema import Config  # noqa: E402
+
+TREES = {"generate": GenerateConfig, "evaluate": EvaluateConfig, "examples/quickstart/train_colocate.py": Config,
+         **{name: command.tree for name, command in OFFLINE.items()}}  # yapf: disable
+
+
+def test_the_commands_are_accepted_and_what_they_train_is_evaluated(tmp_path):
+    trained = set()
+    for stage in chain.stages(tmp_path, 1):
+        if stage.target in TREES:
+            values = vars(parse_config(stage.words.split(), tree=TREES[stage.target]).config)
+            trained |= {Path(values["checkpoint"].save_path).name} if "checkpoint" in values else set()
+        (tmp_path / "raft" / "round_1").mkdir(parents=True, exist_ok=True)
+    assert trained - {"rm", "prm", "trained"} == set(chain.NAMES) - {"raft", "iterative_dpo"}
+    assert [Path(path).parent.name for path in values["model"].pretrain] == list(chain.NAMES)
+    assert chain.GAINS.keys() < chain.NAMES.keys()
+
+
+@pytest.mark.parametrize("response, labels", [
+    ("<think>7+6+0=13,4+8+1=13</think>\\boxed{133}", [True, True]),
+    ("<think>7+6+0=13,4+8+0=12</think>\\boxed{123}", [True, False]),
+    ("<think>7+6+0=13,4+8+1=13</think>\\boxed{123}", [True, False]),
+    ("<think>7+6+0=12,4+8+1=13</think>\\boxed{132}", [False, False]),
+    ("<think>7+6+0=13", [False]), ("<think>7+6+0=13,4+8+1=13,0+0+1=01", [True, True, False]),
+])  # yapf: disable
+def test_a_column_is_right_if_its_digits_carry_and_sum_are(response, labels):
+    steps, found = chain.columns_of(response, "What is 47+86?")
+    assert found == labels and ",".join(steps) == response
