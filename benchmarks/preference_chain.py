@@ -3,9 +3,9 @@
     python benchmarks/preference_chain.py [--seeds 0 1 2] [--out runs/chain] [--docs]
 
 A careless teacher answers additions. Its right and wrong answers are the pairs of DPO, IPO, SimPO, ORPO and of a
-reward model, the rows of KTO and, column by column, those of a process reward model; the reward models are then the only
-reward of GRPO. RAFT and iterative DPO answer anew in each of two rounds, and the model of RAFT is distilled into an
-untrained student. At the end all are evaluated on the same problems, greedily. A stage that is done is not repeated, so
+reward model, the rows of KTO and, column by column, those of a process reward model; the reward models are then the
+only reward of GRPO. RAFT and iterative DPO answer anew in each of two rounds, and the model of RAFT is distilled into
+an untrained student. At the end all are evaluated on the same problems, greedily. A stage that is done is not repeated, so
 an interrupted call resumes. Prints a table; ``--docs`` puts it, its data and the picture into the docs.
 """
 import argparse
@@ -238,8 +238,8 @@ def table(found: Results) -> str:
     return "\n".join(lines) + f"""
 
 Seeds {', '.join(map(str, seeds))}: mean, lowest and highest. The student has at least {share:.3f} of the accuracy of
-its teacher (aim: 0.9). The reward model orders {band(of_run(found, 'rm'))} of {HELD_OUT} held-out pairs (aim: 0.95); the
-process reward model judges {band(of_run(found, 'prm'))} of the steps of {HELD_OUT} answers. One seed takes
+its teacher (aim: 0.9). The reward model orders {band(of_run(found, 'rm'))} of {HELD_OUT} held-out pairs (aim: 0.95);
+the process reward model judges {band(of_run(found, 'prm'))} of the steps of {HELD_OUT} answers. One seed takes
 {mean(of_run(found, 'chain', 'cpu_seconds')):.0f} CPU-seconds.
 """
 
