@@ -5,8 +5,8 @@
 A careless teacher answers additions. Its right and wrong answers are the pairs of DPO, IPO, SimPO, ORPO and of a
 reward model, the rows of KTO and, column by column, those of a process reward model; the reward models are then the
 only reward of GRPO. RAFT and iterative DPO answer anew in each of two rounds, and the model of RAFT is distilled into
-an untrained student. At the end all are evaluated on the same problems, greedily. A stage that is done is not repeated, so
-an interrupted call resumes. Prints a table; ``--docs`` puts it, its data and the picture into the docs.
+an untrained student. At the end all are evaluated on the same problems, greedily. A stage that is done is not repeated,
+so an interrupted call resumes. Prints a table; ``--docs`` puts it, its data and the picture into the docs.
 """
 import argparse
 import json
