@@ -1,7 +1,4 @@
 """Choices that must not change the result: cuts, packs and ranks of a batch, and passes that are skipped."""
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -9,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
+from lightrft.tests.support.launch import torchrun
 
 LOSSES = {
     "token-mean": {},
@@ -94,11 +92,7 @@ def test_the_step_is_that_of_a_plain_loop(home, tmp_path):
 def of_ranks(home, folder, ranks, *steps):
     """The facts of some FSDP2 ranks."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m",
-               "lightrft.tests.support.invariants", str(home), str(folder), *map(str, steps)]  # yapf: disable
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun("lightrft.tests.support.invariants", home, folder, *steps, ranks=ranks)
     return torch.load(folder / "facts.pt", weights_only=False)
 
 

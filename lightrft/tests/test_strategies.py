@@ -1,23 +1,17 @@
 """Every strategy trains the same: policy, critic and reference, adapters, and a run that changes the strategy."""
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from lightrft.tests.support import runs, strategy_ranks
+from lightrft.tests.support.launch import torchrun
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strategies")
     home = runs.write_home(tmp_path_factory.mktemp("home"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               strategy_ranks.__name__, str(home), str(folder)]  # yapf: disable
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(strategy_ranks.__name__, home, folder)
     return json.loads((folder / "lines.json").read_text(encoding="utf-8"))
 
 

@@ -1,9 +1,6 @@
 """Reward models as rewards: numbers of Hugging Face, queues, weights, recipes, refusals."""
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import NeuralReward, ScorerSetup
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.scorers import plain, save_judge
 from lightrft.utils.errors import UserError
 
@@ -132,11 +130,7 @@ def test_a_run_with_two_ranks_has_the_rewards_of_one(scorers, tmp_path):
     lines = []
     for ranks in (1, 2):
         save = tmp_path / str(ranks)
-        command = [sys.executable, *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split(), "-m",
-                   "lightrft.cli.train", *words.split(), "--save_path", str(save)]  # yapf: disable
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        torchrun("lightrft.cli.train", *words.split(), "--save_path", save, ranks=ranks)
         lines.append(json.loads((save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]))
         rows = [json.loads(line) for file in sorted((save / "rollouts").iterdir())
                 for line in file.read_text(encoding="utf-8").splitlines()]  # yapf: disable

@@ -1,7 +1,4 @@
 """get_engine and sync_weights: in place on one process, own copies under FSDP2 and ZeRO-3 on two ranks."""
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import tiny, weight_sync_ranks as ranks
+from lightrft.tests.support.launch import torchrun
 from lightrft.utils import watchdog
 
 
@@ -100,10 +98,4 @@ def test_unknown_engine(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
 def test_two_ranks_generate_what_one_process_does(folder, strategy):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", ranks.__name__,
-        folder, strategy
-    ]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=180)
-    assert done.returncode == 0, done.stderr[-8000:]
+    torchrun(ranks.__name__, folder, strategy)

@@ -1,7 +1,4 @@
 """Every strategy against plain PyTorch, on one and on two ranks."""
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import strategy_conformance
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.strategy_conformance import Case, assert_same
 from lightrft.tests.support.tiny_lm import SPEC
 
@@ -40,11 +38,7 @@ def test_one_rank(name: str, folder: Path) -> None:
 
 def check(folder: Path, *options: str, ranks: int) -> None:
     """Run the checks on as many processes, of which a single one is started without torchrun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone"] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "lightrft.tests.support.strategy_conformance", str(folder), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(strategy_conformance.__name__, folder, *options, ranks=ranks, limit_s=280)
 
 
 @pytest.mark.dist

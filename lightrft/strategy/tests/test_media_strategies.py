@@ -1,11 +1,9 @@
 """Models that see and hear under every strategy: text, media and both, on one and on two ranks."""
-import os
-import subprocess
-import sys
 
 import pytest
 
 from lightrft.tests.support import media_strategies, tiny_vision
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.tiny_sound import SOUNDS
 
 pytest.importorskip("torchvision")
@@ -20,8 +18,4 @@ def test_every_strategy_trains_the_same(ranks: int, tmp_path) -> None:
     tiny_vision.save_model(tmp_path / "tiles", "llava_onevision", tied=False)
     tiny_vision.save_model(tmp_path / "bare", "gemma3", tied=False)
     SOUNDS["qwen2_audio"].save(tmp_path / "sounds", tied=False)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", f"{ranks}", "--standalone"] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *torchrun, "-m", media_strategies.__name__,
-                           str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(media_strategies.__name__, tmp_path, ranks=ranks, limit_s=280)

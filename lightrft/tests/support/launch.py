@@ -62,12 +62,15 @@ def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, l
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if module.startswith("lightrft.cli."):
+        import_module(module).main(argv)
+        return
+    sys.argv[:] = [module, *argv]
     if module.endswith(".py"):
-        sys.argv[:] = [module, *argv]
         sys.path.insert(0, str(Path(module).parent))
         runpy.run_path(module, run_name="__main__")
     else:
-        import_module(module).main(argv)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @dataclass
@@ -124,28 +127,43 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def _fork(run: Launched, module: str, words: list[str], folder: Path, environ: dict[str, str], by_hand: bool = False,
+          limits: dict[int, int] | None = None) -> Launched:
+    """Start the ranks of ``run``, with the environment that torchrun would give them."""
+    common, ranks = {"OMP_NUM_THREADS": "1", **environ}, len(run.logs)
+    if ranks > 1:
+        run.store = None if by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.store.port) if run.store else free_port(), "WORLD_SIZE":
+            str(ranks), "LOCAL_WORLD_SIZE": "1" if by_hand else str(ranks), "TORCHELASTIC_USE_AGENT_STORE":
+            str(not by_hand)
+        }
+    for rank in range(ranks):
+        own = common | ({"RANK": str(rank), "LOCAL_RANK": "0" if by_hand else str(rank)} if ranks > 1 else {})
+        arguments = (module, words, own, str(folder), str(run.logs[rank]), limits or {})
+        process = _CONTEXT.Process(target=_child, args=arguments)
+        process.start()
+        run.processes.append(process)
+    return run
+
+
 def launch(folder: Path, options: dict[str, Any], ranks: int = 1, limits: dict[int, int] | None = None,
            by_hand: bool = False, module: str = "lightrft.cli.train", **environ: str) -> Launched:
     """Start ``module`` in ``folder`` on ``ranks`` ranks, under resource ``limits``; ``by_hand``: each on a
     machine of its own, without torchrun and its store, so that the first rank has to serve one."""
     folder.mkdir(parents=True, exist_ok=True)
-    common, store = {"OMP_NUM_THREADS": "1", **environ}, None
-    if ranks > 1:
-        store = None if by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port) if store else free_port(), "WORLD_SIZE":
-            str(ranks), "LOCAL_WORLD_SIZE": "1" if by_hand else str(ranks), "TORCHELASTIC_USE_AGENT_STORE":
-            str(not by_hand)
-        }
     number = len(list(folder.glob("*_rank_0.log")))
-    run = Launched([], [folder / f"{number}_rank_{rank}.log" for rank in range(ranks)], store)
-    for rank in range(ranks):
-        own = common | ({"RANK": str(rank), "LOCAL_RANK": "0" if by_hand else str(rank)} if ranks > 1 else {})
-        arguments = (module, flags(options), own, str(folder), str(run.logs[rank]), limits or {})
-        process = _CONTEXT.Process(target=_child, args=arguments)
-        process.start()
-        run.processes.append(process)
-    return run
+    run = Launched([], [folder / f"{number}_rank_{rank}.log" for rank in range(ranks)])
+    return _fork(run, module, flags(options), folder, environ, by_hand, limits)
+
+
+def torchrun(module: str, *words: object, ranks: int = 2, limit_s: float = 240.0, **environ: str) -> str:
+    """Run ``python -m module words`` on ``ranks`` ranks to their good end; the output of rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Launched([], [Path(folder) / f"{rank}.log" for rank in range(ranks)])
+        codes = _fork(run, module, [str(word) for word in words], Path.cwd(), environ).wait(limit_s)
+        assert codes == [0] * ranks, f"exit codes {codes}\n" + "\n".join(run.log(rank)[-6000:] for rank in range(ranks))
+        return run.log(0)
 
 
 def finish(folder: Path, options: dict[str, Any], ranks: int = 1, limit_s: float = 90.0, **environ: str) -> Launched:

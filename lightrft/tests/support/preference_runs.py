@@ -1,9 +1,6 @@
 """Tiny runs of the trainers on preferences, in this process and under torchrun."""
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +17,7 @@ from lightrft.config.tree import options as known_options
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
 from lightrft.tests.support import tiny
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.runs import read_lines, strategy_of
 from lightrft.utils.env import seed_everything
 
@@ -120,11 +118,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def launch(script: str, home: Path, save: Path, data: str, **options: Any) -> None:
     """Run a command on two ranks."""
     values = BASE | options | {"pretrain": home / "model", "train_data": home / f"{data}.jsonl", "save_path": save}
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 -m".split(), script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    torchrun(script, *(word for name, value in values.items() for word in (f"--{name}", value)))
 
 
 def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:

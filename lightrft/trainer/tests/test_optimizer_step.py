@@ -1,14 +1,12 @@
 """Optimizer steps that must not be made: they change nothing, are counted, and end a run that has only those."""
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import optimizer_step_checks
+from lightrft.tests.support.launch import torchrun
 
 
 @pytest.mark.parametrize("check", list(optimizer_step_checks.CHECKS))
@@ -20,9 +18,5 @@ def test_one_process(check):
 
 @pytest.mark.dist
 def test_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-               "lightrft.tests.support.optimizer_step_checks"]  # yapf: disable
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"passed": list(optimizer_step_checks.CHECKS)}
+    said = torchrun(optimizer_step_checks.__name__)
+    assert json.loads(said.splitlines()[-1]) == {"passed": list(optimizer_step_checks.CHECKS)}

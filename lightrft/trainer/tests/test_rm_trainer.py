@@ -1,9 +1,6 @@
 """Reward models: loss, gradient and scores against Hugging Face, ranks, micro-batches, resuming, heads."""
 import json
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.reward_loss import pair_loss
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.types import Experience
@@ -160,11 +158,7 @@ def test_two_ranks_are_one_rank(base, straight, tmp_path, strategy):
     words = f"""--max_len 200 --train_batch_size 8 --max_steps 7 --lr_warmup_ratio 0 --learning_rate 3e-3 --disable_ckpt
         --micro_train_batch_size 3 --strategy {strategy} --pretrain {base} --train_data {data} --eval_data {data}
         --save_path {tmp_path}"""
-    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), "-m",
-               "lightrft.cli.train_rm", *words.split()]  # yapf: disable
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    torchrun("lightrft.cli.train_rm", *words.split())
     one, two = (load_file(folder / "hf" / "model.safetensors") for folder in (straight, tmp_path))
     assert one.keys() == two.keys()
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 2e-4

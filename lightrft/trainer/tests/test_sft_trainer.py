@@ -1,9 +1,6 @@
 """Supervised fine-tuning: the loss, what it covers, resuming, ranks, LoRA."""
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
 
@@ -115,15 +113,10 @@ def test_loss_falls(base, tmp_path):
 @pytest.mark.dist
 def test_two_ranks_are_one_rank(base, tmp_path):
     one = run(config_of(base, tmp_path / "one", learning_rate=1e-3))
-    words = "--max_len 200 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 10 --lr_warmup_ratio 0"
-    command = [
-        sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 -m lightrft.cli.train_sft".split(),
-        *words.split(), "--learning_rate", "1e-3", "--disable_ckpt", "--pretrain", base, "--train_data",
-        base / "train.jsonl", "--save_path", tmp_path / "two"
-    ]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=150,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    words = f"""--max_len 200 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 10 --lr_warmup_ratio 0
+        --learning_rate 1e-3 --disable_ckpt --pretrain {base} --train_data {base / 'train.jsonl'}
+        --save_path {tmp_path / 'two'}"""
+    torchrun("lightrft.cli.train_sft", *words.split())
     two = load_file(tmp_path / "two" / "hf" / "model.safetensors")
     start = load_file(base / "model.safetensors")
     assert one.keys() == two.keys() == start.keys()
