@@ -136,6 +136,8 @@ class Experience:
     teacher_logprobs: Tensor = _per("T")
     values: Tensor = _per("T")
     token_rewards: Tensor = _per("T")
+    step_rewards: Tensor = _per(
+        "T")  # float32 [T], reward of the step that the token ends, part of the sample's; NaN: none
     advantages: Tensor = _per("T")
     entropies: Tensor = _per("T")  # of the old policy, in nats; set with high_entropy_token_ratio only
     high_entropy_mask: Tensor = _per("T")  # bool [T], the tokens that alone get a policy gradient; None: all

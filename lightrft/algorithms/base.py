@@ -67,6 +67,7 @@ class Advantage(Algorithm):
     whitens: bool = False  # already normalises over the whole rollout batch
     needs_greedy: bool = False  # reads exp.baseline_rewards, the reward of one greedy response per prompt
     needs_parts: bool = False  # reads exp.reward_parts and exp.part_weights in place of exp.rewards
+    takes_steps: bool = False  # defined for rewards of single steps, exp.step_rewards
     needs_positive: bool = False  # a group whose mean reward is not above 0 cannot be used
 
 
@@ -112,12 +113,13 @@ REGISTRIES: dict[str, Registry[Any]] = {  # by the option that names one of the 
 
 def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False, whitens: bool = False,
               needs_greedy: bool = False, needs_parts: bool = False, needs_positive: bool = False,
-              reads: tuple[str, ...] | None = None, options: type[AlgorithmConfig] | None = None) -> Callable[[A], A]:
+              takes_steps: bool = False, reads: tuple[str, ...] | None = None,
+              options: type[AlgorithmConfig] | None = None) -> Callable[[A], A]:
     """Register an advantage estimator under ``names`` with its requirements; for ``options``, see the module."""
 
     def add(fn: A) -> A:
-        entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, needs_positive,
-                          reads=reads, own=_declare(options, reads))
+        entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, takes_steps=takes_steps,
+                          needs_positive=needs_positive, reads=reads, own=_declare(options, reads))
         ADVANTAGES.register(*names)(entry)
         return fn
 

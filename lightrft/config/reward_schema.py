@@ -53,8 +53,11 @@ class RewardConfig(ScoringConfig):
         needs="reward_pretrain PATH")
     reward_offload: bool = option(False, "keep reward models in host memory except while they score",
                                   needs="reward_pretrain PATH", free=True)
-    step_reward: str = option("min", "reward of a process reward model, from the probabilities that the steps are good",
-                              ("min", "mean", "product", "last"), needs="reward_pretrain PATH")
+    step_reward: str = option(
+        "min",
+        "reward of a process reward model, from the probabilities that the steps are good; per_step: each is the "
+        "reward of the token that ends its step, and that of the response is their sum",
+        ("min", "mean", "product", "last", "per_step"), needs="reward_pretrain PATH")
     step_separator: str | None = option(
         None, "text that separates the steps of a response for process reward models (default: as in their training)",
         needs="reward_pretrain PATH")

@@ -6,7 +6,7 @@ labels written in place of the placeholders (Math-Shepherd), and ``{prompt, comp
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -194,3 +194,16 @@ def split_steps(response: str, form: StepFormat, separator: str) -> list[str]:
     texts: Sequence[str] = response.replace(form.placeholder_token, "").split(separator)
     return [form.step_separator * (i > 0) + text
             for i, text in enumerate(text for text in texts if text.strip())]  # yapf: disable
+
+
+def step_ends(response: str, form: StepFormat, separator: str) -> list[int]:
+    """Return for each step of :func:`split_steps` the number of characters of ``response`` up to its end, without the
+    white space that follows it."""
+    pieces = response.split(form.placeholder_token)
+    cuts, ends, start = [*accumulate(map(len, pieces[:-1]))], [], 0  # in the response without placeholders
+    for text in "".join(pieces).split(separator):
+        if text.strip():
+            end = start + len(text.rstrip())
+            ends.append(end + len(form.placeholder_token) * sum(cut < end for cut in cuts))
+        start += len(text) + len(separator)
+    return ends

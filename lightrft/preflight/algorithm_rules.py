@@ -9,6 +9,7 @@ from lightrft.config.options import show
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.preflight.shared_rules import unread
+from lightrft.rewards.spec import parse_models
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
 
@@ -33,6 +34,7 @@ def algorithm_problems(c: Config) -> Iterator[str]:
     if estimator in ADVANTAGES:
         yield from _estimator(c, estimator, ADVANTAGES.get(estimator))
         yield from _rewards(c, estimator, ADVANTAGES.get(estimator))
+        yield from _steps(c, estimator, ADVANTAGES.get(estimator)) if c.reward.step_reward == "per_step" else ()
     if correction in CORRECTIONS:
         yield from _bounds(c, correction, CORRECTIONS.get(correction))
 
@@ -194,6 +196,28 @@ def _rewards(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
         if c.algorithm.kl_in_outcome and c.algorithm.init_kl_coef:
             yield (f"--kl_in_outcome True: makes rewards negative, and {estimator} divides by their mean; use "
                    "--no_kl_in_outcome, or --advantage_estimator dr_grpo")
+
+
+def _steps(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
+    """Yield what does not go together with rewards of single steps."""
+    if not entry.takes_steps:
+        known = sorted(name for name in ADVANTAGES if ADVANTAGES.get(name).takes_steps)
+        yield (f"--step_reward per_step: {estimator} is defined for one reward per response; use --step_reward min, or "
+               f"--advantage_estimator {' or '.join(known)}")
+    for name, value in changed(c, ("reward_clip", "reward_running_norm")):
+        yield (f"--{name} {show(value)}: changes the reward of a response, not those of its steps (--step_reward "
+               "per_step); drop it")
+    if entry.needs_group and entry.takes_steps:
+        r, models = c.reward, parse_models(c.reward.reward_pretrain)
+        others = [part for part in r.reward if part.partition("=")[0] not in models] + r.remote_rm_url
+        named = [f"--reward {part}" for part in others] + [f"--{name} {show(value)}" for name, value in changed(
+            c, ("overlong_buffer", "kl_in_outcome", "reward_recipe"))]  # yapf: disable
+        if named or len(models) > 1:
+            also = named[0] if named else f"--reward_pretrain {' '.join(models)}"
+            yield (
+                f"{also}: {estimator} standardises the rewards of steps within a group (--step_reward per_step), and "
+                "that is not defined together with rewards of whole responses; drop it, or use "
+                "--advantage_estimator reinforce++")
 
 
 def _bounds(c: Config, chosen: str, entry: Correction) -> Iterator[str]:

@@ -24,6 +24,7 @@ class Score:
     parts: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
     weights: dict[str, float] = field(default_factory=dict)  # weights of the parts in the total
+    steps: list[tuple[int, float]] = field(default_factory=list)  # their share of the total, as in Outcome, weighted
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class Outcome:
     """Result of one reward part for one response: a ``value``, or None with ``error`` (a short, countable cause).
 
     ``detail`` is for people (a traceback, a server's answer); ``extra`` holds further numbers for the metrics.
+    ``steps``, where each step has a reward of its own: the character of the response that follows the step, and the
+    reward; ``value`` is their sum.
     """
     value: float | None
     error: str | None = None
     detail: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 class Reward(Protocol):

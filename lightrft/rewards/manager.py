@@ -235,6 +235,7 @@ class RewardManager:
     def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
         parts: dict[str, float | None] = {}
         error, total = None, 0.0
+        steps: list[tuple[int, float]] = []
         for name, weight in weights.items():
             outcome = outcomes[name]
             parts[name] = outcome.value
@@ -244,7 +245,8 @@ class RewardManager:
                 self._log_once(name, outcome)
             else:
                 total += weight * outcome.value
-        return Score(None if error else total, parts, error, weights)
+                steps += [(end, weight * reward) for end, reward in outcome.steps]
+        return Score(None if error else total, parts, error, weights, [] if error else steps)
 
     def _log_once(self, name: str, outcome: Outcome) -> None:
         cause = f"{name}: {outcome.error}"

@@ -88,8 +88,12 @@ class ModelReward(ABC, Generic[Model]):
         rows = self.encode([item for item, _ in queue])
         fitting = [i for i, (ids, _) in enumerate(rows) if len(ids) <= (self.most or len(ids))]
         found = dict(zip(fitting, self.score([rows[i] for i in fitting])))
-        for i, (_, future) in enumerate(queue):
-            future.set_result([self._outcome(found.get(i), len(rows[i][0]))])
+        for i, (item, future) in enumerate(queue):
+            future.set_result([self.placed(item, self._outcome(found.get(i), len(rows[i][0])))])
+
+    def placed(self, item: RewardInput, outcome: Outcome) -> Outcome:
+        """Return the outcome of a response, with the places of its steps if they have rewards of their own."""
+        return outcome
 
     def _outcome(self, found: Outcome | None, length: int) -> Outcome:
         if found is None:

@@ -1,12 +1,13 @@
 """Process reward models as reward parts: a response is split into steps, whose judgements make one reward."""
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 from lightrft.config.prm_schema import line_breaks, StepFormat
 from lightrft.config.schema import RewardConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.sft_dataset import Encoded
-from lightrft.datasets.steps import encode_steps, split_steps
+from lightrft.datasets.steps import encode_steps, split_steps, step_ends
 from lightrft.models.loader import load_process_reward_model, step_format
 from lightrft.models.process_reward_model import ProcessRewardModel
 from lightrft.models.tokenizer import load_tokenizer
@@ -20,6 +21,7 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda steps: sum(steps) / len(steps),
     "product": prod,
     "last": lambda steps: steps[-1],
+    "per_step": sum,
 }
 """By the value of ``--step_reward``: probabilities of the steps, at least one -> the reward."""
 
@@ -44,6 +46,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
         model = load_process_reward_model(PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer), False)
         super().__init__(path, model, cfg, setup)
         self.form, self.placeholder, self.reduce = form, form.placeholder_id(tokenizer), REDUCTIONS[cfg.step_reward]
+        self.apart = cfg.step_reward == "per_step"
         self.separator = form.step_separator if cfg.step_separator is None else line_breaks(cfg.step_separator)
 
     def encode(self, items: list[RewardInput]) -> list[Encoded]:
@@ -57,7 +60,18 @@ class StepReward(ModelReward[ProcessRewardModel]):
         (good, ) = self.model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
         steps, judged = iter(good.tolist()), exp.host.loss_mask.split(exp.lens)
         found = [[next(steps) for _ in range(int(mask.sum()))] for mask in judged]
-        return [Outcome(self.reduce(each) if each else 0.0, extra={"steps": len(each)}) for each in found]
+        return [
+            Outcome(
+                self.reduce(each) if each else 0.0, extra={"steps": len(each)}, steps=tuple(
+                    (0, reward) for reward in each) if self.apart else ()) for each in found
+        ]
+
+    def placed(self, item: RewardInput, outcome: Outcome) -> Outcome:
+        """Override :meth:`ModelReward.placed`: each step ends with its last visible character."""
+        if not outcome.steps:
+            return outcome
+        ends = step_ends(item.response, self.form, self.separator)
+        return replace(outcome, steps=tuple((end, reward) for end, (_, reward) in zip(ends, outcome.steps)))
 
 
 def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> ModelReward:

@@ -30,12 +30,19 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int, factor: float) 
 
 
 def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
-    """[T]: ``-kl_coef * kl_t`` on action tokens plus the sample's reward on its last action token."""
+    """[T]: ``-kl_coef * kl_t`` on action tokens plus the sample's reward on its last action token.
+
+    What steps have of that reward is on the tokens that end them.
+    """
     mask = exp.loss_mask
     out = torch.zeros(exp.num_tokens) if kl is None else torch.where(mask, -kl_coef * kl, 0.0)
     index, valid = last_token(mask, exp.cu_seqlens)
     keep = valid & exp.spread.own(exp.scored)
-    return out.index_add(0, index[keep], exp.spread.own(exp.rewards)[keep])
+    rest = exp.spread.own(exp.rewards)
+    if exp.step_rewards is not None:
+        steps = torch.where(mask & exp.per_token(exp.scored), exp.step_rewards.nan_to_num(), 0.0)
+        out, rest = out + steps, rest - segment_sum(steps, exp.cu_seqlens)
+    return out.index_add(0, index[keep], rest[keep])
 
 
 def _mean(values: Tensor) -> float:

@@ -6,8 +6,9 @@ forward passes run, while the engine still generates the others.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, cast, Protocol, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
@@ -25,6 +26,7 @@ from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, rewa
                                       to_samples)
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.trainer.step_rewards import on_tokens, spread_steps
 from lightrft.types import Experience, MediaSource, Prompt, Sample
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
@@ -219,7 +221,7 @@ class FastExperienceMaker:
         self.reward_listener = RewardListener(rewards)
         self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
         rollout = config.rollout
-        self.size = rollout.n_samples_per_prompt
+        self.size, self.per_step = rollout.n_samples_per_prompt, config.reward.step_reward == "per_step"
         self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
                                        rollout.min_p, stop_token_ids(rollout.stop, tokenizer),
                                        rollout.first_token_temperature if rollout.use_fire else None)
@@ -308,7 +310,8 @@ class FastExperienceMaker:
         def wait() -> list[ScoredSample]:
             with self.timer("reward"):
                 greedy, scores = baseline(), self.reward_listener.scores()
-                return [ScoredSample.of(sample, score, texts, greedy.get(sample.group_id))
+                return [ScoredSample.of(sample, score, texts, greedy.get(sample.group_id),
+                                        on_tokens(sample, score.steps, self.tokenizer))
                         for sample, score in zip(samples, scores)]  # yapf: disable
 
         return wait
@@ -343,7 +346,8 @@ class FastExperienceMaker:
         table = RewardTable.gather(samples, RankSpread(self.strategy, numbers, shards.size))
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
         with self.timer("advantage"):
-            metrics |= self._advantages(shards, table, kl_coef)
+            steps = spread_steps(shards.exp, numbers.tolist(), samples, self.strategy) if self.per_step else None
+            metrics |= self._advantages(shards, table, kl_coef, steps)
         return Rollout(shards, buffer, samples, numbers.tolist(), metrics)
 
     def buffer(self, shards: Shards, step: int) -> ReplayBuffer:
@@ -353,8 +357,9 @@ class FastExperienceMaker:
                             self.strategy.world_size, f"{train.seed}/{step}",
                             near=shards.near(self.config.shares_prompts))
 
-    def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float) -> dict[str, float]:
+    def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float, steps: Tensor | None) -> dict[str, float]:
         batch = shards.batch()
+        batch.step_rewards = cast(Tensor, steps)
         metrics = table.fill(batch, self.calculator.estimator)
         metrics |= self.calculator(batch, kl_coef)
         shards.update(batch)

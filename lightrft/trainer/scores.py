@@ -33,22 +33,26 @@ class ScoredSample:
     reference: Any = None
     greedy_reward: float | None = None
     greedy_length: int | None = None
+    steps: list[tuple[int, float]] = field(default_factory=list)  # token of the sequence that ends a step, its reward
 
     @classmethod
-    def of(cls, sample: Sample, score: Score, texts: bool,
-           greedy: tuple[float | None, int] | None = None) -> "ScoredSample":
-        """Join a sample and its score; ``greedy`` is the score of the prompt's greedy response and its length."""
+    def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None = None,
+           steps: list[tuple[int, float]] | None = None) -> "ScoredSample":
+        """Join a sample, its score and the rewards of its ``steps``; ``greedy`` is the score of the prompt's greedy
+        response and its length."""
         prompt = sample.prompt
         said = {"prompt": prompt.text, "response": sample.text, "reference": prompt.reference} if texts else {}
         reward, length = greedy or (None, None)
         return cls(sample.group_id, sample.index, score.total, score.parts, score.weights, score.error,
-                   sample.finish_reason, prompt.uid, greedy_reward=reward, greedy_length=length, **said)
+                   sample.finish_reason, prompt.uid, greedy_reward=reward, greedy_length=length, steps=steps or [],
+                   **said)
 
     def row(self) -> dict[str, Any]:
         """Return the fields as a row of the log, without those that this run has not."""
         row = dict(vars(self))
         for absent, names in ((self.response, ("prompt", "response", "reference")),
-                              (self.greedy_length, ("greedy_reward", "greedy_length"))):
+                              (self.greedy_length, ("greedy_reward", "greedy_length")), (self.steps
+                                                                                         or None, ("steps", ))):
             for name in names if absent is None else ():
                 del row[name]
         return row

@@ -4,13 +4,14 @@ from math import comb
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.base import advantage, from_outcome, group_scale, reward_groups
+from lightrft.algorithms.base import action_mask, advantage, from_outcome, group_scale, reward_groups
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import group_stats, segment_sum
 from lightrft.types import Experience
 
 
-@advantage("group_norm", "grpo", needs_group=True, reads=("std_eps", ))
+@advantage("group_norm", "grpo", needs_group=True, takes_steps=True, reads=("std_eps", ))
 def group_norm(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """GRPO: the reward, standardised within its group.
 
@@ -23,8 +24,31 @@ def group_norm(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     Returns:
         Advantages [T].
     """
+    if exp.step_rewards is not None:
+        return from_steps(exp, cfg)
     group, live = reward_groups(exp, cfg)
     return from_outcome(exp, torch.where(live, (exp.rewards - group.mean) / (group.std + cfg.std_eps), 0), cfg)
+
+
+def from_steps(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
+    """Return advantages [T] of GRPO with process supervision (DeepSeekMath, section 4.1.3).
+
+    ``A_t = sum of (r_j - mean(R)) / (std(R) + eps)`` over the steps j that end at token t or later; R are the rewards
+    of all steps of the group. The sum is discounted with ``cfg.gamma``, the deviation unbiased; penalties of tokens are
+    added as they are. A group with one step, or whose deviation is at most ``cfg.zero_spread``, gives 0.
+    """
+    mask = action_mask(exp)
+    ends, raw = mask & ~exp.step_rewards.isnan(), exp.step_rewards.nan_to_num().double()
+    moments = [segment_sum(each, exp.cu_seqlens, ends) for each in (torch.ones_like(raw), raw, raw**2)]
+    table, (_, owner) = exp.spread.gather(torch.stack(moments, 1)), exp.group_ids.unique(return_inverse=True)
+    count, total, squares = torch.zeros(len(table), 3).double().index_add(0, owner, table)[owner].unbind(1)
+    mean = total / count.clamp_min(1)
+    std = ((squares - count * mean**2).clamp_min(0) / (count - 1).clamp_min(1)).sqrt()
+    live = exp.per_token((count > 1) & (std > cfg.zero_spread))
+    normal = (raw - exp.per_token(mean)) / (exp.per_token(std) + cfg.std_eps)
+    penalties = torch.where(mask, exp.token_rewards, 0) - torch.where(ends, raw, 0)
+    return discounted_returns((penalties + torch.where(ends & live, normal, 0)).float(), mask, exp.cu_seqlens,
+                              cfg.gamma)
 
 
 @advantage("dr_grpo", needs_group=True, reads=())

@@ -8,7 +8,7 @@ from lightrft.ops.returns import discounted_returns, gae as estimate
 from lightrft.types import Experience
 
 
-@advantage("gae", needs_critic=True, reads=("lambd", ))
+@advantage("gae", needs_critic=True, takes_steps=True, reads=("lambd", ))
 def gae(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """Generalised advantage estimation with a learned critic.
 
@@ -23,7 +23,7 @@ def gae(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     return estimate(exp.token_rewards, exp.values, action_mask(exp), exp.cu_seqlens, cfg.gamma, cfg.lambd)[0]
 
 
-@advantage("reinforce", reads=())
+@advantage("reinforce", takes_steps=True, reads=())
 def reinforce(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """The plain discounted return, no baseline and no normalisation.
 

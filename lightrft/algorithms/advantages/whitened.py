@@ -9,7 +9,7 @@ from lightrft.ops.segment import HERE, masked_mean, masked_var, masked_whiten
 from lightrft.types import Experience
 
 
-@advantage("reinforce++", whitens=True, reads=())
+@advantage("reinforce++", whitens=True, takes_steps=True, reads=())
 def reinforce_pp(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """REINFORCE++: the discounted return, whitened over all action tokens of the rollout batch.
 

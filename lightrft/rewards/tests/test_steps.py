@@ -46,13 +46,17 @@ def plain(judge):
 
 @pytest.mark.parametrize("name,reduced", [("min", min), ("mean", lambda p: sum(p) / len(p)),
                                           ("product", lambda p: torch.tensor(p).prod().item()),
-                                          ("last", lambda p: p[-1])])
+                                          ("last", lambda p: p[-1]), ("per_step", sum)])
 def test_rewards_are_those_of_hugging_face(name, reduced, judge, plain):
     """Blank steps, and the placeholder in a response, are no steps. Cut into passes of few tokens, too."""
     found = scores(judge, ITEMS, ScorerSetup(max_tokens=60), step_reward=name)
     assert [score.total for score in found] == pytest.approx([reduced(steps) for steps in plain], rel=1e-4)
     assert [score.parts["rm/steps"] for score in found] == [3, 1, 2]
     assert len({round(score.total, 4) for score in found}) == 3
+    apart = [[1, 8, 13], [1], [3, 5]] if name == "per_step" else [[], [], []]
+    assert [[end for end, _ in score.steps] for score in found] == apart, "after the last visible character"
+    for score, steps in zip(found, plain):
+        assert [reward for _, reward in score.steps] == pytest.approx(steps * (name == "per_step"), rel=1e-4)
 
 
 def test_another_separator_and_no_step_at_all(judge, plain):
