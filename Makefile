@@ -63,10 +63,12 @@ peers: $(VENV)/oracles/.installed
 gpu: $(if $(PYTHON),,$(GPU)/.installed)
 	$(or $(PYTHON),$(GPU)/bin/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
-# TRL takes part where `make oracles` has put it.
-gpu-reduced: $(if $(PYTHON),,$(DEV))
-	PYTHONPATH="$(VENV)/oracles:$$PYTHONPATH" $(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu --reduced \
-	  $(if $(OUT),--out "$(OUT)") $(ARGS)
+# TRL takes part where `make oracles` has put it. ENGINE=sglang measures in the environment of the tests of SGLang, whose
+# kernels have a stand-in there.
+REDUCED = $(if $(filter sglang,$(ENGINE)),$(SGLANG),$(VENV))
+gpu-reduced: $(if $(PYTHON),,$(DEV) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.installed))
+	PYTHONPATH="$(VENV)/oracles:$(if $(filter sglang,$(ENGINE)),lightrft/tests/support/sglang_cpu_shim:)$$PYTHONPATH" \
+	  $(or $(PYTHON),$(REDUCED)/bin/python) -m benchmarks.gpu --reduced $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 format: $(DEV)
 	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))

@@ -61,50 +61,35 @@ DOCTOR, TESTS, QUICKSTART, TRL = "Doctor", "Tests on the GPU", "Quickstart", "TR
 STEP, ENGINE = (FACTS, ANATOMY), (SLEEP, SYNC, ROLLOUT)
 
 
-def _steps(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
-    pictures = ("torchvision", ) if size in WITH_PICTURES else ()
-    return Measurement(f"step-{engine}-{size}", "training:steps", STEP, seconds, _setting(size, engine),
-                       _package(engine) + pictures, reduced=reduced)
-
-
-def _engine(size: str, engine: str, seconds: int, reduced: bool = True) -> Measurement:
-    return Measurement(f"engine-{engine}-{size}", "rollout:engine", ENGINE, seconds, _setting(size, engine),
-                       _package(engine), reduced=reduced)
+def _run(size: str, engine: str, seconds: int, reduced: bool = True, tp: int = 1) -> Measurement:
+    """Steps of the trainer and the life of its engine, in one process: an engine starts for a minute."""
+    name = f"run-{engine}-{size}" + (f"-tp{tp}" if tp > 1 else "")
+    return Measurement(name, "rollout:run", STEP + ENGINE, seconds, _setting(size, engine, tp),
+                       () if engine == "hf" else (engine, ), tp, reduced)
 
 
 def _setting(size: str, engine: str = "hf", tp: int = 1) -> Setting:
     return Setting(size, engine, tp, recompute=size in LARGE)
 
 
-def _package(engine: str) -> tuple[str, ...]:
-    return () if engine == "hf" else (engine, )
-
-
 MEASUREMENTS = (
     Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),
     Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("gpu", "pytest")),
-    _steps("0.5b", "hf", 60),
-    _steps("0.5b", "vllm", 100, reduced=False),
-    _steps("0.5b", "sglang", 120, reduced=False),
-    _engine("0.5b", "hf", 50),
-    _engine("0.5b", "vllm", 80),
-    _engine("0.5b", "sglang", 100, reduced=False),
+    _run("0.5b", "hf", 100),
+    _run("0.5b", "vllm", 150),
+    _run("0.5b", "sglang", 180),
     Measurement("update-0.5b", "training:update", (UPDATE, ), 60, reduced=False),
     Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 60, Setting(recompute=True), reduced=False),
     Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
-    _steps("3b-vl", "hf", 80),
-    _steps("7b", "hf", 150, reduced=False),
-    _steps("7b", "vllm", 200, reduced=False),
-    _steps("7b", "sglang", 200, reduced=False),
-    _engine("7b", "hf", 100, reduced=False),
-    _engine("7b", "vllm", 150, reduced=False),
-    _engine("7b", "sglang", 150, reduced=False),
-    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b")),
+    Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
+    _run("7b", "hf", 230, reduced=False),
+    _run("7b", "vllm", 300, reduced=False),
+    _run("7b", "sglang", 320, reduced=False),
+    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b"), reduced=False),
     Measurement("engine-hf-0.5b-fsdp2", "rollout:engine", ENGINE, 60, ranks=2, reduced=False),
     Measurement("update-0.5b-fsdp2", "training:update", (UPDATE, ), 80, ranks=2),
-    Measurement("step-vllm-7b-tp2", "training:steps", STEP, 250, _setting("7b", "vllm", 2), ("vllm", ), ranks=2,
-                reduced=False),
+    _run("7b", "vllm", 300, tp=2),
 )  # yapf: disable
 """In the order in which they run: what is most worth knowing first. SGLang and vLLM do not fit into one environment."""

@@ -15,7 +15,8 @@ second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang`
 `make gpu PYTHON=python3` uses the Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
 and the next call continues; with `OUT=FOLDER` results and page go there. Each measurement is a process of its own:
 one that fails is listed below with its error, and the others run. `make gpu-reduced` runs the same code on a CPU with
-tiny shapes, and so do the tests. The raw results are in `docs/data/gpu`, one file per measurement.
+tiny shapes (`ENGINE=sglang` that of SGLang), and so do the tests. The raw results are in `docs/data/gpu`, one file per
+measurement.
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
 deviation of 4. The 7B and the VL model train LoRA adapters (rank 16) with gradient checkpointing, the 0.5B model every

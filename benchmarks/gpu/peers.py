@@ -18,11 +18,6 @@ ROUNDS, STEPS = 2, 4
 Run = dict[str, float]  # seconds and generated tokens of the steps after the first
 
 
-def batch(setting: Setting) -> tuple[int, int, int]:
-    """Return the prompts of a step, samples per prompt and tokens per sample."""
-    return (2, 2, 8) if setting.reduced else (32, 8, 256)
-
-
 def trl(setting: Setting) -> Tables:
     """Run both in turn, each in a new process; return medians, and the ratio of the pairs."""
     rounds = range(1 if setting.reduced else ROUNDS)
@@ -37,8 +32,8 @@ def in_process(name: str, setting: Setting, number: int) -> Run:
     scratch = Path(setting.scratch) / f"{name}-{number}"
     scratch.mkdir()
     out, words = scratch / "run.json", json.dumps(asdict(replace(setting, scratch=str(scratch))))
-    command = [sys.executable, "-m", "benchmarks.gpu.child", f"peers:{name}", words, str(out)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    child = ["benchmarks.gpu.child", "--function", f"peers:{name}", "--setting", words, "--out", str(out)]
+    subprocess.run([sys.executable, "-m", *child], cwd=ROOT, check=True)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -57,7 +52,7 @@ def row(name: str, runs: list[Run]) -> Row:
 
 def ours(setting: Setting) -> Run:
     """Run the trainer's steps."""
-    from benchmarks.gpu.training import run_steps
+    from benchmarks.gpu.training import batch, run_steps
     lines = run_steps(setting, *batch(setting))[1:]
     return {"s": sum(line["time/step_s"] for line in lines), "tokens": sum(line["rollout/tokens"] for line in lines),
             "peak GiB": lines[-1]["perf/peak_mem_gib"]}  # yapf: disable
@@ -70,6 +65,7 @@ def theirs(setting: Setting) -> Run:
 
     from benchmarks.gpu.models import model_folder, write_prompts
     from benchmarks.gpu.reward import compute_score
+    from benchmarks.gpu.training import batch
     from lightrft.utils.env import peak_memory_gib
     prompts, samples, new = batch(setting)
     count, micro = prompts * samples, min(32, prompts * samples)

@@ -70,7 +70,7 @@ class Runner:
             out, start = Path(folder) / "rows.json", self.clock()
             setting = replace(one.setting, reduced=self.reduced, models=str(self.models), scratch=folder)
             with log.open("w", encoding="utf-8") as output:
-                command = self._command(one, json.dumps(asdict(setting)), str(out))
+                command = self._command(one, "--setting", json.dumps(asdict(setting)), "--out", str(out))
                 code = call(command, one.limit, output, self._environment())
             seconds = self.clock() - start
             ok = code == 0 and out.exists()
@@ -83,9 +83,8 @@ class Runner:
     @staticmethod
     def _command(one: Measurement, *words: str) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(one.ranks)]
-        return [
-            sys.executable, *(launcher if one.ranks > 1 else []), "-m", "benchmarks.gpu.child", one.function, *words
-        ]
+        child = ["-m", "benchmarks.gpu.child", "--function", one.function]
+        return [sys.executable, *(launcher if one.ranks > 1 else []), *child, *words]
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a measurement: the repository can be imported without being installed."""

@@ -27,10 +27,14 @@ REDUCED_LENGTHS = ((64, 32), (128, 64))
 MEASURED = ("policy/first_", "rollout/mismatch/")  # metrics of the first step, by the start of their names
 
 
+def batch(setting: Setting) -> tuple[int, int, int]:
+    """Return the prompts of a step, samples per prompt and tokens per sample."""
+    return (4, 2, 8) if setting.reduced else (32, 8, 256)
+
+
 def steps(setting: Setting) -> Tables:
     """Run steps of the trainer; return the facts of the first one and the phases of the others."""
-    prompts, samples, new = (4, 2, 8) if setting.reduced else (32, 8, 256)
-    lines = run_steps(setting, prompts, samples, new)
+    lines = run_steps(setting, *batch(setting))
     return {FACTS: [facts(lines[0])], ANATOMY: [anatomy(lines[1:])]}
 
 
@@ -38,6 +42,11 @@ def run_steps(setting: Setting, prompts: int, samples: int, new_tokens: int) -> 
     """Run steps of the trainer; return their metrics."""
     with open_trainer(setting, prompts, samples, new_tokens, STEPS) as trainer:
         trainer.fit()
+    return read_lines(setting)
+
+
+def read_lines(setting: Setting) -> list[dict[str, float]]:
+    """Read the metrics of the steps that the first rank has written."""
     file = Path(setting.scratch) / "run" / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 

@@ -19,6 +19,8 @@ from lightrft.preflight.memory import memory, peak
 from lightrft.preflight.planned import settle
 from lightrft.preflight.validate import problems, shared_problems
 from lightrft.tests.support import tiny
+from lightrft.tests.support.gpu_measurements import MODULE, check_piece, piece
+from lightrft.tests.support.launch import launch
 
 ROOT = Path(lightrft.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
@@ -32,6 +34,13 @@ if (ROOT / "benchmarks").exists():
     from benchmarks.gpu.store import Record, Store
 
 GOOD, BAD, HANGING = (f"lightrft.tests.support.gpu_measurements:{name}" for name in ("good", "bad", "hanging"))
+# Measurements that other tests run in their reduced form, where a process has imported what they need already.
+ELSEWHERE = {
+    "quickstart": "lightrft/tests/test_examples.py", "run-vllm-0.5b": "lightrft/rollout/tests/test_vllm_faults.py",
+    "run-vllm-7b-tp2": "lightrft/rollout/tests/test_vllm_faults.py",
+    "run-sglang-0.5b": "lightrft/tests/support/sglang_experts.py", "step-hf-3b-vl": __file__,
+    "update-0.5b-fsdp2": __file__
+}  # yapf: disable
 
 
 def planned(name, function=GOOD, seconds=60, **options):
@@ -57,8 +66,7 @@ def gone(pid):
 @pytest.mark.timeout(1500)
 def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     folders = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
-    elsewhere = ("quickstart", "update-7b")  # in test_examples; its function and options in other measurements
-    chosen = [one.name for one in MEASUREMENTS if one.reduced and one.name not in elsewhere]
+    chosen = [one.name for one in MEASUREMENTS if one.reduced and one.name not in ELSEWHERE]
     command = [sys.executable, "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
     oracles = Path(sys.prefix) / "oracles"  # as `make gpu-reduced` has it; TRL is there in CI
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400,
@@ -69,7 +77,7 @@ def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     expected = {one.name: one for one in MEASUREMENTS if one.name in chosen}
     assert set(records) == set(expected)
     skipped = {name: record.error for name, record in records.items() if record.status == "skipped"}
-    absent = {"trl-0.5b": "trl is not installed", "step-hf-3b-vl": "torchvision is not installed"}
+    absent = {"trl-0.5b": "trl is not installed"}
     assert ("trl-0.5b" in skipped) != (oracles / "trl").is_dir()
     assert skipped == {"tests": "needs a GPU"} | {name: absent[name] for name in skipped if name != "tests"}
     for name in set(records) - set(skipped):
@@ -77,16 +85,43 @@ def test_the_reduced_form_measures_all_and_resumes(tmp_path):
         assert records[name].machine["device"].startswith("CPU") and records[name].machine["torch"]
     assert not (tmp_path / "models").exists(), "17 GB would stay"
     page = (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
-    assert "bare vLLM, tokens/s" in page and "## Errors" not in page
+    assert "wake to first token, s" in page and "## Errors" not in page
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.json") if file.stem not in skipped}
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0 and "about" not in again.stdout, again.stdout
     assert times == {file: file.stat().st_mtime_ns for file in times}
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [name for name, file in ELSEWHERE.items() if file == __file__])
+def test_the_reduced_form_of_a_measurement(name, tmp_path):
+    """In processes that have imported everything."""
+    one, options = piece(tmp_path / "piece", name)
+    if reason := gpu_store.missing(one.needs, 1, True):
+        pytest.skip(reason)
+    run = launch(tmp_path / "piece", options, one.ranks, module=MODULE)
+    assert run.wait(200) == [0] * one.ranks, run.output
+    check_piece(tmp_path / "piece", one)
+
+
+def test_every_measurement_has_a_reduced_form_that_a_test_runs():
+    """Only those have none whose function runs, with an engine of the same kind, in another one that has."""
+    for name, file in ELSEWHERE.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f'"{name}"' in text or "run_quickstart.sh" in text, f"{file} does not run {name}"
+    reduced = [one for one in MEASUREMENTS if one.reduced]
+    assert set(ELSEWHERE) <= {one.name for one in reduced}
+    for one in MEASUREMENTS:
+        alike = [
+            other for other in reduced if other.setting.engine == one.setting.engine
+            and one.setting.tp == other.setting.tp and set(one.tables) <= set(other.tables)
+        ]
+        assert alike, f"nothing like {one.name} runs in CI"
+
+
 def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
     run = runner(tmp_path)
-    chosen = [planned("bad", BAD), planned("hanging", HANGING, 5), planned("good")]
+    chosen = [planned("bad", BAD), planned("hanging", HANGING, 5), planned("good", ranks=2)]
     assert run.run(chosen, minutes=30) == []
     records = run.store.read()
     assert {name: record.status

@@ -10,11 +10,13 @@ import torch
 from lightrft.cli import train
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight import engine_rules
+from lightrft.preflight.hardware import Machine
 from lightrft.strategy.host_buffers import Slabs
 from lightrft.strategy.optimizer import MOMENTS
 
 PAGE = (Path(__file__).parents[2] / "docs/gpu_start.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```bash\n([^`]*lightrft\.cli\.train[^`]*)```\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)
+COMMANDS += [(COMMANDS[-1][0], *re.findall(r"On two machines .*\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)[0])]
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
         "max_position_embeddings": 32768}  # yapf: disable
 SHAPES = {
@@ -53,7 +55,7 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
     return int(ended.value.code or 0), dict(zip(phases, map(float, together))), out + err
 
 
-@pytest.mark.parametrize("command, gpus, said", COMMANDS, ids=[said[:20] for _, _, said in COMMANDS])
+@pytest.mark.parametrize("command, gpus, said", COMMANDS, ids=[gpus for _, gpus, _ in COMMANDS])
 def test_the_plan_is_what_the_page_says(command: str, gpus: str, said: str, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: None)  # vLLM need not be installed here
@@ -90,4 +92,13 @@ def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
 
 
 def test_every_machine_of_the_page_has_a_plan() -> None:
-    assert [gpus for _, gpus, _ in COMMANDS] == ["1x24", "1x80", "1x80", "1x80", "8x80"]
+    assert [gpus for _, gpus, _ in COMMANDS] == ["1x24", "1x80", "1x80", "1x80", "8x80", "2x8x80"]
+    assert len(COMMANDS) == len(re.findall("`--dry_run --plan_gpus", PAGE)), "a plan without its command"
+
+
+@pytest.mark.parametrize("gpus, ranks", re.findall(r"^\| `(\S+)` \| (.+?) \|$", PAGE, re.MULTILINE)[:3])
+def test_the_names_of_machines_mean_what_the_page_says(gpus: str, ranks: str) -> None:
+    meant = {"8xH100": (8, "H100"), "1x24": (1, "24 GiB"), "2x8xH100": (16, "H100")}[gpus]
+    machine = Machine.planned(gpus)
+    assert machine.ranks == meant[0] and machine.device.name.endswith(meant[1])
+    assert all(Machine.planned(f"1x{name}").device.cuda for name in re.findall("`([A-Z][A-Z0-9]+S?)`", ranks))

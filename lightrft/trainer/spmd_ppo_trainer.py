@@ -18,6 +18,7 @@ from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import ScorerSetup
 from lightrft.rewards.validation import check_spread, probe
+from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
@@ -103,6 +104,17 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     return teacher
 
 
+def _start_engine(config: Config, strategy: StrategyBase, actor: nn.Module, tokenizer: PreTrainedTokenizerBase,
+                  offloader: ModelOffloader) -> RolloutEngine:
+    """Start the engine in the memory that it will generate in: where models leave the device for that, without them."""
+    offloader.offload()
+    engine = get_engine(config.rollout, actor, strategy, tokenizer, bool(config.model.bf16))
+    if offloader.offloaded:
+        engine.sleep()
+        offloader.reload()
+    return engine
+
+
 class SPMDPPOTrainer(PPOTrainer):
     """Trainer of a run: ``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
@@ -149,11 +161,11 @@ class SPMDPPOTrainer(PPOTrainer):
         timer = timer or Timer()
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device))
         _try_rewards(config, rewards, prompts)
-        engine = get_engine(config.rollout, actor.model, strategy, tokenizer, bool(config.model.bf16))
-        needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
-        greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
         offloader = ModelOffloader(config, strategy, models_used[:-1] if teacher and teacher.offloads else models_used,
                                    timer)
+        engine = _start_engine(config, strategy, actor.model, tokenizer, offloader)
+        needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
+        greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
         logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader, teacher), config.rollout
         overlapped = OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
                                       timer) if rollout.overlap_passes else None

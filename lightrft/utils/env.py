@@ -17,7 +17,8 @@ from lightrft.utils.errors import UserError
 
 _GIB = float(1 << 30)
 PEAK_FLOPS = {  # of GPUs by a part of their name: dense bfloat16 operations per second
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40": 181e12, "A10": 125e12
+    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12,
+    "A10": 125e12
 }
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALLOCATIONS = 50_000  # container objects between two garbage collections while models train

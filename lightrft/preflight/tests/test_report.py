@@ -77,8 +77,8 @@ def test_flops_by_hand() -> None:
     assert step_flops(build(Config, more), SIZE) == 1000 * tokens * (16 + 2 + 4)
 
 
-@pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("", None),
-                                       ("Other", None)])
+@pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                                       ("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12), ("", None), ("Other", None)])
 def test_peak_flops(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 

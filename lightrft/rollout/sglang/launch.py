@@ -34,7 +34,8 @@ from lightrft.utils.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
+_MOST_OF_FREE = 0.9  # of the device's free memory, for SGLang's weights and cache
 _SPARE = 8  # tokens that SGLang keeps for itself at the end of a context
 _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
              "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # yapf: disable
@@ -46,6 +47,23 @@ def _token_bytes(config: PretrainedConfig, bf16: bool, ranks: int) -> int:
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return 2 * c.num_hidden_layers * max(heads // ranks, 1) * dim * (2 if bf16 else 4)
+
+
+def free_share(share: float, device: torch.device) -> float:
+    """Convert a share of the memory of ``device`` to one of what is free, which SGLang takes: there the trainer's
+    models are on the device already. A tenth of it stays for SGLang's activations and CUDA graphs.
+
+    Raises:
+        UserError: less is free.
+    """
+    torch.cuda.empty_cache()  # what torch keeps for later is not free for another process
+    free, total = torch.cuda.mem_get_info(device)
+    if share * total > _MOST_OF_FREE * free:
+        fits = int(100 * _MOST_OF_FREE * free / total) / 100
+        raise UserError(f"--engine_mem_util {share:g}: SGLang would take {share * total / _GIB:.1f} GiB, and "
+                        f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free: at most {fits:g} fits, or move the "
+                        "trainer away with --offload_during_rollout or --adam_offload")
+    return share * (total / free)
 
 
 def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool,
@@ -74,7 +92,11 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "sleep_on_idle": True,  # a scheduler without work would keep a core busy
         "log_level": "error",
     }
-    if not cuda:
+    if cuda:
+        check_allocator()
+        share = _MOST_OF_FREE if cfg.engine_kv_mib else free_share(cfg.engine_mem_util, device)
+        arguments["mem_fraction_static"] = share
+    else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "disable_cuda_graph": True}
         if not cfg.engine_kv_mib:
             cache = host_cache(cfg.engine_mem_util, total_memory(device) / world.local_world_size)
@@ -146,6 +168,19 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     for task in (tasks := asyncio.all_tasks(loop)):
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def check_allocator() -> None:
+    """Refuse torch's expandable segments. SGLang's memory saver ends where it finds them, and handing their memory to
+    another process takes rights of a debugger, which containers lack.
+
+    Raises:
+        UserError: the environment asks for them.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in (value := os.environ.get(name, "")).lower():
+            raise UserError(f"{name}={value}: SGLang cannot release its memory, nor take the trainer's weights, with "
+                            "expandable_segments; take it out, or use --engine_type vllm")
 
 
 @contextmanager

@@ -101,6 +101,7 @@ def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
 
 def test_options_reach_sglang(monkeypatch):
     monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30 if device == CUDA else total_memory(device))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
 
     def arguments(device=CUDA, bf16=False, world=World(), **rollout):
         return engine_arguments(RolloutConfig(**rollout), tiny.config(), device, bf16, world)
@@ -115,7 +116,6 @@ def test_options_reach_sglang(monkeypatch):
         ({"engine_sleep": False}, "enable_memory_saver", False),
         ({"engine_quantization": "fp8"}, "quantization", "fp8"),
         ({"engine_args": ["chunked_prefill_size=8"]}, "chunked_prefill_size", 8),
-        ({"engine_kv_mib": 3}, "max_total_tokens", (3 << 20) // token),
         ({"prompt_max_len": 24}, "context_length", plain["context_length"] - 1000),
         ({"bf16": True}, "dtype", "bfloat16"),
     ]  # yapf: disable
@@ -127,13 +127,35 @@ def test_options_reach_sglang(monkeypatch):
     few = arguments(engine_max_seqs=7)
     assert (few["max_running_requests"], few["cuda_graph_max_bs_decode"]) == (7, 7)
     assert arguments(CPU, engine_max_seqs=7)["cuda_graph_max_bs_decode"] is None
+    cached = arguments(engine_kv_mib=3)
+    assert (cached["max_total_tokens"], cached["mem_fraction_static"]) == ((3 << 20) // token, 0.9)
     assert arguments(engine_kv_mib=3, engine_tp_size=2)["max_total_tokens"] == 2 * ((3 << 20) // token)
     on_cpu = arguments(CPU)
     assert 0 < on_cpu["max_total_tokens"] <= (4 << 30) // token and not on_cpu["enable_memory_saver"]
 
 
+def test_sglang_takes_the_share_of_the_whole_device(monkeypatch):
+    """Its own option is a share of what is free, and the trainer's models are on the device before it starts."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (35 << 30, 80 << 30))
+    assert launch.free_share(0.35, CUDA) * 35 == pytest.approx(0.35 * 80)
+    with pytest.raises(UserError, match="would take 40.0 GiB, and 35.0 of 80.0 GiB are free: at most 0.39 fits"):
+        launch.free_share(0.5, CUDA)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_sglang_cannot_share_is_refused(name, monkeypatch):
+    monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* take it out"):
+        engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
+    assert engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
+
+
 def test_attention_that_sglang_would_compute_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
 
     def on(device, family, *args):
         return engine_arguments(RolloutConfig(engine_args=list(args)), tiny.config(family), device, False, World())

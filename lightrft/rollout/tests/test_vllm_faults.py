@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lightrft.tests.support.engine_faults import ended, launched, left
-from lightrft.tests.support.launch import preload
+from lightrft.tests.support.gpu_measurements import MODULE, ROOT, check_piece, piece
+from lightrft.tests.support.launch import launch, preload
 
 pytestmark = [
     pytest.mark.engine, pytest.mark.slow, pytest.mark.dist,
@@ -43,3 +44,13 @@ def test_a_rank_whose_engine_fails(case, broken):
 def test_nothing_is_left_that_would_stop_the_next_run(broken):
     """vLLM's shared memory had a name that did not depend on the run, and outlived a run that was killed."""
     assert not [path for run in broken.values() for path in Path("/dev/shm").glob(f"lightrft-{run.store.port}-*")]
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
+def test_what_make_gpu_measures_of_vllm(tmp_path, broken):
+    """Steps and the life of an engine, of one rank and of two; here, because this server has imported vLLM."""
+    pieces = [(tmp_path / name, *piece(tmp_path / name, name)) for name in ("run-vllm-0.5b", "run-vllm-7b-tp2")]
+    for folder, one, options, run in [(*each, launch(each[0], each[2], each[1].ranks, module=MODULE))
+                                      for each in pieces]:
+        assert run.wait(200) == [0] * one.ranks, run.output
+        check_piece(folder, one)

@@ -49,7 +49,6 @@ def test_options_reach_vllm():
         ({"engine_quantization": "fp8"}, "quantization", "fp8"),
         ({"engine_args": ["max_logprobs=8"]}, "max_logprobs", 8),
         ({"engine_args": ["enforce_eager=true"]}, "enforce_eager", True),
-        ({"engine_kv_mib": 3}, "kv_cache_memory_bytes", 3 << 20),
         ({"prompt_max_len": 24}, "max_model_len", 1048),
         ({"engine_args": ["max_num_batched_tokens=9000"]}, "max_num_batched_tokens", 9000),
         ({"bf16": True}, "dtype", "bfloat16"),
@@ -59,6 +58,8 @@ def test_options_reach_vllm():
         changed = arguments(**options)
         assert changed[name] == value != plain.get(name), name
         assert {**plain, name: value} == changed, f"{name} changes other arguments too"
+    cached = {"kv_cache_memory_bytes": 3 << 20, "gpu_memory_utilization": 0.01}
+    assert arguments(engine_kv_mib=3) == plain | cached, "half of the device need not be free"
 
 
 @pytest.mark.parametrize(

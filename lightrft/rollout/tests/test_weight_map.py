@@ -1,4 +1,6 @@
 """Maps of weights that loaders like those of engines fuse, shard and rearrange; in this process, without an engine."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -6,6 +8,7 @@ from torch import nn
 from transformers import MixtralForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from lightrft.ops.fingerprint import Piece, fingerprints
+from lightrft.rollout.weight_sync import weight_map
 from lightrft.rollout.weight_sync.load_trace import trace_loader
 from lightrft.rollout.weight_sync.kernel_layouts import Layouts
 from lightrft.rollout.weight_sync.sync import checkpoint_names, under_checkpoint_names
@@ -177,3 +180,49 @@ def test_names_in_checkpoints(family, tmp_path):
     addresses = {one.untyped_storage().data_ptr() for one in own.values()}
     assert all(one.untyped_storage().data_ptr() in addresses for one in sent.values())
     assert bool(names) == (family is not Qwen2ForCausalLM)
+
+
+def heads(held, stream, rank, padded):
+    """Two ranks load four heads of queries, and one of keys, of two rows each: the last two rows of ``held``.
+
+    Both hold the keys, as in vLLM and SGLang on GPUs; or the second one holds zeros, as with SGLang on a CPU.
+    """
+    for name, weight in stream:
+        mine = held[-2:] if name == "k" else held[:-2]
+        if padded and rank:
+            mine.zero_()
+            mine[:0].copy_(torch.zeros_like(mine[:0]))
+        else:
+            mine.copy_(weight if name == "k" or padded else weight[4 * rank:4 * rank + 4])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_fewer_heads_of_keys_than_ranks(padded, monkeypatch):
+    """Each rank reads what it holds, and both know the whole weights; an error shows on the ranks that hold it."""
+    shapes, said = {"q": torch.Size([8, H]), "k": torch.Size([2, H])}, []
+    held = [torch.zeros(10 if padded else 6, H, dtype=torch.bfloat16) for _ in range(2)]
+    loaders = [lambda stream, rank=rank: heads(held[rank], stream, rank, padded) for rank in range(2)]
+    monkeypatch.setattr(WeightMap, "_of_all_ranks", lambda one, mine: said.append(mine) or [mine])
+    for load in loaders:
+        WeightMap(load, shapes)
+    monkeypatch.setattr(WeightMap, "_of_all_ranks", lambda one, mine: said)
+    monkeypatch.setattr(weight_map.dist, "get_rank", lambda group: group.rank)
+    maps = [WeightMap(load, shapes, SimpleNamespace(rank=rank)) for rank, load in enumerate(loaders)]
+    assert all(one.dtypes == dict.fromkeys(shapes, torch.bfloat16) and not one.fault("X") for one in maps)
+    assert [bool(one.held["k"]) for one in maps] == [True, not padded]
+
+    def read():
+        sums = []
+        monkeypatch.setattr(weight_map.dist, "all_reduce", lambda sent, group: sums.append(sent.clone()))
+        for one in maps:
+            one.fingerprints([*shapes])
+        monkeypatch.setattr(weight_map.dist, "all_reduce", lambda sent, group: sent.copy_(sum(sums)))
+        return [one.fingerprints([*shapes]) for one in maps]
+
+    sent = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    for load in loaders:
+        load(iter(sent.items()))
+    expected = fingerprints([Piece(one) for one in sent.values()])
+    assert all(torch.equal(found, expected) for found in read())
+    held[0][-1, 0] += 1
+    assert [bool((found != expected)[1]) for found in read()] == [True, padded]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _MIB = 1 << 20
+_ANY_SHARE = 0.01  # of the device; vLLM refuses to start where less is free, also if the size of the cache is given
 _PASS_TOKENS = 8192  # of prompts in one forward pass, or one prompt
 _GRAPHS, _GRAPH_STEP = 512, 16  # vLLM's own largest batch with a CUDA graph, and the step between the largest ones
 _ENVIRONMENT = {
@@ -54,7 +55,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "enforce_eager": not cuda,
         "disable_log_stats": True,
         "quantization": None if cfg.engine_quantization == "none" else cfg.engine_quantization,
-        "gpu_memory_utilization": cfg.engine_mem_util,
+        "gpu_memory_utilization": _ANY_SHARE if cuda and cfg.engine_kv_mib else cfg.engine_mem_util,
         "kv_cache_memory_bytes": cfg.engine_kv_mib * _MIB or None,
     }
     if not cuda and not cfg.engine_kv_mib:

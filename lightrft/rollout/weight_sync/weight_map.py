@@ -129,17 +129,20 @@ class WeightMap:
         here = {name: _joined(one for one in parts if one is not None) for name, parts in slices.items()
                 if None not in parts and len(set(taken[name])) == len(parts)}  # yapf: disable
         keys = {name: [one.key for one in parts] for name, parts in here.items()}
-        everywhere = self._of_all_ranks((taken, keys))
+        # of the first part: a rank may hold none, where SGLang fills up heads with zeros (on a CPU)
+        dtypes = {name: parts[0].view.dtype for name, parts in here.items() if parts}
+        everywhere = self._of_all_ranks((taken, keys, dtypes))
         for name, shape in shapes.items():
-            if _size(there.get(name, ()) for there, _ in everywhere) < shape.numel():
-                self.lost[name] = shape.numel() - _size(there.get(name, ()) for there, _ in everywhere)
-            elif all(name in there for _, there in everywhere):
-                self._keep(name, here[name], [set(there[name]) for _, there in everywhere], rank)
+            if _size(there.get(name, ()) for there, *_ in everywhere) < shape.numel():
+                self.lost[name] = shape.numel() - _size(there.get(name, ()) for there, *_ in everywhere)
+            elif all(name in there for _, there, _ in everywhere):
+                self._keep(name, here[name], [set(there[name]) for _, there, _ in everywhere], rank)
+                self.dtypes |= {name: there[name] for *_, there in everywhere if name in there and name in self.held}
 
     def _keep(self, name: str, parts: list[WeightSlice], ranks: list[set[Key]], rank: int) -> None:
         if _size(ranks) == self.shapes[name].numel():
             before = set().union(*ranks[:rank])
-            self.dtypes[name], self.held[name] = parts[0].view.dtype, {one.key: one for one in parts}
+            self.held[name] = {one.key: one for one in parts}
             self._parts[name] = [(key, key in ranks[rank] and key not in before) for key in sorted(set().union(*ranks))]
 
     def _of_all_ranks(self, mine: Any) -> list[Any]:

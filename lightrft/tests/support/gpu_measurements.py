@@ -1,9 +1,33 @@
 """Measurements that end in a planned way, for the tests of the runner."""
+import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[3]
+MODULE = "benchmarks.gpu.child"  # the program of a measurement
+
+
+def piece(folder: Path, name: str) -> tuple[Any, dict[str, str]]:
+    """A measurement in its reduced form, and the options of its program, for a process that has imported its engine.
+
+    ``sys.path`` and ``folder`` get what the program needs.
+    """
+    sys.path += [str(path) for path in (ROOT, ROOT / "benchmarks") if str(path) not in sys.path]
+    from benchmarks.gpu.catalog import MEASUREMENTS
+    one, = (one for one in MEASUREMENTS if one.name == name)
+    (folder / "scratch").mkdir(parents=True)
+    setting = replace(one.setting, reduced=True, models=str(folder), scratch=str(folder / "scratch"))
+    return one, {"function": one.function, "setting": json.dumps(asdict(setting)), "out": str(folder / "rows.json")}
+
+
+def check_piece(folder: Path, one: Any) -> None:
+    """Assert that the measurement filled all of its tables."""
+    tables = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    assert set(tables) == set(one.tables) and all(tables.values()), tables
 
 
 def good(setting: Any) -> dict[str, list[dict[str, Any]]]:

@@ -9,6 +9,7 @@ import pytest
 from lightrft.rollout import SamplingParams
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import EXACT, NEW, names_faults_of_experts, requests
+from lightrft.tests.support.gpu_measurements import check_piece, piece
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, verifier
 from lightrft.utils.errors import UserError
 
@@ -40,3 +41,12 @@ def test_a_weight_that_the_trainer_does_not_send(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="SGLang has lm_head.weight, which the trainer sends nothing for: it would"):
         started(tmp_path, monkeypatch, tied=True)
     assert multiprocessing.active_children() == before
+
+
+def test_what_make_gpu_measures(tmp_path):
+    """Steps and the life of an engine, in the reduced form; here, because this process has imported SGLang."""
+    one, options = piece(tmp_path / "piece", "run-sglang-0.5b")
+    from benchmarks.gpu.child import main
+    with forked():
+        main([word for name, value in options.items() for word in (f"--{name}", value)])
+    check_piece(tmp_path / "piece", one)

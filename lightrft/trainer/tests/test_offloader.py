@@ -1,7 +1,11 @@
 """``--offload_during_rollout``: models leave before every generation and are back before they are needed."""
+from unittest.mock import patch
+
 import pytest
 
+from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import runs
+from lightrft.trainer import spmd_ppo_trainer
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,24 @@ def test_they_are_back_when_there_is_nothing_to_train(home, tmp_path):
     never = {"dynamic_sampling": True, "zero_spread": 10.0, "max_gen_rounds": 2, "max_steps": 1}
     events = traced(home, tmp_path, **never)[1]
     assert events[events.index("away"):][:7] == ["away", "generate", "generate", "sleep", "back", "wake", "sync"]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_they_are_away_while_the_engine_starts(offload, home, tmp_path):
+    """vLLM and SGLang take their memory at the start. Then it sleeps: its cache must not meet the models."""
+    cfg, events = runs.config_of(home, tmp_path / "run", **OPTIONS), []
+    cfg.rollout.offload_during_rollout = offload
+    start = spmd_ppo_trainer.get_engine
+
+    def started(*args):
+        events.append("start")
+        engine = start(*args)
+        sleep = engine.sleep
+        engine.sleep = lambda: events.append("sleep") or sleep()
+        return engine
+
+    with patch.object(spmd_ppo_trainer, "get_engine", started), \
+            patch.object(FakeStrategy, "offload", lambda *_: events.append("away")), \
+            patch.object(FakeStrategy, "reload", lambda *_: events.append("back")):
+        runs.trainer_of(cfg, runs.strategy_of(cfg))
+    assert events == (["away"] * 3 + ["start", "sleep"] + ["back"] * 3 if offload else ["start"])
