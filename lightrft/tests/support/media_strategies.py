@@ -22,14 +22,19 @@ from lightrft.strategy.distributed import transformer_blocks
 from lightrft.strategy.fsdp.fsdpv2_strategy import units, WrapPolicy
 from lightrft.strategy.optimizer import is_whole
 from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
-from lightrft.tests.support import tiny_vision
-from lightrft.tests.support.tiny_vision import FAMILIES
+from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.tiny_sound import SOUNDS
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
 from lightrft.trainer.base_trainer import connect_media
 
 DATA = {"text": [(1, ), (1, 1)], "media": [(0, 3), (2, )], "mixed": [(0, 1, 2), (1, )]}  # rows of micro-batches
+RIGS = {
+    "sees": replace(FAMILIES["qwen3_vl"], placeholders={"image": PICTURE}),  # its tower feeds several layers
+    "tiles": FAMILIES["llava_onevision"], "hears": SOUNDS["qwen2_audio"],
+    "does both": FAMILIES["qwen2_5_omni_thinker"], "bare": FAMILIES["gemma3"]
+}  # yapf: disable
+KINDS = {"kinds": [(0, 5), (7, 1)]}  # picture and videos; sound and text
 MICRO_BATCHES = 4
 RELATIVE = 1e-5
 
@@ -59,7 +64,7 @@ class MediaCase(Case):
     def micro_batch(self, step: int, index: int):
         """Rows of the data with random responses."""
         draw = torch.Generator().manual_seed(100 * step + index)
-        rig, rows = self.rig, DATA[self.data][index % 2]
+        rig, rows = self.rig, (DATA | KINDS)[self.data][index % 2]
         return rig.pack([(rig.prompts[row], torch.randint(5, 40, (6, ), generator=draw).tolist(), rig.keys[row])
                          for row in rows])  # yapf: disable
 
@@ -202,8 +207,8 @@ def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes |
     return {**layers, **zero} if ranks > 1 else {"single": (StrategyConfig(strategy="single"), None), **layers, **zero}
 
 
-def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, sees: MediaRig, tiles: MediaRig,
-        hears: MediaRig, bare: MediaRig) -> None:
+def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, rigs: dict[str,
+                                                                                                   MediaRig]) -> None:
     """All checks for one strategy; for tiles and sounds those that a tower of another form could change, most of them
     on several ranks alone."""
     strategy = get_strategy(cfg)
@@ -212,6 +217,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
     strategy.setup()
     own = folder / f"{name}_on_{strategy.world_size}"
     own.mkdir(parents=True, exist_ok=True)
+    sees, tiles, hears = rigs["sees"], rigs["tiles"], rigs["hears"]
     try:
         for rig in (hears, tiles, sees) if strategy.world_size > 1 else (hears, sees):
             case = MediaCase(strategy, own / rig.folder.name, rig=rig)
@@ -224,7 +230,8 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 same_gradients(case, lora_rank=2, target_modules=["all-linear", tower])
                 features_are_kept(case, [tower, "projector"])
                 resumes_bitwise(case)
-        adapts_a_matrix(replace(case, rig=bare))
+        same_gradients(replace(case, rig=rigs["does both"], data="kinds"))
+        adapts_a_matrix(replace(case, rig=rigs["bare"]))
         same_gradients(case, freeze_prefix=["visual"])
         unread_towers_stay(case)
         same_gradients(case, freeze_prefix=["language", "projector"])
@@ -240,13 +247,10 @@ def main(folder: Path) -> None:
     """Run every variant on as many ranks as were started."""
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all variants share this group
-    sees = MediaRig(folder / "model", {"image": tiny_vision.PICTURE})
-    hears = MediaRig(folder / "sounds", SOUNDS["qwen2_audio"].placeholders)
-    tiles = MediaRig(folder / "tiles", FAMILIES["llava_onevision"].placeholders, FAMILIES["llava_onevision"])
-    bare = MediaRig(folder / "bare", FAMILIES["gemma3"].placeholders)
+    rigs = {name: MediaRig(folder / name, family.placeholders, family) for name, family in RIGS.items()}
     found = variants(holder.world_size)
     for name, options in found.items():
-        run(name, *options, folder, sees, tiles, hears, bare)
+        run(name, *options, folder, rigs)
     holder.teardown()
     print(json.dumps({"passed": list(found)}))
 
