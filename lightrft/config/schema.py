@@ -258,7 +258,7 @@ class TrainConfig(BalanceConfig, OptimConfig):
 
 @dataclass
 class PtxConfig:
-    """Language-modelling loss on rows of other data, beside the loss of the policy."""
+    """Language-modelling loss on rows of other data, alongside the loss of the policy."""
     pretrain_data: list[str] = option(
         [], "texts or demonstrations whose language-modelling loss is added to that of the policy: file, folder or hub "
         "id, 'path@data_dir'; several are mixed", needs="ptx_coef 0.05")

@@ -19,7 +19,7 @@ from lightrft.utils.registry import Registry
 
 @dataclass(frozen=True)
 class PairSource:
-    """How the rows of one data set are read.
+    """Reader of the rows of one data set.
 
     Attributes:
         read: row -> pair (:func:`media_pair`), or None for a row without a label. A missing column is a ``KeyError``.
@@ -88,7 +88,7 @@ def _read(reader: PairSource, row: Row, where: str, source: str) -> Row | None:
 
 
 def _media_root(rows: Rows, pairs: list[Row]) -> str | None:
-    """Return the folder, that of the rows or one above, in which the first file of the pairs lies; None without one."""
+    """Return the folder, that of the rows or one above, that holds the first file of the pairs; None without one."""
     file = Path(rows.origin(0)[0])
     paths = [one for kind in ("images", "videos", "audios") for one in pairs[0].get(kind, []) if isinstance(one, str)]
     folders = [file.parent, *file.parent.parents][:1 + LEVELS] if file.exists() and paths else []
@@ -203,7 +203,7 @@ def _rapidata(row: Row, asked: Any = None) -> Row:
 
 
 def _below_videos(name: str) -> str:
-    """Return where the file of a video lies; of an address, its last two parts: model and file."""
+    """Return the path of the file of a video; of an address, its last two parts: model and file."""
     return "/".join(urlsplit(name).path.split("/")[-2:]) if name.startswith(("http://", "https://")) else name
 
 

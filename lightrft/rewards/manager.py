@@ -79,6 +79,9 @@ class RewardManager:
         self._waited_s = 0.0
         try:
             self._fixed = self._configured()
+            if self.models:
+                from lightrft.rewards.steps import check_step_options
+                check_step_options(cfg, self.models.values())
         except ValueError:
             self.shutdown()
             raise

@@ -1,5 +1,5 @@
 """Process reward models as reward parts: a response is split into steps, whose judgements make one reward."""
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
 
@@ -78,3 +78,14 @@ def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> ModelRewar
     """Load the reward model at ``path``: a process reward model, or one with a head that scores whole responses."""
     form = step_format(path)
     return NeuralReward(path, cfg, setup) if form is None else StepReward(path, form, cfg, setup)
+
+
+def check_step_options(cfg: RewardConfig, paths: Iterable[str]) -> None:
+    """Refuse options of process reward models where none of the reward models at ``paths`` is one."""
+    given = [("--step_reward", cfg.step_reward, RewardConfig.step_reward),
+             ("--step_separator", cfg.step_separator, None)]
+    unread = [f"{flag} {value}" for flag, value, default in given if value != default]
+    if unread and all(step_format(path) is None for path in paths):
+        raise UserError(
+            f"{', '.join(unread)}: no model of --reward_pretrain is a process reward model. Remedy: name one "
+            "that lightrft prm has trained, or drop the option")

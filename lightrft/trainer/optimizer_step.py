@@ -36,7 +36,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Passes:
-    """Further micro-batches of an optimizer step, whose loss has data and denominators of its own.
+    """Additional micro-batches of an optimizer step, whose loss has data and denominators of its own.
 
     Attributes:
         take: returns the sequences of a micro-batch.

@@ -1,4 +1,4 @@
-"""Language-modelling loss on rows of other data, beside the loss of a policy in each of its optimizer steps.
+"""Language-modelling loss on rows of other data, alongside the loss of a policy in each of its optimizer steps.
 
 Paper: Ouyang et al. 2022 (InstructGPT, "PPO-ptx"), https://arxiv.org/abs/2203.02155, equation 2: the objective of the
 policy plus ``gamma * E[log pi(x)]`` over the pretraining distribution.

@@ -10,6 +10,8 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import ScorerSetup
+from lightrft.rewards.steps import check_step_options
+from lightrft.tests.support import tiny
 from lightrft.tests.support.scorers import save_judge
 from lightrft.utils.errors import UserError
 
@@ -74,6 +76,9 @@ def test_what_cannot_be_a_reward_is_refused(judge, tmp_path):
         scores(save_judge(tmp_path / "free", reward_tokens=[]), ITEMS)
     with pytest.raises(UserError, match="--normalize_reward: .* is a process reward model"):
         scores(judge, ITEMS, normalize_reward=True)
+    for option, value in (("step_reward", "mean"), ("step_separator", ";")):
+        with pytest.raises(UserError, match=f"--{option} {value}: no model of --reward_pretrain is a process reward"):
+            check_step_options(RewardConfig(**{option: value}), [tiny.save_model(tmp_path / f"plain_{option}")])
     picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
     with pytest.raises(UserError, match="read text only, and a prompt has pictures"):
         scores(judge, [picture])
