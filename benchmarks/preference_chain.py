@@ -122,7 +122,7 @@ def distilled(out: Path, seed: int, data: str) -> Iterator[Stage]:
     yield Stage("demonstrations", "generate", f"--pretrain {teacher} {data} --output_path {out}/demonstrations.jsonl "
                 "--prompt_max_len 64 --generate_max_len 48 --temperature 0.7 --best_of_n 4")  # yapf: disable
     yield Stage("student", "kd", f"--pretrain {out}/base --teacher_model {teacher} --seed {seed} {TRAINED} "
-                f"--train_data {out}/demonstrations.jsonl --kd_coef 0.9 --learning_rate 3e-3 "
+                f"--train_data {out}/demonstrations.jsonl --kd_coef 0.9 --learning_rate 3e-3 --max_epochs 6 "
                 f"--save_path {out}/student")  # yapf: disable
 
 

@@ -4,9 +4,9 @@
 
 A random Qwen2.5-VL (8 tower layers, 4 decoder layers) runs forward and backward on ``prompts`` pictures with ``group``
 responses of 64 tokens each, in one micro-batch, in a process of its own per way and round. ``tower`` is the CPU time in
-the tower's forward passes, ``whole`` that of the step, ``peak`` the memory above that of the loaded model. The
-gradients of both ways are compared. ``sent`` are the bytes of the samples when they move to another rank, next to those
-of their pixels. Two minutes.
+the tower's forward passes, ``whole`` that of the step, ``peak`` the memory above that of the loaded model. The norms of
+the gradients of both ways are compared, and the files that were decoded and processed are counted. ``sent`` are the
+bytes of the samples when they move to another rank; they are searched for the pixels. Two minutes.
 """
 import argparse
 import json
@@ -16,10 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
+from io import BytesIO
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
+from lightrft.datasets.decoding import decode
+from lightrft.datasets.media import MediaRules
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import FAMILIES, MediaModality
 from lightrft.types import Experience, MediaTensors
@@ -29,18 +35,34 @@ IMAGE, START, END = 500, 501, 502
 
 
 class Pictures:
-    """Random patches under the keys ``image:PROMPT/COPY``; all copies of a prompt are the same picture."""
+    """Drawn PNG files under the keys ``image:PROMPT/COPY``; all copies of a prompt have the same file.
+
+    A key is decoded and processed at its first use, and counted.
+    """
     kinds = ("image", )
 
     def __init__(self, prompts: int, patches: int) -> None:
-        side, draw = int(patches**0.5), torch.Generator().manual_seed(0)
-        grid = torch.tensor([[1, side, side]])
-        self.made = [MediaTensors("image", {"pixel_values": torch.randn(patches, 3 * 2 * PATCH**2, generator=draw),
-                                            "image_grid_thw": grid}, "") for _ in range(prompts)]  # yapf: disable
+        side = int(patches**0.5) * PATCH
+        noise = torch.randint(256, (prompts, side, side, 3), dtype=torch.uint8,
+                              generator=torch.Generator().manual_seed(0))
+        self.files = [png(picture.numpy()) for picture in noise]
+        self.process = Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, min_pixels=1, max_pixels=side * side)
+        self.made: dict[str, MediaTensors] = {}
 
     def tensors(self, key: str) -> MediaTensors:
         """Implement :meth:`~lightrft.types.MediaSource.tensors`."""
-        return self.made[int(key.removeprefix("image:").partition("/")[0])]
+        if key not in self.made:
+            file = self.files[int(key.removeprefix("image:").partition("/")[0])]
+            found = self.process(images=decode(Medium("image", key, source=file), MediaRules()), return_tensors="pt")
+            self.made[key] = MediaTensors("image", dict(found), "")
+        return self.made[key]
+
+
+def png(picture: np.ndarray) -> bytes:
+    """Encode a picture of shape [height, width, 3]."""
+    file = BytesIO()
+    Image.fromarray(picture).save(file, format="PNG")
+    return file.getvalue()
 
 
 def build() -> ActorLanguage:
@@ -91,9 +113,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         whole = time.process_time() - start
     norms = {name: parameter.grad.norm().item() for name, parameter in actor.named_parameters()}
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    pixels = sum(tensor.nbytes for made in actor.modality.media.made for tensor in made.tensors.values())
-    return {"tower": sum(spent), "whole": whole, "peak": peak, "norms": norms, "sent": len(pickle.dumps(exp)),
-            "pixels": pixels * args.group}  # yapf: disable
+    made, sent = actor.modality.media.made, pickle.dumps(exp)
+    pixels = [each.tensors["pixel_values"].numpy().tobytes() for each in made.values()]
+    return {"tower": sum(spent), "whole": whole, "peak": peak, "norms": norms, "sent": len(sent), "decoded": len(made),
+            "pixels": sum(map(len, pixels)), "found": sum(each[:64] in sent for each in pixels)}  # yapf: disable
 
 
 def main() -> None:
@@ -126,7 +149,10 @@ def main() -> None:
     gap = max(abs(each["norms"][name] - norm) / max(norm, 1e-6) for name, norm in once["norms"].items()
               if not name.endswith("k.bias"))  # yapf: disable
     sys.stdout.write(f"largest difference of a gradient's norm: {gap:.1e}\n")
-    sys.stdout.write(f"sent to another rank: {once['sent']:,} bytes, of pixels 0 (they have {once['pixels']:,})\n")
+    sys.stdout.write(f"pictures decoded and processed: each {each['decoded']}, once {once['decoded']}\n")
+    sys.stdout.write(
+        f"sent to another rank: {once['sent']:,} bytes, with pixels of {once['found']} pictures (per response "
+        f"these have {each['pixels']:,} bytes)\n")
 
 
 if __name__ == "__main__":

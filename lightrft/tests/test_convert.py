@@ -18,23 +18,26 @@ from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import ROOT
 from lightrft.utils.errors import UserError
 
-# one step of a DeepSpeed engine on two ranks, as another program would write it
+STAGES = (0, 2, 3)
+# one step of a DeepSpeed engine of every stage on two ranks, as another program would write it
 DEEPSPEED = '''
 import os, sys, torch, deepspeed
 from transformers import AutoModelForCausalLM
-base, out, stage = sys.argv[1:]
+base, out, *stages = sys.argv[1:]
 os.environ["DS_ACCELERATOR"] = "cpu"
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, which takes a minute
 deepspeed.init_distributed("gloo")
-model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}, "bf16": {"enabled": True},
-          "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-ids = torch.arange(8)[None] + 5
-engine.backward(engine(input_ids=ids, labels=ids).loss)
-engine.step()
-engine.save_checkpoint(out)
-if int(stage) < 3:
-    torch.save(engine.module.state_dict(), f"{out}/now_{os.environ['RANK']}.pt")
+for stage in map(int, stages):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
+              "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    ids = torch.arange(8)[None] + 5
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.save_checkpoint(f"{out}/{stage}")
+    if stage < 3:
+        torch.save(engine.module.state_dict(), f"{out}/{stage}/now_{os.environ['RANK']}.pt")
 '''
 
 
@@ -84,26 +87,33 @@ def test_a_dcp_folder_becomes_a_model(base, tmp_path, nested):
     assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_deepspeed_folder_becomes_a_model(base, tmp_path, stage):
-    """The float32 weights of its optimizer, which round to those that it computes with."""
+@pytest.fixture(scope="module")
+def written(base, tmp_path_factory):
+    """Folders that DeepSpeed wrote, by stage."""
     pytest.importorskip("deepspeed")
-    (tmp_path / "step.py").write_text(DEEPSPEED)
+    folder = tmp_path_factory.mktemp("deepspeed")
+    (folder / "step.py").write_text(DEEPSPEED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "step.py", str(base), str(tmp_path / "ds"), str(stage)], cwd=tmp_path, text=True,
+    done = subprocess.run([*command, "step.py", str(base), str(folder), *map(str, STAGES)], cwd=folder, text=True,
                           capture_output=True, timeout=250,
                           env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
-                               "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})  # yapf: disable
+                               "HOME": str(folder), "OMP_NUM_THREADS": "1"})  # yapf: disable
     assert done.returncode == 0, done.stderr[-3000:]
-    convert(tmp_path / "ds", tmp_path / "out", str(base))
-    tag = (tmp_path / "ds" / "latest").read_text()
-    convert(tmp_path / "ds" / tag, tmp_path / "again", str(base))
+    return {stage: folder / str(stage) for stage in STAGES}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_deepspeed_folder_becomes_a_model(base, written, tmp_path, stage):
+    """The float32 weights of its optimizer, which round to those that it computes with."""
+    convert(written[stage], tmp_path / "out", str(base))
+    tag = (written[stage] / "latest").read_text()
+    convert(written[stage] / tag, tmp_path / "again", str(base))
     found, again, before = weights(tmp_path / "out"), weights(tmp_path / "again"), weights(base)
     assert found.keys() == before.keys() and all(found[name].equal(again[name]) for name in found)
     assert not all(found[name].float().equal(before[name].bfloat16().float()) for name in found), "it has learnt"
     if stage < 3:
-        now = torch.load(tmp_path / "ds" / "now_0.pt")
+        now = torch.load(written[stage] / "now_0.pt")
         assert all(found[name].bfloat16().equal(now[name].bfloat16()) for name in found)
 
 
