@@ -25,7 +25,7 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from lightrft.datasets.decoding import decode
-from lightrft.datasets.media import MediaRules
+from lightrft.datasets.media import MediaRules, Medium
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import FAMILIES, MediaModality
 from lightrft.types import Experience, MediaTensors
