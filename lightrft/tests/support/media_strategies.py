@@ -54,12 +54,16 @@ class MediaCase(Case):
         connect_media(prepared.model, None if self.blind else self.rig.source, self.strategy, self.cache)
         return prepared
 
-    def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> None:
-        strategy = self.strategy
+    def backward(self, prepared: Prepared, step: int, count: int = MICRO_BATCHES, scale: float = 1.0) -> float:
+        """Return this rank's share of the loss."""
+        strategy, found = self.strategy, 0.0
         mine = range(strategy.rank, count, strategy.world_size)
         for index in mine:
             exp = self.micro_batch(step, index).to(strategy.device)
-            strategy.backward(-prepared.model(exp)[0].sum() * (scale / 50), prepared, last=index == mine[-1])
+            loss = -prepared.model(exp)[0].sum() * (scale / 50)
+            strategy.backward(loss, prepared, last=index == mine[-1])
+            found += loss.item()
+        return found
 
     def micro_batch(self, step: int, index: int):
         """Rows of the data with random responses."""
@@ -83,15 +87,16 @@ def alone(case: MediaCase, what: str, find: Callable[[MediaCase], Any], *options
 
 
 def same_gradients(case: MediaCase, **options) -> None:
-    """Of every parameter, those of the tower included; a text batch gives the tower zeros."""
+    """Of every parameter, those of the tower included; a text batch gives the tower zeros. And the loss."""
 
-    def gradients(twin: MediaCase) -> dict[str, Tensor]:
+    def gradients(twin: MediaCase) -> tuple[float, dict[str, Tensor]]:
         expected = twin.prepare(**options)
-        twin.backward(expected, 0)
-        return {name: param.grad for name, param in expected.model.named_parameters() if param.grad is not None}
+        loss = twin.backward(expected, 0)
+        return loss, {name: param.grad for name, param in expected.model.named_parameters() if param.grad is not None}
 
-    prepared, grads = case.prepare(**options), alone(case, "gradients", gradients, str(options))
-    case.backward(prepared, 0)
+    prepared, (loss, grads) = case.prepare(**options), alone(case, "gradients", gradients, str(options))
+    shares = case.strategy.all_gather_object(case.backward(prepared, 0))
+    assert sum(shares) == pytest.approx(loss, rel=RELATIVE)
     norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
     for name, gradient in whole_gradients(case.strategy, prepared).items():
         assert (gradient - grads.get(name, 0)).norm() < RELATIVE * norm, name
