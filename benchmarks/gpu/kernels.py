@@ -14,6 +14,7 @@ from benchmarks.gpu.store import Row, Tables
 from lightrft.models import attention as packed
 
 REPEATS, MIB, CHUNK_MIB = 5, 1 << 20, 256
+PASSES = 3.5  # FLOPs of forward and backward in those of forward: FlashAttention counts 2.5 for backward
 
 
 def device_of(setting: Setting) -> torch.device:
@@ -68,7 +69,7 @@ def attention_row(sizes: dict[str, Any], device: torch.device, length: int, sequ
     inputs = [torch.randn(length * sequences, h, width, device=device, dtype=torch.bfloat16, requires_grad=True)
               for h in (heads, kv_heads, kv_heads)]  # yapf: disable
     row: Row = {"heads": f"{heads} / {kv_heads} x {width}", "sequences": f"{sequences} x {length}"}
-    flops = 3 * 2.0 * length**2 * sequences * heads * width
+    flops = PASSES * 2.0 * length**2 * sequences * heads * width
     for name, kernel in KERNELS.items():
         layout = packed.PackedLayout.build(starts)
         seconds = attention_seconds(lambda: kernel(*inputs, layout), inputs, device)  # noqa: B023  (called here)

@@ -11,7 +11,9 @@ TITLE = """# Measured on a GPU
 
 `make gpu` measures all of this on one GPU in about 30 minutes and writes this page. It first installs vLLM,
 DeepSpeed, Liger's kernels, TRL and pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a
-second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and adds ten minutes.
+second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and adds ten minutes. A second GPU adds
+eight minutes: a call starts only what surely ends in its 30 minutes and names what is left, which the next call runs;
+with `MINUTES=40` one call runs all.
 `make gpu PYTHON=python3` uses the Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
 and the next call continues; with `OUT=FOLDER` results and page go there. Each measurement is a process of its own:
 one that fails is listed below with its error, and the others run. `make gpu-reduced` runs the same code on a CPU with
@@ -35,7 +37,8 @@ own. The way from asleep to the first token includes the weight sync.""",
     catalog.UPDATE: """One optimizer step on one packed micro-batch per rank. MFU counts 6 FLOPs per parameter and token
 (LoRA: 4, because frozen weights have no gradient), without recomputed activations; the second one adds the attention
 scores.""",
-    catalog.ATTENTION: "Forward and backward in bfloat16 over packed sequences; FLOPs of the causal half.",
+    catalog.ATTENTION: """Forward and backward in bfloat16 over packed sequences; FLOPs of the causal half. The backward
+pass counts 2.5 times the forward pass, as in FlashAttention, because it computes the scores again.""",
     catalog.LOGPROBS: """`chunked_logprobs` against `log_softmax` over the whole [N, V]: forward and backward of
 log-probs and entropy, in bfloat16. MiB above the inputs.""",
     catalog.QUICKSTART: "`examples/quickstart/run_quickstart.sh` in one process.",

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -25,7 +26,10 @@ from benchmarks.gpu.page import render
 from benchmarks.gpu.store import gpus, machine, missing, Record, ROOT, STATUS, Store
 
 RESULTS, PAGE = ROOT / "docs" / "data" / "gpu", ROOT / "docs" / "gpu.md"
+MODELS = "lightrft-random-models"  # folder of its own in --models, removed once all is measured
 ERROR_LINES = 25  # of the output of a failed measurement
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+Process = tuple[int, str]  # number, and time of its start, which tells it from a later one of the same number
 
 
 class Runner:
@@ -43,9 +47,9 @@ class Runner:
 
     def run(self, measurements: Iterable[Measurement], minutes: float) -> list[str]:
         """Run what has no result, as far as it surely ends in ``minutes``; return the names that are left."""
-        end, done, left = self.clock() + 60 * minutes, self.store.read(), []
+        end, done, left = self.clock() + 60 * minutes, self.store.done(), []
         for one in measurements:
-            if one.name in done and done[one.name].done:
+            if one.name in done:
                 continue
             if reason := missing(one.needs, one.ranks, self.reduced):
                 self.store.write(Record(one.name, "skipped", error=reason, machine=machine(self.reduced)))
@@ -63,7 +67,7 @@ class Runner:
         print(f"{name}: {text}", flush=True)
 
     def measure(self, one: Measurement) -> Record:
-        """Run one measurement; its process group ends with it, or at its limit."""
+        """Run one measurement; its processes end with it, or at its limit."""
         log = self.store.folder / "logs" / f"{one.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +98,7 @@ class Runner:
 
 
 def call(command: list[str], limit: float, output: IO[str], environment: dict[str, str]) -> int | None:
-    """Run a command; return its exit code, or None if it was ended at its limit. All its children end with it."""
+    """Run a command; return its exit code, or None if it was ended at its limit, with all its descendants."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
                                start_new_session=True)  # yapf: disable
     try:
@@ -102,11 +106,62 @@ def call(command: list[str], limit: float, output: IO[str], environment: dict[st
     except subprocess.TimeoutExpired:
         return None
     finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, its descendants and its process group: SIGTERM first, at which torchrun ends its
+    ranks and engines clean up, SIGKILL after ``GRACE_S``."""
+    own = family(process.pid)  # found now: the children of a process that has ended belong to nobody
+    process.terminate()
+    wait_for(process, own)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for number, _ in own & processes().keys():  # ranks of torchrun are in sessions of their own
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    wait_for(process, own)  # the next measurement needs their memory
+
+
+def wait_for(process: subprocess.Popen[bytes], own: set[Process]) -> None:
+    """Wait ``GRACE_S`` at most until the process and its family are gone."""
+    deadline = time.monotonic() + GRACE_S
+    while (process.poll() is None or own & processes().keys()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def family(pid: int) -> set[Process]:
+    """Return a living process and all its descendants."""
+    alive, own = processes(), set[Process]()
+    found = {one for one in alive if one[0] == pid}
+    while found:
+        own, numbers = own | found, {number for number, _ in found}
+        found = {one for one, parent in alive.items() if parent in numbers} - own
+    return own
+
+
+def processes() -> dict[Process, int]:
+    """Return the number of the parent of every living process; empty without /proc."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+            state, parent, *rest = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if state not in "ZX":
+            found[int(file.parent.name), rest[17]] = int(parent)
+    return found
+
+
+def known(reduced: bool) -> list[Measurement]:
+    """Return all measurements, or those with a reduced form."""
+    return [one for one in MEASUREMENTS if one.reduced or not reduced]
+
+
+def unfinished(store: Store, reduced: bool) -> list[str]:
+    """Return the names of all measurements that can run here and have no result; they may need the random models."""
+    done = store.done()
+    return [one.name for one in known(reduced) if one.name not in done and not missing(one.needs, one.ranks, reduced)]
 
 
 def choose(args: argparse.Namespace) -> list[Measurement]:
@@ -115,13 +170,13 @@ def choose(args: argparse.Namespace) -> list[Measurement]:
     Raises:
         SystemExit: a name is unknown, or there is no GPU to measure.
     """
-    known = [one for one in MEASUREMENTS if one.reduced or not args.reduced]
-    names = [one.name for one in known]
+    all_of_them = known(args.reduced)
+    names = [one.name for one in all_of_them]
     if wrong := [name for name in (*args.only, *args.again) if name not in names]:
         raise SystemExit(f"unknown measurement {', '.join(wrong)}; known: {', '.join(names)}")
     if not args.reduced and not gpus():
         raise SystemExit("no NVIDIA GPU here (nvidia-smi lists none): --reduced runs tiny shapes on the CPU")
-    return [one for one in known if not args.only or one.name in args.only]
+    return [one for one in all_of_them if not args.only or one.name in args.only]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -135,8 +190,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--render", action="store_true", help="measure nothing, render the page")
     parser.add_argument("--out", type=Path, help=f"folder of results and page (default: {RESULTS.relative_to(ROOT)}, "
                         f"{PAGE.relative_to(ROOT)})")  # yapf: disable
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "lightrft-random-models",
-                        help="folder that keeps the random models (17 GB) until all is measured")
+    parser.add_argument(
+        "--models", type=Path, default=Path(tempfile.gettempdir()),
+        help=f"{MODELS} in this folder keeps the random models (17 GB) until all is measured "
+        "(default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -150,9 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose(args)
         for name in args.again:
             (out / f"{name}.json").unlink(missing_ok=True)
-        left = Runner(store, args.models, args.reduced).run(chosen, args.minutes)
-        if not left:
-            shutil.rmtree(args.models, ignore_errors=True)
+        models = args.models.absolute() / MODELS
+        left = Runner(store, models, args.reduced).run(chosen, args.minutes)
+        if not unfinished(store, args.reduced):
+            shutil.rmtree(models, ignore_errors=True)
     records = store.read()
     page.write_text(render(MEASUREMENTS, records), encoding="utf-8")
     failed = [name for name, record in records.items() if record.status == "failed"]

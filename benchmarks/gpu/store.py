@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class Store:
         records = [Record(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
         return {record.name: record for record in records}
 
+    def done(self) -> set[str]:
+        """Return the names of the measurements that ran."""
+        return {name for name, record in self.read().items() if record.done}
+
     def write(self, record: Record) -> None:
         """Write a record; a process that is killed meanwhile leaves the old one."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -67,8 +72,14 @@ def gpus() -> tuple[tuple[str, str, str], ...]:
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(each for each in found if len(each) == 3)[:None if visible is None else len(visible.split(","))]
+    return tuple(each for each in found if len(each) == 3)[:_visible()]
+
+
+def _visible() -> int | None:
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, whose list ends at an empty name or -1; None: all are."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else len(list(takewhile(lambda name: name.strip() not in ("", "-1"),
+                                                         names.split(","))))  # yapf: disable
 
 
 def machine(reduced: bool) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Measurements that end in a planned way, for the tests of the runner."""
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +42,11 @@ def bad(setting: Any) -> None:
 
 
 def hanging(setting: Any) -> None:
-    """With a child that would outlive it; ``models`` is a folder that gets the child's number."""
+    """With a child that would outlive it, and deaf to SIGTERM on the second rank; ``models`` is a folder that gets the
+    numbers of both processes."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (Path(setting.models) / "child").write_text(str(child.pid), encoding="utf-8")
+    (Path(setting.models) / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
     time.sleep(600)
