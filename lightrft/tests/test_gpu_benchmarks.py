@@ -129,7 +129,9 @@ def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
     assert records["hanging"].error.startswith("ended after 16 s, its limit")
     assert records["hanging"].seconds < 50
     assert records["good"].tables == {"Doctor": [{"size": "0.5b", "reduced": True}]}
-    pids = [int(pid) for file in (tmp_path / "models").iterdir() for pid in file.read_text(encoding="utf-8").split()]
+    files = list((tmp_path / "models").glob("pids-*"))
+    pids = [int(pid) for file in files for pid in file.read_text(encoding="utf-8").split()]
+    assert (tmp_path / "models" / "cleaned").exists() == ("pids-0" in [file.name for file in files])
     assert [pid for pid in pids if not gone(pid)] == [], "a process outlived its measurement"
     page = render(chosen, records)
     assert "RuntimeError: out of everything" in page and "- `bad`: failed" in page and "| `good` | 0.5b |" in page

@@ -42,11 +42,13 @@ def bad(setting: Any) -> None:
 
 
 def hanging(setting: Any) -> None:
-    """With a child that would outlive it, and deaf to SIGTERM on the second rank; ``models`` is a folder that gets the
-    numbers of both processes."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "1":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """With a child that would outlive it; the first rank cleans up at SIGTERM, the second one is deaf to it. ``models``
+    is a folder that gets the numbers of both processes."""
+    rank, folder = os.environ.get("RANK", "0"), Path(setting.models)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if rank == "1" else lambda *_: sys.exit())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (Path(setting.models) / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
-    time.sleep(600)
+    (folder / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
+    try:
+        time.sleep(600)
+    finally:
+        (folder / "cleaned").touch()
