@@ -6,6 +6,7 @@ as parameters, which is all that is known about them elsewhere (:attr:`PairLoss.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log, log1p
 from typing import NamedTuple
 
 import torch
@@ -168,9 +169,8 @@ def aot(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
 def exo(pairs: Pairs, beta: float, label_smoothing: float) -> Tensor:
     """``KL(softmax(beta * ratios) || [1 - eps, eps])``: EXO on pairs (arXiv:2402.00856, eq. 16), eps > 0 the
     ``label_smoothing``."""
-    eps = pairs.chosen.new_tensor(label_smoothing)
     wins, loses = logsigmoid(beta * pairs.margin), logsigmoid(-beta * pairs.margin)
-    return wins.exp() * (wins - torch.log1p(-eps)) + loses.exp() * (loses - eps.log())
+    return wins.exp() * (wins - log1p(-label_smoothing)) + loses.exp() * (loses - log(label_smoothing))
 
 
 def match_by_rank(values: Tensor, others: Tensor) -> Tensor:

@@ -171,7 +171,8 @@ SYNCS = {
 KL = {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3"}
 CUTS = {  # one run, a run with more of something, and how many more
     UPDATE: ({"train_batch_size": 8, "micro_train_batch_size": 4}, {"micro_train_batch_size": 2}, 2),
-    PASS: ({"train_batch_size": 8, "micro_train_batch_size": 4, **KL}, {"micro_train_batch_size": 2}, 2),
+    PASS: ({"recipe": "ppo", "train_batch_size": 8, "micro_train_batch_size": 4, **KL}, {"micro_train_batch_size": 2},
+           2),
     STEP: ({"train_batch_size": 4, "micro_train_batch_size": 2}, {"train_batch_size": 2}, 2),
 }  # yapf: disable
 

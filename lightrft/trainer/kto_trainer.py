@@ -14,6 +14,7 @@ from lightrft.trainer.preference_trainer import PreferenceTrainer
 from lightrft.trainer.reference import response_sums, summed
 from lightrft.trainer.sft_trainer import pack_rows
 from lightrft.types import Experience
+from lightrft.utils.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,6 @@ class KTOTrainer(PreferenceTrainer[Judged]):
         rewards, sides = cfg.beta * (sums - ref).detach(), {"chosen": good[:count], "rejected": ~good[:count]}
         metrics = {"kl": torch.full_like(rewards, self.kl)}
         for name, side in sides.items():
-            index = side.nonzero()[:, 0].to(rewards.device)
+            index = upload(side.nonzero()[:, 0], rewards.device)
             metrics |= {f"rewards/{name}": rewards[index], f"logps/{name}": sums[index]}
         return (losses.sum() / total).float(), metrics

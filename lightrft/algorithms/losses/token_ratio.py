@@ -82,8 +82,7 @@ def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tenso
         (loss [T], metrics); nothing is clipped.
     """
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
-    taus = exp.advantages.new_tensor([cfg.sapo_tau_neg, cfg.sapo_tau_pos])
-    tau = taus[(exp.advantages > 0).long()]
+    tau = torch.full_like(exp.advantages, cfg.sapo_tau_neg).masked_fill(exp.advantages > 0, cfg.sapo_tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return -gate * exp.advantages, ratio_metrics(ratio)
 
