@@ -103,9 +103,10 @@ def rank_device(local_rank: int, local_world_size: int, root: Path = ROOT) -> to
     if max(local_rank + 1, local_world_size) > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
-            f"{local_world_size} processes on this machine (LOCAL_RANK {local_rank}), but torch sees {count} "
-            f"GPU{'s' if count > 1 else ''}, and each process needs its own: give torchrun --nproc-per-node "
-            f"{count}, or make more visible (CUDA_VISIBLE_DEVICES is {visible})")
+            f"{local_world_size} process{'es' if local_world_size > 1 else ''} on this machine (LOCAL_RANK "
+            f"{local_rank}), but torch sees {count} GPU{'s' if count > 1 else ''}, and each process needs its own, "
+            f"number LOCAL_RANK: give torchrun --nproc-per-node {count}, or make more visible (CUDA_VISIBLE_DEVICES is "
+            f"{visible})")
     if unused := unsupported_gpu(local_rank):
         raise UserError(f"{unused.text}: {unused.remedy}")
     return torch.device("cuda", local_rank)

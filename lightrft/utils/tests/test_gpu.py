@@ -80,6 +80,8 @@ def test_every_strategy_and_the_doctor_refuse_it(machine, monkeypatch, strategy)
 @pytest.mark.parametrize("ranks, words", [
     ((2, 4), "4 processes on this machine (LOCAL_RANK 2), but torch sees 2 GPUs"),
     ((0, 4), "4 processes on this machine (LOCAL_RANK 0), but torch sees 2 GPUs"),
+    ((2, 2), "2 processes on this machine (LOCAL_RANK 2), but torch sees 2 GPUs, and each process needs its own, num"),
+    ((2, 1), "1 process on this machine (LOCAL_RANK 2), but torch sees 2 GPUs"),
 ])
 def test_more_ranks_than_gpus_are_refused_on_every_rank(monkeypatch, ranks, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
