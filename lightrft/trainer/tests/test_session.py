@@ -9,6 +9,7 @@ from lightrft.cli import train, train_sft
 from lightrft.config.cli import parse_config
 from lightrft.preflight.hardware import unlike_gpus
 from lightrft.tests.support import runs
+from lightrft.tests.support.fake_cuda import fake_cuda, SYNC
 from lightrft.tests.support.launch import launch
 from lightrft.trainer import session
 from lightrft.trainer.session import training_session
@@ -186,6 +187,14 @@ def test_a_session_keeps_its_options_and_seeds_everything(home, tmp_path):
         again = parse_config(["--config", str(tmp_path / "run" / "config.yaml")])
         assert again.config == parsed.config
     assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_a_session_on_a_gpu_measures_the_time_of_the_device(home, tmp_path):
+    """Where seconds are read the host waits for the kernels whose time they are."""
+    with fake_cuda() as ledger, training_session(parse_config(words(home, tmp_path))) as running:
+        before = ledger.total(SYNC)
+        running.timer.metrics()
+        assert ledger.total(SYNC) > before
 
 
 def test_a_session_warns_of_what_is_seldom_meant(home, tmp_path, capsys):
