@@ -242,6 +242,7 @@ BROKEN = {
     "a wheel for another torch": {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol')"},
     "an operator that torch has already": {"__init__.py": "raise RuntimeError('flash_attn::fwd is registered')"},
     "a Triton without what it uses": {"__init__.py": "import math; math.autotune"},
+    "a Triton that calls it otherwise": {"__init__.py": "import math; math.sqrt(1, restore_value=None)"},
     "a library that cannot be loaded": {"__init__.py": "import ctypes; ctypes.CDLL('/no/libcudart.so')"},
 }  # yapf: disable
 
