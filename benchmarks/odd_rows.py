@@ -1,5 +1,6 @@
-"""Rows that are whole, but of another form, of another program or for another model; see ``media_fuzz.py``."""
+"""Whole rows of another form, of another program, for another model or beyond a limit; see ``media_fuzz.py``."""
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,13 @@ def _(rng: Rng, root: Path) -> Case:
     columns: dict[str, Any] = {f"{its}s": [data[its]]} if rng.integers(2) else {}
     content: Any = "What is it?" if columns else [{"type": its, its: data[its]}]
     return Case(columns, "used" if its in takes else "refused", content=content, takes=takes)
+
+
+@kind("sound bomb")
+def _(rng: Rng, root: Path) -> Case:
+    import soundfile
+    file, long = io.BytesIO(), bool(rng.integers(2))
+    shape = (int(rng.integers(3_601_000, 9_000_000)), 1) if long else (99, int(rng.integers(17, 256)))
+    form = str(rng.choice(["WAV", "FLAC"] if long else ["WAV", "OGG"]))
+    soundfile.write(file, np.zeros(shape, np.int16), 1000, format=form)
+    return Case({"audios": [file.getvalue()]}, "refused")

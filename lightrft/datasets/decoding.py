@@ -23,7 +23,6 @@ Tick = Callable[[], None]  # called inside loops; raises TimeoutError when time 
 VIDEO_PIXELS = 10  # times those of one picture: most of all frames of a video
 # containers that hold their own data; playlists (HLS, concat) name other files and URLs
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif"
-_SAMPLES_PER_SECOND = 48_000  # of sound, for the limit of its length
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +126,7 @@ def _picture(medium: Medium, rules: MediaRules, tick: Tick) -> Image.Image:
 
 def _sound(medium: Medium, rules: MediaRules, tick: Tick) -> Waveform:
     with _opened(medium, rules, tick) as file:
-        return read_sound(file.read(), int(rules.max_seconds * _SAMPLES_PER_SECOND), tick)
+        return read_sound(file.read(), rules.max_seconds, tick)
 
 
 # -- video ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Sound: WAV files, what soundfile reads, and resampling. Functions raise ``ValueError`` for sound that is broken."""
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from lightrft.utils.errors import install_command, UserError
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000  # and above: what programs write that do not know the length yet
-_BLOCK = 1 << 16  # samples that soundfile decodes at a time
+_UNKNOWN_LENGTH = 2**40  # samples, and above: what soundfile states of a file without an end
+_BLOCK = 1 << 16  # samples of each channel that are decoded at a time
+MOST_CHANNELS = 16
+MOST_RATE = 48_000  # Hz: above, a sound has at most as many samples as the longest one has at this rate
 _LOUDEST = 8.0  # of floats; above, they are integers that were not scaled
 
 
@@ -41,11 +44,15 @@ def as_mono(array: Any) -> np.ndarray:
     samples = given.astype(np.float32) if given.dtype.kind == "f" else _scaled(given)
     if samples.ndim == 2:
         samples = samples.mean(1 if samples.shape[1] <= samples.shape[0] else 0)
+    _check_values(samples)
+    return samples
+
+
+def _check_values(samples: np.ndarray) -> None:
     if not np.isfinite(samples).all():
         raise ValueError("NaN or infinite samples")
     if np.abs(samples).max() > _LOUDEST:
         raise ValueError(f"samples up to {np.abs(samples).max():g}, not from -1 to 1")
-    return samples
 
 
 def _scaled(integers: np.ndarray) -> np.ndarray:
@@ -66,26 +73,39 @@ def write_wav(samples: np.ndarray, rate: int) -> bytes:
     return head + body
 
 
-def read_sound(data: bytes, most: int, tick: Callable[[], None]) -> Waveform:
+def read_sound(data: bytes, seconds: float, tick: Callable[[], None]) -> Waveform:
     """Decode a sound file: PCM and float WAV here, everything else with soundfile (extra ``audio``).
 
     Args:
         data: the whole file.
-        most: largest number of samples per channel.
-        tick: called now and then; it raises when time is up.
+        seconds: greatest length. Above ``MOST_RATE`` the limit is the number of samples of that length at this rate.
+        tick: called for every block; it raises when time is up.
 
     Raises:
-        ValueError: not a sound, cut off, empty, too long, or NaN.
+        ValueError: not a sound, cut off, empty, too long, of too many channels, or NaN.
         UserError: soundfile is needed and not installed.
     """
-    wav = _read_wav(data, most) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
-    samples, rate = wav or _read_other(data, most, tick)
-    return Waveform(as_mono(samples), rate)
+    wav = _read_wav(data, seconds, tick) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    return wav or _read_other(data, seconds, tick)
 
 
-def _read_wav(data: bytes, most: int) -> tuple[np.ndarray, int] | None:
-    """Return the samples [n, channels] and the rate of a WAV file; None for another codec than PCM and float."""
-    chunks = dict(_chunks(data))
+def _mixed(blocks: Iterable[np.ndarray], rate: int, seconds: float, tick: Callable[[], None]) -> Waveform:
+    """Mix blocks [n, channels] to one channel as they come, so that only the mono sound is held."""
+    mono = bytearray()
+    for block in blocks:
+        tick()
+        samples = block.astype(np.float32, copy=False).mean(1)
+        _check_values(samples)
+        mono += samples.tobytes()
+        _check_length(len(mono) // 4, rate, seconds)
+    if not mono:
+        raise ValueError("no samples")
+    return Waveform(np.frombuffer(mono, np.float32), rate)
+
+
+def _read_wav(data: bytes, seconds: float, tick: Callable[[], None]) -> Waveform | None:
+    """Decode a WAV file; None for another codec than PCM and float."""
+    chunks = dict(_chunks(memoryview(data)))
     if len(chunks.get(b"fmt ", b"")) < 16 or b"data" not in chunks:
         raise ValueError("a WAV file without format or data")
     codec, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunks[b"fmt "])
@@ -93,17 +113,16 @@ def _read_wav(data: bytes, most: int) -> tuple[np.ndarray, int] | None:
         codec = int.from_bytes(chunks[b"fmt "][24:26], "little")
     if (codec, bits) not in _WAV_TYPES:
         return None
-    if not 1 <= channels <= 64:
-        raise ValueError(f"{channels} channels")
-    body = chunks[b"data"]
-    count = len(body) // (channels * bits // 8)
-    _check_length(count, most, rate)
-    values = _WAV_TYPES[codec, bits](body[:count * channels * bits // 8])
-    return values.reshape(-1, channels), rate
+    _check_form(channels, rate)
+    body, size, convert = chunks[b"data"], channels * bits // 8, _WAV_TYPES[codec, bits]
+    count = len(body) // size
+    _check_length(count, rate, seconds)
+    parts = (body[at * size:min(at + _BLOCK, count) * size] for at in range(0, count, _BLOCK))
+    return _mixed((convert(part).reshape(-1, channels) for part in parts), rate, seconds, tick)
 
 
-def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield name and content of the chunks of a RIFF file.
+def _chunks(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield name and content of the chunks of a RIFF file; nothing is copied.
 
     Raises:
         ValueError: the sound ends before the length that the file states.
@@ -118,17 +137,17 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         at += 8 + size + size % 2
 
 
-def _integers(kind: str, zero: float, scale: float) -> Callable[[bytes], np.ndarray]:
+def _integers(kind: str, zero: float, scale: float) -> Callable[[memoryview], np.ndarray]:
     return lambda body: ((np.frombuffer(body, kind).astype(np.float32) - zero) / scale)
 
 
-def _pcm24(body: bytes) -> np.ndarray:
+def _pcm24(body: memoryview) -> np.ndarray:
     padded = np.zeros((len(body) // 3, 4), np.uint8)
     padded[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
     return (padded.view("<i4")[:, 0] / 2.0**31).astype(np.float32)
 
 
-_WAV_TYPES: dict[tuple[int, int], Callable[[bytes], np.ndarray]] = {
+_WAV_TYPES: dict[tuple[int, int], Callable[[memoryview], np.ndarray]] = {
     (_PCM, 8): _integers("u1", 128, 2.0**7),
     (_PCM, 16): _integers("<i2", 0, 2.0**15),
     (_PCM, 24): _pcm24,
@@ -138,8 +157,8 @@ _WAV_TYPES: dict[tuple[int, int], Callable[[bytes], np.ndarray]] = {
 }
 
 
-def _read_other(data: bytes, most: int, tick: Callable[[], None]) -> tuple[np.ndarray, int]:
-    """Return the samples [n, channels] and the rate of what soundfile reads."""
+def _read_other(data: bytes, seconds: float, tick: Callable[[], None]) -> Waveform:
+    """Decode what soundfile reads."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: its library is missing
@@ -148,16 +167,18 @@ def _read_other(data: bytes, most: int, tick: Callable[[], None]) -> tuple[np.nd
     if _cut_off(data):
         raise ValueError("cut off: its last block is missing")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
-        blocks, count = [], 0
-        while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
-            tick()
-            blocks.append(block)
-            count += len(block)
-            _check_length(count, most, file.samplerate)
-        if count < 0.95 * file.frames < 2**40:  # a file without an end states about 2 ** 63
-            raise ValueError(f"cut off: {count} of {file.frames} samples are there")
-        _check_length(count, most, file.samplerate)
-        return np.concatenate(blocks), file.samplerate
+        stated = file.frames if file.frames < _UNKNOWN_LENGTH else 0
+        _check_form(file.channels, file.samplerate)
+        _check_length(stated, file.samplerate, seconds)
+        sound = _mixed(_blocks(file), file.samplerate, seconds, tick)
+        if len(sound.samples) < 0.95 * stated:
+            raise ValueError(f"cut off: {len(sound.samples)} of {stated} samples are there")
+        return sound
+
+
+def _blocks(file: Any) -> Iterator[np.ndarray]:
+    while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+        yield block
 
 
 def _cut_off(data: bytes) -> bool:
@@ -172,13 +193,17 @@ def _cut_off(data: bytes) -> bool:
     return not last or page + 27 + data[page + 26] + sum(segments) > len(data)
 
 
-def _check_length(count: int, most: int, rate: int) -> None:
-    if count == 0:
-        raise ValueError("no samples")
-    if count > most:
-        raise ValueError(f"more than {most} samples, about {most / max(rate, 1):.0f} s. Cut it into pieces")
+def _check_form(channels: int, rate: int) -> None:
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise ValueError(f"{channels} channels; it must have 1 to {MOST_CHANNELS}")
     if not 1000 <= rate <= 768_000:
         raise ValueError(f"a rate of {rate} Hz")
+
+
+def _check_length(count: int, rate: int, seconds: float) -> None:
+    most = int(seconds * min(rate, MOST_RATE))
+    if count > most:
+        raise ValueError(f"more than {most} samples, {most / rate:g} s at {rate} Hz. Cut it into pieces")
 
 
 def resample(sound: Waveform, rate: int) -> Waveform:
