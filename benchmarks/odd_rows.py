@@ -69,6 +69,12 @@ def _(rng: Rng, root: Path) -> Case:
     return Case(columns, "used" if its in takes else "refused", content=content, takes=takes)
 
 
+@kind("frames in a flat list")
+def _(rng: Rng, root: Path) -> Case:
+    frames = [encoded(picture(rng), str(rng.choice(FORMS))) for _ in range(rng.integers(1, 4))]
+    return Case({str(rng.choice(["videos", "video"])): frames}, "refused")
+
+
 @kind("sound bomb")
 def _(rng: Rng, root: Path) -> Case:
     import soundfile

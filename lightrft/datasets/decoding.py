@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightrft.datasets.media import check_size, file_digest, Medium, MediaError, MediaRules
 from lightrft.datasets.pictures import (ANIMATED, animation, check_pixels, Frame, open_picture, picture_size,
-                                        sample_frames, to_rgb)
+                                        sample_frames, STILL, to_rgb)
 from lightrft.datasets.waveform import read_sound, resample, Waveform
 from lightrft.utils.errors import CaptureException, first_line, install_command, UserError
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 Tick = Callable[[], None]  # called inside loops; raises TimeoutError when time is up
 
 VIDEO_PIXELS = 10  # times those of one picture: most of all frames of a video
+_NOT_MOVING = "a still picture, not a video. The frames of a video are a list in the list of videos: [[frame, frame]]"
 # containers that hold their own data; playlists (HLS, concat) name other files and URLs
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
@@ -140,6 +141,8 @@ def _video(medium: Medium, rules: MediaRules, tick: Tick) -> Video:
         if start[:4] == b"RIFF" and int.from_bytes(start[4:8], "little") + 8 > file.seek(0, io.SEEK_END):
             raise ValueError("cut off: the file is shorter than it states")  # AVI, whose index is at its end
         file.seek(0)
+        if STILL.match(start):
+            raise ValueError(_NOT_MOVING)
         moving = start.startswith(ANIMATED) and (start[:4] != b"RIFF" or start[8:] == b"WEBP")
         frames = _animation(file, rules) if moving else _streamed(file, rules)
         return Video(*sample_frames(frames, rules.fps, rules.max_frames, pixels, tick))
@@ -153,6 +156,8 @@ def _listed(media: tuple[Medium, ...], rules: MediaRules, tick: Tick) -> Iterato
 def _animation(file: BinaryIO, rules: MediaRules) -> Iterator[Frame]:
     """Yield the frames of a GIF, WebP or APNG."""
     image = open_picture(file, rules.max_image_pixels)
+    if not getattr(image, "is_animated", False):
+        raise ValueError(_NOT_MOVING)
     yield from animation(image)
     if image.format == "GIF":
         file.seek(-16, io.SEEK_END)

@@ -1,5 +1,6 @@
 """Pictures as a model sees them: upright, RGB, 8 bits. Functions raise ``ValueError`` for pictures that are broken."""
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, BinaryIO
@@ -10,6 +11,8 @@ from PIL import Image, UnidentifiedImageError
 # none of them runs another program (EPS does), and each is known by its first bytes
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000")
 ANIMATED = (b"GIF8", b"\x89PNG", b"RIFF")  # first bytes of GIF, APNG and WebP
+STILL = re.compile(  # and of JPEG, BMP, TIFF, JPEG 2000, AVIF and HEIF
+    rb"\xff\xd8\xff|BM|II\*\0|MM\0\*|\0\0\0\x0cjP  |\xff\x4f\xff\x51|....ftyp(?:avif|mif1|hei[cx])", re.DOTALL)
 _ORIENTATION = 0x0112  # tag of EXIF
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

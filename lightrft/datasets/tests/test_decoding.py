@@ -214,6 +214,15 @@ def test_animations_without_a_video_package(monkeypatch):
         assert levels(found) == [0, 5, 10, 15, 20, 25, 30, 35] and abs(found.seconds - 4) < 0.01, kind
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000", "AVIF"])
+def test_still_pictures_are_no_videos(kind):
+    """They are what a flat list of frames becomes."""
+    if kind not in Image.SAVE:
+        pytest.skip("older versions of Pillow lack AVIF")
+    with pytest.raises(MediaError, match=r"row 1: video of .*: a still picture, not a video. .*\[\[frame, frame\]\]"):
+        decoded(encoded(Image.fromarray(NOISE), kind), "video")
+
+
 def test_phone_videos_are_upright():
     half = np.zeros((32, 48, 3), np.uint8)
     half[:, 24:] = 255
