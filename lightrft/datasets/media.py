@@ -187,8 +187,14 @@ def _unwrapped(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
             _check_options(value, kind, rules, where)
         if not isinstance(value, Mapping) or value.get("array") is not None:
             return value
-        value = next((value[name] for name in names if value.get(name) is not None), None)
+        given = [value[name] for name in names if value.get(name) is not None]
+        value = next((one for one in given if not _is_empty(one)), given[0] if given else None)
     raise MediaError(f"{where}: {kind} {shorten(value)}: objects inside objects. Write the {kind} as bytes or a path")
+
+
+def _is_empty(value: Any) -> bool:
+    """Return True for the empty bytes or text that some programs write beside what counts."""
+    return isinstance(value, (bytes, bytearray, memoryview, str)) and not len(value)
 
 
 def _check_options(given: Mapping[str, Any], kind: str, rules: MediaRules, where: str) -> None:
@@ -332,8 +338,8 @@ def _encoded_picture(picture: "Image.Image | np.ndarray", rules: MediaRules, whe
     try:
         return encode_png(picture, rules.max_image_pixels)
     except (OSError, ValueError, TypeError, LookupError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise MediaError(f"{where}: not a picture: {error}. Write [H, W] or [H, W, C] uint8, or encoded "
-                         "bytes") from error
+        raise MediaError(f"{where}: not a picture: {error}. Write [H, W] or [H, W, 1 to 4] uint8, or "
+                         "encoded bytes") from error
 
 
 def _encoded_sound(value: Mapping[str, Any], where: str) -> bytes:

@@ -89,14 +89,15 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def encode_png(picture: Any, most: int) -> bytes:
-    """Encode a picture of Pillow, or an array [H, W] or [H, W, C] uint8, as PNG, as a model sees it.
+    """Encode a picture of Pillow, or an array [H, W] or [H, W, C] uint8, C up to 4, as PNG, as a model sees it.
 
     Raises:
         ValueError, OSError, TypeError: it cannot be converted.
     """
     size = picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
     check_pixels(size, most)
-    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    grey = not isinstance(picture, Image.Image) and picture.shape[2:] == (1, )  # which Pillow wants as [H, W]
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture[..., 0] if grey else picture)
     file = io.BytesIO()
     to_rgb(image).save(file, "PNG", compress_level=1)
     return file.getvalue()

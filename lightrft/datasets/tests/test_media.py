@@ -59,6 +59,8 @@ FORMS = {
     "struct": {"bytes": PNG, "path": None},
     "bytes win over a path": {"bytes": PNG, "path": "../elsewhere.png"},
     "struct of a path": {"bytes": None, "path": "red.png"},
+    "empty bytes beside a path": {"bytes": b"", "path": "red.png"},
+    "empty address beside a path": {"image_url": "", "path": "red.png"},
     "path": "red.png",
     "path with dots": "more/../red.png",
     "link": "link.png",
@@ -79,6 +81,12 @@ def test_every_form_is_the_same_picture(form, rules):
     medium = find(FORMS[form], rules)
     assert decode(medium, rules).tobytes() == RED.tobytes() and image_size(medium, rules) == (2, 4)
     assert pickle.loads(pickle.dumps(medium)) == medium and medium.kind == "image"
+
+
+def test_a_grey_array_with_a_channel_is_one_without(rules):
+    grey = np.arange(8, dtype=np.uint8).reshape(2, 4)
+    assert find(grey[..., None], rules).key == find(grey, rules).key
+    assert np.asarray(decode(find(grey[..., None], rules), rules))[..., 1].tolist() == grey.tolist()
 
 
 def test_absolute_paths_and_file_urls_below_the_root(rules):
@@ -223,6 +231,7 @@ def deep(value):
 REFUSED = {
     "nothing": (None, "it is empty"),
     "no bytes": (b"", r"of 0 bytes: it is empty"),
+    "struct of no bytes": ({"bytes": b"", "path": None}, r"of 0 bytes: it is empty"),
     "empty text": ("", "no such file"),
     "empty file": ("empty.png", "empty"),
     "part without medium": ({"type": "image"}, "it is empty"),
@@ -251,7 +260,7 @@ REFUSED = {
     "nested": ({"image": {"image": {"image": {"image": {"image": PNG}}}}}, "objects inside objects"),
     "nested deeply": (deep([PNG]), "list is not a form"),
     "array of floats": (np.zeros((4, 4, 3)), "not a picture"),
-    "array of five colours": (np.zeros((4, 4, 5), np.uint8), "not a picture"),
+    "array of five colours": (np.zeros((4, 4, 5), np.uint8), r"not a picture.*\[H, W, 1 to 4\]"),
 }  # yapf: disable
 
 
