@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor, ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -112,7 +113,7 @@ class MediaStore:
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """Tokens of the model that stand for media, which no text of a row may hold."""
+        """Tokens of the model that stand for media or are written around them, which no text of a row may hold."""
         tokenizer, names = self.processor.tokenizer, []
         for kind in KINDS:
             ids = [
@@ -121,10 +122,26 @@ class MediaStore:
                                     getattr(self.processor, f"{kind}_end_id", None)) if index is not None
             ]
             names += [getattr(self.processor, f"{kind}_token", None), *tokenizer.convert_ids_to_tokens(ids)]
+            names += self._written_around(kind)
         return tuple(name for name in dict.fromkeys(names) if name in tokenizer.get_vocab())
 
+    def _written_around(self, kind: str) -> list[str]:
+        """Return the special tokens that the chat template writes for a medium; none without a template for it."""
+        tokenizer = self.processor.tokenizer
+
+        def ids(*parts: dict[str, str]) -> list[int]:
+            chat = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+            return tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False).input_ids
+
+        try:
+            added = sorted({*ids({"type": kind})} - {*ids()})
+        except (TemplateError, TypeError, ValueError):
+            return []
+        known = tokenizer.added_tokens_decoder
+        return [known[index].content for index in added if index in known and known[index].special]
+
     def check_words(self, messages: list[Message], where: str) -> None:
-        """Raise :class:`MediaError` if a text holds a token that stands for media."""
+        """Raise :class:`MediaError` if a text holds one of :attr:`tokens`."""
         for message in messages:
             content = message.get("content")
             parts = content if isinstance(content, list) else [{"text": content}]

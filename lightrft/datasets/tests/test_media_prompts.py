@@ -122,15 +122,16 @@ def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
     assert "is <image> a tag?" in tokenizer.decode(found.token_ids) and found.media == ()
     rows = [
         ask("<image>?", png(0)),
-        ask("<image><|image_pad|>",
-            png(0)), {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"}
+        ask("<image><|image_pad|>", png(0)),
+        {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"},
+        ask("<|vision_start|><image><|vision_end|>?", png(0))  # which the template writes too
     ]
-    for row in rows[1:]:
-        with pytest.raises(MediaError, match="row 1: a text holds .*_pad.>, which this model reads as a picture"):
+    for row, token in zip(rows[1:], ("image_pad", "video_pad", "image_pad", "vision_start")):
+        with pytest.raises(MediaError, match=f"row 1: a text holds <.{token}.>, which this model reads as a picture"):
             prompts([row], tokenizer, store)
     left = prompts(rows, tokenizer, store, media_policy="skip")
-    assert len(left) == 1 and left.dropped == 3
+    assert len(left) == 1 and left.dropped == 4
 
 
 def test_options_write_no_media(tokenizer, store):
