@@ -10,6 +10,7 @@ from PIL import Image
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import find_medium
+from lightrft.datasets.media_cache import settings_of
 from lightrft.datasets.media_store import open_store
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import tiny_vision
@@ -36,9 +37,9 @@ def opened(model, tmp_path):
     """Open a store on ``tmp_path/cache``, as a run does at its start."""
     get_logger()  # whose first call decides where messages go
 
-    def store(**options):
+    def store(path=None, **options):
         options = {"media_cache_dir": str(tmp_path / "cache"), "media_root": str(tmp_path)} | options
-        return open_store(*model, DataConfig(**options))
+        return open_store(path or model[0], model[1], DataConfig(**options))
 
     return store
 
@@ -67,9 +68,18 @@ def test_a_later_run_reads_what_an_earlier_one_processed(opened, tmp_path):
         other = opened(**options)
         tensors(other, png(0))
         assert other.decoded == 1, "other settings are other files"
+    processor = first.processor
+    processor.image_processor.image_mean = [0.25] * 3
+    processor.save_pretrained(tmp_path / "other")
+    other = opened(str(tmp_path / "other"))
+    tensors(other, png(0))
+    assert other.decoded == 1, "so are those of another processor"
+    before = settings_of(processor)
+    processor.__class__ = type("Other", (type(processor), ), {})
+    assert settings_of(processor) != before
     off = opened(media_cache_dir=None)
     tensors(off, png(0))
-    assert off.decoded == 1 and len(files(tmp_path)) == 4
+    assert off.decoded == 1 and len(files(tmp_path)) == 5
 
 
 def test_the_content_decides_and_not_the_name_of_a_file(opened, tmp_path):

@@ -261,6 +261,8 @@ def test_pictures_are_resized_to_the_limits(folder, tokenizer):
         store = open_store(str(folder), tokenizer, DataConfig(**limits))
         (key, ) = prompts(rows, tokenizer, store)[0].media
         sizes.append(store.open(key).size)
+        (key, ) = store.register([find_medium([picture(0), picture(1)], "video", store.rules, "row 1")])
+        assert [frame.size for frame in store.open(key).frames] == [sizes[-1]] * 2, "frames are as pictures"
     assert sizes[0] == sizes[3] == (84, 56)
     assert sizes[1] == (54, 36) and sizes[2][0] * sizes[2][1] >= 20_000
 

@@ -16,6 +16,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media import find_medium, MediaRules
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rows import hold_rows
 from lightrft.models.actor_modality import MediaModality
 from lightrft.tests.support import media_runs, tiny
@@ -132,14 +133,20 @@ def test_resumed_is_straight(straight, home, options, tmp_path):
 
 
 def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, capfd):
-    """A line for the first row with one picture, and one for that with two; a wrong weight names the row."""
+    """A line for the first row with one picture, and one for that with two; wrong positions of an engine that has its
+    own, and a wrong weight, name the row."""
     config = config_of(home, tmp_path, **options)
     trainer = trainer_of(config, strategy_of(config))
     trainer.before_loop(True)
     said = [line for line in capfd.readouterr().err.splitlines() if "engine and trainer agree on row" in line]
     wanted = ["1 media of 1x4x6, positions", "2 media of 1x4x6, 1x4x6, positions"]
     assert [line.partition(" for ")[2].partition(" to ")[0] for line in said] == wanted, said
-    engine = trainer.engine
+    engine, actor = trainer.engine, trainer.prepared["actor"].model
+    engine.positions = lambda request: actor.modality.prompt_positions(actor.hf_model, request.token_ids, request.media
+                                                                       ).flip(0)
+    with pytest.raises(UserError, match=r"row 0:0: the position of token \d+ is \[.*\] for the engine and"):
+        trainer.before_loop(True)
+    del engine.positions
     engine.model = copy.deepcopy(engine.model)
     with torch.no_grad():
         engine.model.model.visual.merger.mlp[2].weight.mul_(1.5)
@@ -164,10 +171,17 @@ def prefetched(trainer):
     return found
 
 
-def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tmp_path):
-    """The towers of policy and reference, which are one; after a resume features are computed again, bit for bit."""
+def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tmp_path, monkeypatch):
+    """The towers of policy and reference, which are one; after a resume features are computed again, bit for bit.
+
+    Each step of the plain run has the media of the next one processed, which the data set of headers does not.
+    """
     frozen = options | {"freeze_prefix": ["visual"], "disable_ckpt": False, "save_steps": 1, "async_save": False}
-    plain = run(home, tmp_path / "plain", **frozen)
+    asked, work = [], MediaStore.prefetch
+    with monkeypatch.context() as patch:
+        patch.setattr(MediaStore, "prefetch", lambda store, keys: asked.append([*keys]) or work(store, asked[-1]))
+        plain = run(home, tmp_path / "plain", **frozen, media_check="header")
+    assert [len(keys) for keys in asked] == [4, 4], "once per step, the four pictures of four prompts"
     kept = run(home, tmp_path / "kept", **frozen, cache_features=True)
     assert [line["media/features_computed"] for line in kept.lines] == [3, 0], "three pictures, for two models"
     assert all(line["media/features_reused"] > 3 for line in kept.lines)
