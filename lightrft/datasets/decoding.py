@@ -1,4 +1,5 @@
 """Decodes a :class:`~lightrft.datasets.media.Medium` under the limits of its rules: size, pixels, time."""
+import hashlib
 import io
 import math
 import time
@@ -105,19 +106,42 @@ def _opened(medium: Medium, rules: MediaRules, tick: Tick) -> BinaryIO:
 
 
 def _download(url: str, medium: Medium, rules: MediaRules, tick: Tick) -> bytes:
-    data = bytearray()
+    """Download a medium; an error that may pass is tried once more. Each download must have the content of the first,
+    because the key of a URL says nothing about its content."""
     try:
-        with requests.get(url, stream=True, timeout=rules.decode_timeout_s) as answer:
-            answer.raise_for_status()
-            for chunk in answer.iter_content(1 << 16):
-                tick()
-                data += chunk
-                check_size(len(data), rules, medium.where)
-    except requests.RequestException as error:
-        raise MediaError(f"{medium.where}: cannot be downloaded ({error}). Correct the address, or download it first "
-                         "and write its path") from error
+        data = _fetch(url, medium, rules, tick)
+    except requests.RequestException as first:
+        try:
+            if not _may_pass(first):
+                raise
+            data = _fetch(url, medium, rules, tick)
+        except requests.RequestException as error:
+            raise MediaError(f"{medium.where}: cannot be downloaded ({error}). Correct the address, or download it "
+                             "first and write its path") from error
     check_size(len(data), rules, medium.where)
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    if rules.downloads.setdefault(medium.key, digest) != digest:
+        raise MediaError(f"{medium.where}: what the server sends has changed since the run read its rows. Download it "
+                         "first and write its path")
+    return data
+
+
+def _fetch(url: str, medium: Medium, rules: MediaRules, tick: Tick) -> bytes:
+    data = bytearray()
+    with requests.get(url, stream=True, timeout=rules.decode_timeout_s) as answer:
+        answer.raise_for_status()
+        for chunk in answer.iter_content(1 << 16):
+            tick()
+            data += chunk
+            check_size(len(data), rules, medium.where)
     return bytes(data)
+
+
+def _may_pass(error: requests.RequestException) -> bool:
+    """Return True for errors of the connection and of a busy server."""
+    if error.response is not None:
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError))
 
 
 def _picture(medium: Medium, rules: MediaRules, tick: Tick) -> Image.Image:

@@ -44,7 +44,7 @@ class MediaError(DataError):
 
 @dataclass(frozen=True)
 class MediaRules:
-    """Limits on what is read, and from where.
+    """Limits on what is read, and from where; and what the URLs had.
 
     Attributes:
         root: the folder that holds all files; None: files are refused.
@@ -57,6 +57,7 @@ class MediaRules:
         max_frames: most frames of a video; longer ones have fewer frames per second.
         max_seconds: longest sound.
         policy: "error" or "skip": what a :class:`MediaError` does to its row.
+        downloads: hash of what each URL had at its first download, by key; filled while media are read.
     """
     root: Path | None = None
     urls: bool = False
@@ -69,6 +70,7 @@ class MediaRules:
     max_frames: int = 256
     max_seconds: float = 3600.0
     policy: str = "error"
+    downloads: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, cfg: MediaConfig) -> "MediaRules":
@@ -256,9 +258,8 @@ def _text_source(text: str, rules: MediaRules, where: str) -> bytes | Path | str
         return _file(_file_url(text, where), rules, where)
     if scheme.startswith(("http://", "https://")):
         if not rules.urls:
-            raise MediaError(
-                f"{where}: downloads are off. Allow them with --media_urls, or download it first and write "
-                "its path")
+            raise MediaError(f"{where}: downloads are off. Allow them with --media_urls, or download it first and "
+                             "write its path")
         return text
     if re.match(r"[a-z][a-z0-9+.-]*://", scheme):
         raise MediaError(f"{where}: this kind of URL is not read. Write a path, or an http(s) URL with --media_urls")

@@ -308,15 +308,25 @@ def test_paths_without_a_root():
 
 # -- downloads --------------------------------------------------------------------------------------------------------
 class Answers(BaseHTTPRequestHandler):
-    """A web server on this machine."""
+    """A web server on this machine; ``asked`` has the paths so far."""
+    asked = []
 
     def do_GET(self):
-        self.send_response({"/red.png": 200, "/endless": 200, "/moved": 302}.get(self.path, 404))
+        self.asked.append(self.path)
+        first, sent = self.asked.count(self.path) == 1, PNG
+        states = {"/red.png": 200, "/endless": 200, "/moved": 302, "/busy": 503 if first else 200, "/cut": 200,
+                  "/new": 200, "/down": 500}  # yapf: disable
+        self.send_response(states.get(self.path, 404))
         if self.path == "/moved":
             self.send_header("Location", "file:///etc/passwd")
+        if self.path == "/cut":
+            self.send_header("Content-Length", str(len(PNG)))
+            sent = PNG[:40] if first else PNG
+        if self.path == "/new" and not first:
+            sent = encoded(Image.new("RGB", (4, 2), "blue"))
         self.end_headers()
-        if self.path == "/red.png":
-            self.wfile.write(PNG)
+        if self.path not in ("/moved", "/endless"):
+            self.wfile.write(sent)
         with suppress(ConnectionError):
             while self.path == "/endless":
                 self.wfile.write(bytes(1 << 16))
@@ -341,3 +351,20 @@ def test_downloads_when_allowed(site, rules):
                           ("endless", "bytes are more than the 1048576")):
         with pytest.raises(MediaError, match=message):
             decode(find(f"{site}/{path}", allowed), allowed)
+
+
+def test_downloads_have_one_content_and_a_second_try(site, rules):
+    """A URL whose content changes is an error, as a file is; a connection that breaks, or a busy server, is not."""
+    allowed = replace(rules, urls=True)
+    for path in ("busy", "cut"):
+        assert decode(find(f"{site}/{path}", allowed), allowed).tobytes() == RED.tobytes()
+    for path, state in (("down", 500), ("gone", 404)):
+        with pytest.raises(MediaError, match=f"cannot be downloaded.*{state}"):
+            decode(find(f"{site}/{path}", allowed), allowed)
+    assert [Answers.asked.count(path) for path in ("/busy", "/cut", "/down", "/gone")] == [2, 2, 2, 1]
+    medium = find(f"{site}/new", allowed)
+    assert image_size(medium, allowed) == (2, 4)
+    with pytest.raises(MediaError, match="row 3: image 'http.*/new': what the server sends has changed since the run"):
+        decode(medium, allowed)
+    other = replace(allowed, downloads={})
+    assert decode(medium, other).getpixel((0, 0)) == (0, 0, 255), "another run starts with what there is now"
