@@ -211,6 +211,14 @@ class ShowsPositions(Protocol):
 
 
 @runtime_checkable
+class ShowsMedia(Protocol):
+    """An engine that processes media itself."""
+
+    def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
+        """Return what its processor makes of each medium of the prompt of ``request``, by the processor's names."""
+
+
+@runtime_checkable
 class KeepsWeights(Protocol):
     """An engine that gets weights that are not trained only once, while it keeps them."""
 

@@ -20,7 +20,7 @@ from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
-from lightrft.rollout.vllm.generate import VLLMRun
+from lightrft.rollout.vllm.generate import media_tensors, VLLMRun
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
 from lightrft.types import MediaSource
 from lightrft.utils.env import World
@@ -185,6 +185,11 @@ class VLLMEngine:
         finally:
             del vars(model)["get_mrope_input_positions"]
         return found[0].long().cpu()
+
+    def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
+        """Implement :meth:`~lightrft.rollout.engine.ShowsMedia.media_tensors`."""
+        with process_state_kept():
+            return {} if self.media is None else media_tensors(self.native, request, self.media)
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

@@ -1,8 +1,10 @@
 """One call of ``generate`` on vLLM: requests in, responses out as they finish."""
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.rollout.engine import Completion, Ended, Request, SamplingParams
 from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
 
@@ -61,25 +63,12 @@ class VLLMRun:
         self.drawing[name] = i, j, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
 
     def _prompt(self, i: int) -> Any:
-        """Return vLLM's form of the prompt of request ``i``, with its media: processed once for all its responses.
-
-        Raises:
-            UserError: vLLM expands the prompt to other tokens than the trainer.
-        """
+        """Return vLLM's form of the prompt of request ``i``, with its media: processed once for all its responses."""
         request = self.collector.requests[i]
         if not request.media or self.media is None:
             return {}
         if i not in self.rendered:
-            data: dict[str, list[Any]] = {}
-            for key in request.media:
-                kind = key.partition(":")[0]
-                data.setdefault(kind, []).append(_native_medium(kind, self.media.open(key)))
-            prompt: Any = {"prompt_token_ids": request.unexpanded, "multi_modal_data": data}
-            (self.rendered[i], ) = self.engine.renderer.render_cmpl([prompt])
-            if (tokens := list(self.rendered[i]["prompt_token_ids"])) != request.token_ids:
-                raise UserError(f"vLLM makes {len(tokens)} tokens of a prompt with {', '.join(data)} that has "
-                                f"{len(request.token_ids)} for the trainer: it processes media of this model in "
-                                "another way; use --engine_type hf")
+            self.rendered[i] = rendered(self.engine, request, self.media)
         return self.rendered[i]
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
@@ -110,6 +99,36 @@ class VLLMRun:
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
         return rest
+
+
+def rendered(engine: "LLMEngine", request: Request, media: MediaSource, whole: bool = False) -> Any:
+    """Process the media of a prompt; return vLLM's form of it. ``whole``: with the tensors of all media, also of those
+    that vLLM's cache holds.
+
+    Raises:
+        UserError: vLLM expands the prompt to other tokens than the trainer.
+    """
+    data: dict[str, list[Any]] = {}
+    for key in request.media:
+        kind = key.partition(":")[0]
+        data.setdefault(kind, []).append(_native_medium(kind, media.open(key)))
+    prompt: Any = {"prompt_token_ids": request.unexpanded, "multi_modal_data": data}
+    (found, ) = engine.renderer.render_cmpl([prompt], skip_mm_cache=whole)
+    if (tokens := list(found["prompt_token_ids"])) != request.token_ids:
+        raise UserError(f"vLLM makes {len(tokens)} tokens of a prompt with {', '.join(data)} that has "
+                        f"{len(request.token_ids)} for the trainer: it processes media of this model in another way; "
+                        "use --engine_type hf")
+    return found
+
+
+def media_tensors(engine: "LLMEngine", request: Request, media: MediaSource) -> dict[str, list[Tensor]]:
+    """Return the tensors that vLLM's processor makes of the media of a prompt, by name, in the order of the media."""
+    found: dict[str, list[Tensor]] = {}
+    for items in rendered(engine, request, media, whole=True)["mm_kwargs"].values():
+        for item in items:
+            for name, value in item.get_data().items():
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _native_medium(kind: str, medium: Any) -> Any:

@@ -79,6 +79,13 @@ def prompts_are_compared(rig):
     with pytest.raises(UserError, match=r"row data:0: the position of token \d+ is \[.*\] for the engine and"):
         compare(rows)
     modality._rope = right
+    made = rig.source.tensors
+    rig.source.tensors = lambda key: dataclasses.replace(
+        made(key), tensors=made(key).tensors | {"image_grid_thw": made(key).tensors["image_grid_thw"][:, [0, 2, 1]]})
+    with pytest.raises(UserError,
+                       match=r"data:0: image_grid_thw is \[\[1, 4, 6]] for the engine and \[\[1, 6, 4]] for"):
+        compare(rows)
+    rig.source.tensors = made
     rig.learn()
     with pytest.raises(UserError, match="row data:0: the log-prob of the first token is .* for the engine and"):
         compare(rows)

@@ -1,5 +1,5 @@
-"""Parity of engine and trainer on rows with media, before the first step: tokens, positions and first log-probs."""
-from collections.abc import Sequence
+"""Parity of engine and trainer on rows with media before the first step: tokens, grids, positions, first log-probs."""
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightrft.models.packed_model import PackedModel
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout.engine import Request, RolloutEngine, ShowsPositions
+from lightrft.rollout.engine import Request, RolloutEngine, ShowsMedia, ShowsPositions
 from lightrft.rollout.weight_sync.verify import Canary
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.types import Prompt
@@ -15,6 +15,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 ROWS = 16  # compared at most
+_GRID = "_grid_thw"  # ends the names of tensors that hold patches in time, height and width
 
 
 def check_parity(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
@@ -53,6 +54,8 @@ def _compared(canary: Canary, model: PackedModel) -> str:
         UserError: they differ.
     """
     (request, ), modality = canary.requests, model.modality
+    grids = _grids_of(model, request)
+    _compare_grids(canary.engine, request, grids)
     ours = modality.prompt_positions(model.hf_model, request.token_ids, request.media)
     _compare_positions(canary.engine, request, ours)
     scored, reported = canary.scores()  # compares tokens too: of the trainer with features, of the engine with its own
@@ -62,20 +65,38 @@ def _compared(canary: Canary, model: PackedModel) -> str:
                         f"the trainer (largest gap of a rank: {max(gaps):.3g}): they do not see the same media; use "
                         "another --engine_type")
     tokens = sum(request.token_ids.count(token) for token in modality.tokens.values())
-    return (
-        f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media{_grids(model, request)}, "
-        f"positions to {len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
-        f"{reported[0]:.5f} and {scored[0]:.5f}")
+    return (f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media{_described(grids)}, "
+            f"positions to {len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
+            f"{reported[0]:.5f} and {scored[0]:.5f}")
 
 
-def _grids(model: PackedModel, request: Request) -> str:
-    """Describe the grids of patches, or sizes, of the media of a prompt that have one; their positions follow."""
+def _grids_of(model: PackedModel, request: Request) -> dict[str, list[list[int]]]:
+    """Return the grids of patches, or sizes, of the media of a prompt that have one, by the processor's name."""
     media = [] if model.modality.media is None else map(model.modality.media.tensors, request.media)
-    rows = [
-        "x".join(map(str, row)) for one in media for name, tensor in one.tensors.items()
-        if name.endswith(("_grid_thw", "_sizes")) for row in tensor.tolist()
-    ]
+    found: dict[str, list[list[int]]] = {}
+    for one in media:
+        for name, tensor in one.tensors.items():
+            if name.endswith((_GRID, "_sizes")):
+                found.setdefault(name, []).extend(_rows([tensor]))
+    return found
+
+
+def _rows(tensors: Iterable[Tensor]) -> list[list[int]]:
+    return [row for tensor in tensors for row in tensor.reshape(-1, tensor.shape[-1]).tolist()]
+
+
+def _described(grids: dict[str, list[list[int]]]) -> str:
+    rows = ["x".join(map(str, row)) for some in grids.values() for row in some]
     return f" of {', '.join(rows)}" if rows else ""
+
+
+def _compare_grids(engine: RolloutEngine, request: Request, ours: dict[str, list[list[int]]]) -> None:
+    """Compare the grids of media, where the engine has its own."""
+    theirs = engine.media_tensors(request) if isinstance(engine, ShowsMedia) else {}
+    for name in ours.keys() & theirs.keys():
+        if name.endswith(_GRID) and (found := _rows(theirs[name])) != ours[name]:
+            raise UserError(f"{name} is {found} for the engine and {ours[name]} for the trainer; use another "
+                            "--engine_type")
 
 
 def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | None) -> None:
