@@ -66,6 +66,9 @@ class MediaSource(Protocol):
     def prefetch(self, keys: Iterable[str]) -> None:
         """Make the tensors of media in the background."""
 
+    def decode_ahead(self, keys: Iterable[str]) -> None:
+        """Decode media in the background, for an engine that opens them."""
+
     def blank(self, kind: str) -> MediaTensors:
         """Return a small medium of ``kind``, for a rank that has none."""
 

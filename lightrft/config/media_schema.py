@@ -35,7 +35,8 @@ class MediaConfig:
                              within=NON_NEGATIVE)
     media_cache_mib: int = option(
         1024, "MiB of processed pictures, videos and sounds that each rank keeps, and "
-        "of those that wait for their first use; 0: nothing is processed ahead", within=NON_NEGATIVE, free=True)
+        "of those that wait for their first use, also decoded for vLLM; 0: nothing is processed ahead",
+        within=NON_NEGATIVE, free=True)
     media_cache_dir: str | None = option(
         None, "folder that keeps processed pictures, videos and sounds for later runs and all ranks of a node; not "
         "those of URLs", free=True)

@@ -65,7 +65,8 @@ class MediaStore:
         rules: limits of decoding.
         pixels: least and most pixels of a picture or frame, to which others are resized; 0: no limit.
         cache_mib: MiB of processed tensors that are kept. At most as many again, and one medium per worker, wait for
-            their first use; with 0 nothing is processed ahead.
+            their first use; with 0 nothing is processed ahead. The same holds for decoded media, where the engine
+            processes them itself.
         workers: threads that decode and process ahead.
         headers: take the text of a picture from its header, where the processor has a function for sizes.
         disk: keeps processed media for other ranks and runs.
@@ -93,6 +94,9 @@ class MediaStore:
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
         self._waiting = 0  # bytes of what was processed ahead
+        self._decoded = ByteCache[Decoded](cache_mib * _MIB, _decoded_size)  # for an engine that processes media itself
+        self._decoding: dict[str, Future[None]] = {}
+        self._room = 0  # bytes that may still be decoded ahead
         self.blank = lru_cache(self.single.blank)
 
     def register(self, media: Iterable[Medium]) -> tuple[str, ...]:
@@ -153,11 +157,40 @@ class MediaStore:
                                  f"no {found} of your own")
 
     def open(self, key: str) -> Decoded:
-        """Decode the medium ``key``, in a size within the limits.
+        """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.
 
         Raises:
             UserError: no rank's data hold it, or it cannot be decoded.
         """
+        coming = self._decoding.get(key)
+        if coming is not None:
+            coming.result()
+        return self._opened(key)
+
+    def decode_ahead(self, keys: Iterable[str]) -> None:
+        """Decode media in the background for an engine that processes them itself, as many as the cache takes; those
+        that were not used for the longest time make room."""
+        with self._lock:
+            self._room = self._decoded.budget
+            self._decoding = {key: coming for key, coming in self._decoding.items() if not coming.done()}
+            for key in dict.fromkeys(keys):
+                if (kept := self._decoded.get(key)) is not None:
+                    self._room -= _decoded_size(kept)
+                elif key not in self._decoding:
+                    self._decoding[key] = self._pool.submit(self._decode_ahead, key)
+
+    def _decode_ahead(self, key: str) -> None:
+        if self._room > 0:
+            size = _decoded_size(self._decoded.keep(key, self._open(key)))
+            with self._lock:
+                self._room -= size
+
+    def _opened(self, key: str) -> Decoded:
+        """Return the medium as it was decoded ahead, or decode it. It waits for no other thread of the pool."""
+        kept = self._decoded.get(key)
+        return self._open(key) if kept is None else kept
+
+    def _open(self, key: str) -> Decoded:
         if key not in self._media:
             raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
         self.decoded += 1
@@ -266,7 +299,7 @@ class MediaStore:
         return made
 
     def _processed(self, key: str) -> MediaTensors:
-        decoded = self.open(key)
+        decoded = self._opened(key)
         try:
             return self.single.process(key.partition(":")[0], decoded, key.endswith(_SEVERAL))
         except (ValueError, RuntimeError, ArithmeticError) as error:  # e.g. Qwen's, of a picture of 1 x 300 pixels
@@ -318,3 +351,9 @@ def _result(done: Future[MediaTensors | None]) -> MediaTensors | None:
 
 def _size(made: MediaTensors) -> int:
     return sum(tensor.nbytes for tensor in made.tensors.values())
+
+
+def _decoded_size(medium: Decoded) -> int:
+    if isinstance(medium, Video):
+        return sum(map(_decoded_size, medium.frames))
+    return 3 * math.prod(medium.size) if isinstance(medium, Image.Image) else medium.samples.nbytes

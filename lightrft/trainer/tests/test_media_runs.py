@@ -188,6 +188,12 @@ def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tm
     assert not any("media/features_computed" in line for line in plain.lines)
     ahead = [prefetched(each.trainer) for each in (plain, kept)]
     assert ahead[0] and not ahead[1], "media are processed whose features are kept"
+    maker, count = kept.trainer.maker, kept.trainer.maker.media.decoded
+    maker.config = replace(maker.config, rollout=replace(maker.config.rollout, engine_type="vllm"))
+    maker.prefetch(kept.trainer.loader.ahead())
+    keys = [key for prompt in kept.trainer.loader.ahead() for key in prompt.media]
+    assert all(maker.media.open(key) is maker.media.open(key) for key in keys), "vLLM's own processor gets pictures"
+    assert maker.media.decoded == count + 3
     for name, weight in plain.weights.items():
         torch.testing.assert_close(weight, kept.weights[name], atol=1e-5, rtol=0)
     run(home, tmp_path / "cut", **frozen | {"max_steps": 1}, cache_features=True)
