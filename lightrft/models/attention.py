@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lightrft.ops.row_gather import RowGather
+from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
 from lightrft.utils.transfer import upload
 
@@ -248,10 +249,11 @@ def _flash_attn() -> Any:
     """
     if importlib.util.find_spec("flash_attn") is None:
         return None
-    try:
+    with CaptureException() as broken:  # of any kind, such as a TypeError where Triton's autotune differs
         from flash_attn import flash_attn_varlen_func
-    except Exception as error:  # a broken wheel may raise anything, such as TypeError where Triton's autotune differs
-        get_logger().warning(f"flash_attn cannot be used ({error}): attention on GPUs takes torch's varlen kernel")
+    if broken.cause is not None:
+        get_logger().warning(
+            f"flash_attn cannot be used ({broken.cause}): attention on GPUs takes torch's varlen kernel")
         return None
     return flash_attn_varlen_func
 
