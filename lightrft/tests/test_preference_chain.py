@@ -1,4 +1,5 @@
 """``benchmarks/preference_chain.py``: its commands are valid, and its labels of columns are right."""
+import json
 import sys
 from pathlib import Path
 
@@ -43,3 +44,15 @@ def test_the_commands_are_accepted_and_what_they_train_is_evaluated(tmp_path):
 def test_a_column_is_right_if_its_digits_carry_and_sum_are(response, labels):
     steps, found = chain.columns_of(response, "What is 47+86?")
     assert found == labels and ",".join(steps) == response
+
+
+def test_the_page_shows_the_recorded_runs():
+    """And that all models but one reach their aims on every seed, as it says."""
+    found = json.loads(chain.OUTPUTS.data.read_text(encoding="utf-8"))
+    assert chain.section(found) in chain.OUTPUTS.page.read_text(encoding="utf-8")
+    before = chain.of_run(found, "sft")
+    gains = {
+        name: min(after - start for start, after in zip(before, chain.of_run(found, name))) for name in chain.GAINS
+    }
+    assert {name for name, gain in gains.items() if gain < chain.GAINS[name]} == {"grpo_rm"} and len(before) == 3
+    assert all(b >= 0.9 * a for a, b in zip(chain.of_run(found, "raft"), chain.of_run(found, "student")))
