@@ -13,6 +13,7 @@ from lightrft.config.tree import group
 @dataclass
 class OfflineDataConfig(RenderingConfig):
     """Rows and their rendering."""
+    COLUMNS: ClassVar[tuple[str, ...]] = ()  # options that name columns as those of the RL trainer do
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
                                    common=True)
@@ -26,8 +27,9 @@ class OfflineDataConfig(RenderingConfig):
     shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
 
     def as_data_config(self) -> DataConfig:
-        """Convert to the data group of the RL trainer, which the data sets read; options of one name are the same."""
-        shared = {field.name: vars(self)[field.name] for field in fields(DataConfig) if field.name in vars(self)}
+        """Convert to the data group of the RL trainer, which the data sets read; ``COLUMNS`` mean the same there."""
+        names = [*(field.name for field in fields(RenderingConfig)), "eval_data", "eval_split", "max_samples"]
+        shared = {name: vars(self)[name] for name in (*names, *self.COLUMNS)}
         return DataConfig(**shared, prompt_data=self.train_data, prompt_split=self.train_split, max_eval_samples=0)
 
 

@@ -69,6 +69,7 @@ class DPOConfig(PairConfig):
 @dataclass
 class JudgedDataConfig(OfflineDataConfig):
     """Answers that are good or bad, each on its own, and their rendering."""
+    COLUMNS = ("input_key", )
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
     output_key: str = option(
         "completion", "column that holds the answer; of a row without it, response, output, answer or "

@@ -15,6 +15,7 @@ class SFTTrainConfig(BalanceConfig, OfflineTrainConfig):
 @dataclass
 class SFTDataConfig(OfflineDataConfig):
     """Demonstrations, their rendering, and which of their tokens are learnt."""
+    COLUMNS = ("input_key", )
     input_key: str = option("prompt", "column that holds the prompt or the chat; without it, prompt, messages or input")
     output_key: str | None = option(
         None, "column that holds the answer (default: completion, response, output, answer or solution, the first that "
