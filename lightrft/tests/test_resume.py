@@ -82,8 +82,9 @@ def number_of(name: str) -> int:
 def kept(folder: Path, asked: list[int]) -> list[str]:
     """The last two of the checkpoints of even steps, and the best of these and of the steps ``asked``."""
     rows = {row["step"]: row for row in map(json.loads, metrics(folder))}
-    best = max((2, 4, 6, 8, *asked), key=lambda step: (rows[step]["reward/mean"], step))
-    return [f"step_{step:06d}" for step in sorted({best, 6, 8})]
+    even = [step for step in rows if step and step % 2 == 0]
+    best = max((*even, *asked), key=lambda step: (rows[step]["reward/mean"], step))
+    return [f"step_{step:06d}" for step in sorted({best, *even[-2:]})]
 
 
 def assert_close(folder: Path, straight: Path, limit: float = 1e-5) -> None:

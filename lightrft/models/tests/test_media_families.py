@@ -223,7 +223,7 @@ def test_the_store_makes_what_the_processor_makes(rig):
     """One medium at a time, what the tower reads and the tokens of its prompt, with one medium and several."""
     frames = max(tower.token_frames for tower in rig.actor.modality.family.towers.values())
     source, store = rig.source, MediaStore(rig.source.processor, MediaRules(None), token_frames=frames)
-    store.open = lambda key: decoded(key.rstrip("+"), source.media)
+    store._open = lambda key: decoded(key.rstrip("+"), source.media)
     for text, keys in rig.rows:
         for key in keys:
             expected, found = source.tensors(key).tensors, store.tensors(key)
