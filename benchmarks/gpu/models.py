@@ -17,7 +17,7 @@ from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.architectures import modality_of
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.model_media import open_media
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import build_models, SPMDPPOTrainer
 from lightrft.utils.env import World

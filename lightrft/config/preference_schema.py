@@ -35,7 +35,7 @@ class PreferenceConfig:
         0.0, "share of pairs whose labels are taken to be wrong: conservative DPO, robust, "
         "simpo, aot, exo", within="[0, 0.5]")
     simpo_gamma: float = option(0.5, "reward margin of --loss simpo", within=NON_NEGATIVE)
-    nll_loss_coef: float = option(0.0, "weight of the chosen response's NLL per token, beside the loss of the pair",
+    nll_loss_coef: float = option(0.0, "weight of the chosen response's NLL per token, added to the loss of the pair",
                                   within=NON_NEGATIVE)
 
     @property

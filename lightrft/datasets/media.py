@@ -195,7 +195,7 @@ def _unwrapped(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True for the empty bytes or text that some programs write beside what counts."""
+    """Return True for the empty bytes or text that some programs write next to what counts."""
     return isinstance(value, (bytes, bytearray, memoryview, str)) and not len(value)
 
 

@@ -132,16 +132,17 @@ def _other_media(row: Row, cfg: PairDataConfig, where: str) -> bool:
     return any(chosen != rejected for _, chosen, rejected in _media_parts(row, cfg, texts).values())
 
 
-def side_rows(rows: Rows, pairs: dict[int, PairRecord], cfg: PairDataConfig, side: int) -> Rows:
-    """Return the rows ``pairs`` with the media of the prompt and of one answer; ``side`` 0: chosen, 1: rejected.
+def side_rows(rows: Rows, pairs: dict[int, PairRecord], cfg: PairDataConfig) -> tuple[Rows, Rows]:
+    """Return the rows ``pairs`` twice: with the media of the prompt and of the chosen answer, and of the rejected one.
 
     Columns with a medium for each placeholder of prompt and both answers are parted; others belong to both sides.
     """
     found = rows.pick(pairs)
     parted = [_media_parts(row, cfg, (pair.prompt, pair.chosen, pair.rejected))
               for row, pair in zip(found.rows, pairs.values())]  # yapf: disable
-    return replace(found, rows=[row | {name: asked + media[side] for name, (asked, *media) in parts.items()}
-                                for row, parts in zip(found.rows, parted)])  # yapf: disable
+    chosen, rejected = ([row | {name: asked + media[side] for name, (asked, *media) in parts.items()}
+                         for row, parts in zip(found.rows, parted)] for side in (0, 1))  # yapf: disable
+    return replace(found, rows=chosen), replace(found, rows=rejected)
 
 
 class PairDataset(TokenizedDataset[Pair]):
@@ -157,8 +158,8 @@ class PairDataset(TokenizedDataset[Pair]):
         """Tokenize both sequences of each pair."""
         records = find_pairs(rows, self._cfg)
         pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
-        for side, answers in enumerate(([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])):
-            own = side_rows(rows, records, self._cfg, side)
+        answers_of = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+        for own, answers in zip(side_rows(rows, records, self._cfg), answers_of):
             chats = [answered(pair.prompt, answer, self._renderer, own.where(i))
                      for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
             sides.append(with_media(own, chats, data, self._media))

@@ -14,7 +14,7 @@ from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.base_trainer import connect_media, open_media
+from lightrft.trainer.model_media import connect_media, open_media
 from lightrft.utils.timer import Timer
 
 

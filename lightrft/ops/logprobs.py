@@ -88,6 +88,31 @@ class _Head:
         return tanh.square_().neg_().add_(1).div_(self.temperature)
 
 
+class _HeadGrads:
+    """Gradients of a head's inputs, summed over chunks of rows; None for an input that needs none."""
+
+    def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> None:
+        self.head, self.states, self.inputs = head, hidden, (hidden, weight, head.bias)
+        dtypes = head.weight.dtype, head.math, head.math
+        self.hidden, self.weight, self.bias = (torch.zeros_like(x, dtype=dtype) if x is not None and needed else None
+                                               for x, dtype, needed in zip(self.inputs, dtypes, needs))
+
+    def add(self, grad: Tensor, part: slice) -> None:
+        """Add what the gradient [n, V] of the logits of the rows ``part`` means for the inputs."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        operand = grad.to(self.head.weight.dtype)
+        if self.hidden is not None:
+            torch.mm(operand, self.head.weight, out=self.hidden[part])
+        if self.weight is not None:
+            _add_matmul(self.weight, operand.t(), self.states[part].to(operand.dtype))
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias, each in the dtype of its input."""
+        found = zip((self.hidden, self.weight, self.bias), self.inputs)
+        return tuple(None if grad is None or x is None else grad.to(x.dtype) for grad, x in found)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
@@ -122,27 +147,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None, ) * 8
         temperature, soft_cap, rows = ctx.options
-        head, needs = _Head(weight, bias, temperature, soft_cap), ctx.needs_input_grad
+        head = _Head(weight, bias, temperature, soft_cap)
         head.allocate(rows, len(hidden), grad_entropy is not None)
-        grad_hidden = torch.empty_like(hidden, dtype=head.weight.dtype) if needs[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=head.math) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=head.math) if needs[2] else None
+        grads = _HeadGrads(head, hidden, weight, ctx.needs_input_grad)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             grad = _grad_logits(head, hidden[part], targets[part, None], norms[part, None], _column(entropies, part),
                                 _column(grad_logprobs, part), _column(grad_entropy, part))
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            operand = grad.to(head.weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(operand, head.weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_matmul(grad_weight, operand.t(), hidden[part].to(operand.dtype))
-        return (_as(grad_hidden, hidden), _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None, None)
-
-
-def _as(grad: Tensor | None, of: Tensor) -> Tensor | None:
-    return None if grad is None else grad.to(of.dtype)
+            grads.add(grad, part)
+        return *grads.results(), None, None, None, None, None
 
 
 def _column(x: Tensor | None, part: slice) -> Tensor | None:
@@ -207,10 +220,8 @@ class _ChunkedRead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         (hidden, weight, bias), (read, vocab, chunk_mib, soft_cap) = ctx.saved_tensors, ctx.options
-        head, needs = _Head(weight, bias, 1.0, 0.0), ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden, dtype=head.weight.dtype) if needs[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=head.math) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=head.math) if needs[2] else None
+        head = _Head(weight, bias, 1.0, 0.0)
+        summed = _HeadGrads(head, hidden, weight, ctx.needs_input_grad)
         for part, logits in _chunks(head, hidden, chunk_mib):
             with torch.enable_grad():
                 found = read(_normalised(logits.requires_grad_(), vocab, soft_cap), part)
@@ -218,15 +229,8 @@ class _ChunkedRead(torch.autograd.Function):
             if not pairs:
                 break
             values, slopes = zip(*pairs)
-            grad, = torch.autograd.grad(values, logits, slopes)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            operand = grad.to(head.weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(operand, head.weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_matmul(grad_weight, operand.t(), hidden[part].to(operand.dtype))
-        return (_as(grad_hidden, hidden), _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None)
+            summed.add(torch.autograd.grad(values, logits, slopes)[0], part)
+        return *summed.results(), None, None, None, None
 
 
 def _chunks(head: _Head, hidden: Tensor, chunk_mib: float) -> Iterator[tuple[slice, Tensor]]:

@@ -78,10 +78,10 @@ class RewardManager:
         self._budgets: dict[str, RewardBudget] = {}  # by part, for responses begun since the last wait for scores
         self._waited_s = 0.0
         try:
-            self._fixed = self._configured()
             if self.models:
                 from lightrft.rewards.steps import check_step_options
                 check_step_options(cfg, self.models.values())
+            self._fixed = self._configured()
         except ValueError:
             self.shutdown()
             raise

@@ -60,11 +60,11 @@ class StepReward(ModelReward[ProcessRewardModel]):
         (good, ) = self.model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
         steps, judged = iter(good.tolist()), exp.host.loss_mask.split(exp.lens)
         found = [[next(steps) for _ in range(int(mask.sum()))] for mask in judged]
-        return [
-            Outcome(
-                self.reduce(each) if each else 0.0, extra={"steps": len(each)}, steps=tuple(
-                    (0, reward) for reward in each) if self.apart else ()) for each in found
-        ]
+        return [self._joined(each) for each in found]
+
+    def _joined(self, steps: list[float]) -> Outcome:
+        placed = tuple((0, reward) for reward in steps) if self.apart else ()
+        return Outcome(self.reduce(steps) if steps else 0.0, extra={"steps": len(steps)}, steps=placed)
 
     def placed(self, item: RewardInput, outcome: Outcome) -> Outcome:
         """Override :meth:`ModelReward.placed`: each step ends with its last visible character."""

@@ -4,63 +4,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.media_schema import MediaConfig
 from lightrft.config.schema import CheckpointConfig
 from lightrft.config.tree import flatten
-from lightrft.datasets.media_store import MediaStore, open_store
-from lightrft.models.feature_cache import FeatureCache
-from lightrft.models.loader import media_kinds, token_frames
-from lightrft.models.lora import hf_name
 from lightrft.models.packed_model import PackedModel
 from lightrft.preflight.validate import changes, lost_length
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager
-from lightrft.strategy.optimizer import full_shape, is_whole
+from lightrft.strategy.optimizer import full_shape
 from lightrft.trainer.run_log import RunLog
-from lightrft.types import MediaSource
 from lightrft.utils.env import freed_memory_is_kept, rare_garbage_collection, rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import progress
 from lightrft.utils.timer import Timer
 from lightrft.utils.watchdog import clear_stop_request, stop_requested
-
-
-def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig) -> MediaStore | None:
-    """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only."""
-    kinds = media_kinds(path)
-    return open_store(path, tokenizer, cfg, token_frames(path), kinds) if kinds else None
-
-
-def feature_cache(cfg: MediaConfig) -> FeatureCache | None:
-    """Create the cache that ``--cache_features`` asks for."""
-    return FeatureCache(cfg.feature_cache_mib) if cfg.cache_features else None
-
-
-def connect_media(model: nn.Module, media: MediaSource | None, strategy: StrategyBase,
-                  cache: FeatureCache | None = None) -> None:
-    """Give ``model``, prepared by ``strategy``, the source of its media and the cache of their features.
-
-    Raises:
-        UserError: there is a cache, and the features of the data's media are trained.
-    """
-    packed = cast(PackedModel, model)
-    modality, named = packed.modality, {hf_name(name): weight for name, weight in packed.model.named_parameters()}
-    modality.media = media
-    read = modality.feature_names(packed.hf_model, named)
-    if not all(is_whole(named[name]) for name in read):
-        modality.passes = lambda count: int(strategy.all_reduce(torch.tensor(count), "max"))
-    if cache is None or not modality.kinds:
-        return
-    trained = [name for name in read if named[name].requires_grad]
-    if trained:
-        raise UserError(
-            f"--cache_features: {trained[0]} is trained, so the features of media change at every step; add "
-            "--freeze_prefix visual audio projector (those that the model has), or drop it")
-    modality.cache = cache
 
 
 class BaseTrainer(ABC):

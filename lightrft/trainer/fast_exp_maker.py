@@ -24,9 +24,8 @@ from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, stop_token_ids,
                                       to_samples)
-from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
 from lightrft.trainer.shards import RankSpread, Shards
-from lightrft.trainer.step_rewards import on_tokens, spread_steps
 from lightrft.types import Experience, MediaSource, Prompt, Sample
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer

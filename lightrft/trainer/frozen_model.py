@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.media_schema import MediaConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
+from lightrft.trainer.model_media import connect_media, feature_cache
+from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
 
 
@@ -51,6 +54,10 @@ class FrozenModel:
         self.prepared = strategy.prepare(build, shard_size=shard_size)
         if offloads:
             strategy.offload(self.prepared)
+
+    def connect(self, media: MediaSource | None, data: MediaConfig) -> None:
+        """Give the model the source of its media and, where ``data`` asks for one, a cache of their features."""
+        connect_media(self.prepared.model, media, self.strategy, feature_cache(data))
 
     @contextmanager
     def here(self) -> Iterator[nn.Module]:

@@ -18,9 +18,10 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
-from lightrft.trainer.base_trainer import BaseTrainer, connect_media, feature_cache, open_media
+from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.metric_sums import MetricSums
+from lightrft.trainer.model_media import connect_media, feature_cache, open_media
 from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog

@@ -36,7 +36,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Passes:
-    """Additional micro-batches of an optimizer step, whose loss has data and denominators of its own.
+    """Additional micro-batches of an optimizer step, whose loss has other data and denominators.
 
     Attributes:
         take: returns the sequences of a micro-batch.
@@ -59,17 +59,17 @@ class OptimizerStep:
         self.cfg, self.strategy, self.timer, self.bad_in_a_row = cfg, strategy, timer, 0
 
     def run(self, prepared: Prepared, take: Callable[[list[int]], Experience], micro_batches: list[list[int]],
-            kept_tokens: float, loss_of: Callable[[Experience], Tensor], beside: Passes | None = None) -> StepResult:
+            kept_tokens: float, loss_of: Callable[[Experience], Tensor], extra: Passes | None = None) -> StepResult:
         """Back-propagate ``loss_of`` each micro-batch (its share of one global loss) and step.
 
         Args:
             take: returns the sequences of a micro-batch; an empty one is a dummy without tokens in the loss.
             micro_batches: sequence indices of this rank; every rank has equally many.
             kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
-            beside: what else is in the loss; it makes no step of a mini-batch without tokens.
+            extra: more of the loss; alone it makes no step.
         """
         prepared.model.train()
-        passes = [Passes(take, micro_batches, loss_of), *([beside] if beside else [])]
+        passes = [Passes(take, micro_batches, loss_of), *([extra] if extra else [])]
         own, lr = self._backward(prepared, passes), prepared.scheduler.get_last_lr()[0]
         total = 0.0
         for mine, value in zip(own.tolist(), self.strategy.all_reduce(own).tolist()):

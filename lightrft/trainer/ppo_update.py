@@ -128,8 +128,8 @@ class PolicyUpdate:
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"])
                 if self.critic is not None:
                     losses["critic"] = self._value_loss(sums, denominators)
-                beside = self.pretraining.draw(self.actor, sums) if train_actor and self.pretraining else None
-                forwarded += beside.tokens if beside else 0
+                extra = self.pretraining.draw(self.actor, sums) if train_actor and self.pretraining else None
+                forwarded += extra.tokens if extra else 0
                 if train_actor and self.balance:
                     losses["policy"] = self._balanced(losses["policy"], self.balance, sums)
                     with self.timer("forward"):
@@ -138,7 +138,7 @@ class PolicyUpdate:
                     own = name == "policy"
                     passes = live_plan[self.strategy.rank] if own else mini.micro_batches
                     results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
-                                                              denominators.tokens, loss_of, beside if own else None))
+                                                              denominators.tokens, loss_of, extra if own else None))
         return sums, results, forwarded
 
     def _prepared(self, name: str) -> Prepared:

@@ -11,7 +11,6 @@ from lightrft.config.offline_schema import OfflineConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.base_trainer import connect_media, feature_cache
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
 from lightrft.trainer.reference_cache import ReferenceCache
 from lightrft.trainer.replay_buffer import take
@@ -71,7 +70,7 @@ class LiveReference:
         if not cfg.lora_rank:
             build = partial(load_actor, cfg, path=cfg.ref_pretrain, train=False, deferred=True)
             self.frozen = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, cfg.ref_offload)
-            connect_media(self.frozen.prepared.model, media, strategy, feature_cache(config.data))
+            self.frozen.connect(media, config.data)
 
     def sums(self, exp: Experience, parts: Parts) -> Tensor:
         """Implement :meth:`Reference.sums`; a collective."""

@@ -68,8 +68,8 @@ class ReferenceCache:
     def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase) -> None:
         self.file, known = Path(), dict[bytes, float]()
         if strategy.is_main:
-            self.file = made_folder("ref_cache_dir",
-                                    folder) / f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
+            name = f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
+            self.file = made_folder("ref_cache_dir", folder) / name
             known = _read(self.file)
         self.known: dict[bytes, float] = strategy.all_gather_object(known)[0]
 

@@ -1,4 +1,4 @@
-"""Scored samples, from the reward to the log, and the table of the rewards of a whole rollout batch."""
+"""Scored samples, from the reward to the log: rewards of whole rollout batches, and of the steps of responses."""
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
 from lightrft.ops.segment import HERE, Spread
 from lightrft.rewards.base import Score
-from lightrft.types import RolloutBatch, Sample
+from lightrft.strategy.base import StrategyBase
+from lightrft.types import Experience, RolloutBatch, Sample
+
+Steps = list[tuple[int, float]]  # where each step ends, and its reward
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,11 @@ class ScoredSample:
     reference: Any = None
     greedy_reward: float | None = None
     greedy_length: int | None = None
-    steps: list[tuple[int, float]] = field(default_factory=list)  # token of the sequence that ends a step, its reward
+    steps: Steps = field(default_factory=list)  # by tokens of the sequence
 
     @classmethod
     def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None = None,
-           steps: list[tuple[int, float]] | None = None) -> "ScoredSample":
+           steps: Steps | None = None) -> "ScoredSample":
         """Join a sample, its score and the rewards of its ``steps``; ``greedy`` is the score of the prompt's greedy
         response and its length."""
         prompt = sample.prompt
@@ -50,10 +54,10 @@ class ScoredSample:
     def row(self) -> dict[str, Any]:
         """Return the fields as a row of the log, without those that this run has not."""
         row = dict(vars(self))
-        for absent, names in ((self.response, ("prompt", "response", "reference")),
-                              (self.greedy_length, ("greedy_reward", "greedy_length")), (self.steps
-                                                                                         or None, ("steps", ))):
-            for name in names if absent is None else ():
+        for given, names in ((self.response is not None, ("prompt", "response", "reference")),
+                             (self.greedy_length is not None, ("greedy_reward", "greedy_length")),
+                             (bool(self.steps), ("steps", ))):  # yapf: disable
+            for name in () if given else names:
                 del row[name]
         return row
 
@@ -125,3 +129,49 @@ class RewardTable:
         return {
             "reward/greedy_mean": sum(known) / max(len(known), 1), "reward/greedy_unscored": len(by_prompt) - len(known)
         }
+
+
+def on_tokens(sample: Sample, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
+    """Move step ends from characters of ``sample.text`` to the tokens of the sequence that write the last one.
+
+    A step that ends in what an environment appended gets its reward at the last token drawn before it (or the first
+    one drawn), because no other token is an action.
+    """
+    if not steps:
+        return []
+    start, found = len(sample.prompt.token_ids), Steps()
+    drawn = [i for i, own in enumerate(sample.loss_mask) if own]
+    low = 0
+    for end, reward in steps if drawn else ():
+        low = _tokens_of(sample.token_ids[start:], end, low, tokenizer)
+        at = start + low - 1
+        found.append((max((i for i in drawn if i <= at), default=drawn[0]), reward))
+    return found
+
+
+def _tokens_of(ids: list[int], end: int, low: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the fewest leading tokens, more than ``low`` - 1, whose text has at least ``end`` characters."""
+    low, high = max(low, 1), len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        text = str(tokenizer.decode(ids[:middle], skip_special_tokens=False))
+        if len(text.rstrip("\ufffd")) >= end:  # the first bytes of a character are none yet
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def spread_steps(exp: Experience, numbers: list[int], scored: list[ScoredSample], strategy: StrategyBase) -> Tensor:
+    """Return ``step_rewards`` [T] of the sequences of ``exp``, wherever they were scored; a collective.
+
+    Args:
+        numbers: indices in the batch of the samples ``scored`` on this rank; ``exp.sample_ids`` are such indices.
+    """
+    own = {number: each.steps for number, each in zip(numbers, scored)}
+    known = {number: steps for part in strategy.all_gather_object(own) for number, steps in part.items()}
+    out = torch.full((exp.num_tokens, ), torch.nan)
+    for start, number in zip(exp.cu_seqlens.tolist(), exp.sample_ids.tolist()):
+        for at, reward in known[number]:
+            out[start + at] = out[start + at].nan_to_num() + reward
+    return out

@@ -24,13 +24,13 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.base_trainer import connect_media, feature_cache
 from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
 from lightrft.trainer.frozen_model import FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
+from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import schedule_of
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.ppo_trainer import PPOTrainer
@@ -100,7 +100,7 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
             f"--teacher_model {path}: it has {width} logits, and the policy may draw {own} different tokens. "
             "Take a teacher whose vocabulary is padded at least as far")
     teacher = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, config.model.teacher_offload)
-    connect_media(teacher.prepared.model, media, strategy, feature_cache(config.data))
+    teacher.connect(media, config.data)
     return teacher
 
 

@@ -9,7 +9,6 @@ from lightrft.config.kd_schema import KDConfig
 from lightrft.ops.divergence import top_tokens
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
-from lightrft.trainer.base_trainer import connect_media, feature_cache
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
 from lightrft.trainer.reference import Planner
 from lightrft.trainer.replay_buffer import take
@@ -41,7 +40,7 @@ class LiveTeacher:
                  media: MediaSource | None) -> None:
         self.top_k, self.vocab = config.teacher.kd_top_k, vocab
         self.frozen = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, config.teacher.teacher_offload)
-        connect_media(self.frozen.prepared.model, media, strategy, feature_cache(config.data))
+        self.frozen.connect(media, config.data)
 
     @torch.no_grad()
     def taught(self, exp: Experience) -> tuple[Tensor, ...]:

@@ -66,7 +66,7 @@ def _(config: PairConfig) -> Iterator[str]:
             pairs = find_pairs(rows, config.data)
             yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
             chats = [_chat(pair.prompt) + _chat(pair.chosen) for pair in pairs.values()]
-            yield from _opened(side_rows(rows, pairs, config.data, 0), chats, data, config.model.pretrain)
+            yield from _opened(side_rows(rows, pairs, config.data)[0], chats, data, config.model.pretrain)
 
 
 @try_out.register

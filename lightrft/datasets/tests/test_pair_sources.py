@@ -132,8 +132,7 @@ def test_a_layout_is_read_as_pairs(source, tmp_path):
     pairs = find_pairs(rows, cfg)
     assert len(pairs) == len(wanted)
     found = ["", ""]
-    for side in (0, 1):
-        own = side_rows(rows, pairs, cfg, side)
+    for side, own in enumerate(side_rows(rows, pairs, cfg)):
         for i, pair in enumerate(pairs.values()):
             chat = [*pair.prompt, *(pair.chosen, pair.rejected)[side]]
             rules = MediaRules().for_rows_of(own.media_home(i))

@@ -11,7 +11,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.media_rig import MediaRig
-from lightrft.trainer.base_trainer import connect_media, feature_cache
+from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.utils.errors import UserError
 
 pytest.importorskip("torchvision")

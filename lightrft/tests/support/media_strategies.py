@@ -26,7 +26,7 @@ from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.tiny_sound import SOUNDS
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
-from lightrft.trainer.base_trainer import connect_media
+from lightrft.trainer.model_media import connect_media
 
 DATA = {"text": [(1, ), (1, 1)], "media": [(0, 3), (2, )], "mixed": [(0, 1, 2), (1, )]}  # rows of micro-batches
 RIGS = {

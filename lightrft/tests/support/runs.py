@@ -20,7 +20,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import tiny
 from lightrft.trainer import run_log
-from lightrft.trainer.base_trainer import open_media
+from lightrft.trainer.model_media import open_media
 from lightrft.trainer.pretraining_loss import read_pretraining
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
 from lightrft.utils.env import World, rare_garbage_collection, seed_everything

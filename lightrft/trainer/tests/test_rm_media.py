@@ -14,8 +14,8 @@ from lightrft.models.loader import load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny_vision
-from lightrft.trainer.base_trainer import open_media
 from lightrft.trainer.dpo_trainer import DPOTrainer
+from lightrft.trainer.model_media import open_media
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
 

@@ -13,7 +13,7 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.scorers import save_judge
 from lightrft.trainer.advantage_calculator import token_rewards
-from lightrft.trainer.step_rewards import on_tokens
+from lightrft.trainer.scores import on_tokens
 from lightrft.types import Experience, Prompt, Sample
 
 # prompts of two tokens; the reward of each response token that ends a step; two groups of two
