@@ -316,8 +316,8 @@ class MediaStore:
         """
         texts = {kind: [self.text(key) for key in keys if key.startswith(f"{kind}:")] for kind in KINDS}
         for kind, found in texts.items():
-            token = getattr(self.processor, f"{kind}_token", None)
-            if token in self.tokens and text.count(token) != len(found):
+            token: Any = getattr(self.processor, f"{kind}_token", None)
+            if (found or token in self.tokens) and text.count(token) != len(found):
                 raise DataError(f"the chat template wrote {text.count(token)} {token} for {len(found)} media of kind "
                                 f"{kind}: {shorten(text)}. Give the model's own with --chat_template")
         (expanded, ), offsets = self.processor.get_text_with_replacements([text], *texts.values())

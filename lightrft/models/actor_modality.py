@@ -19,12 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.feature_cache import FeatureCache
+from lightrft.models.media_places import keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
-                                    least_placed, of_frames, of_grids, of_omni_sounds, of_qwen2_audio, of_several,
-                                    of_levels, of_windows, part_of, per_layer_inputs, pooled, rope_of_grids,
-                                    rope_of_omni, Tower, video_of_frames)
+                                    least_placed, of_frames, of_grids, of_omni_sounds, of_qwen2_audio,
+                                    of_several, of_tiles, of_levels, of_windows, part_of, per_layer_inputs, pooled,
+                                    rope_of_grids, rope_of_omni, Tower, video_of_frames)
 from lightrft.ops.logprobs import full_logits
-from lightrft.ops.segment import expand, position_ids
+from lightrft.ops.segment import expand
 from lightrft.types import Experience, MediaSource, MediaTensors
 from lightrft.utils.errors import UserError
 from lightrft.utils.transfer import upload
@@ -142,13 +143,10 @@ class MediaModality(ActorModality):
         self.family = family
         seen = config_value(config.get_text_config(), "use_bidirectional_attention", "")
         self.blocks = family.blocks if family.blocks != "sliding" or seen == "vision" else ""
-        self.tokens = {kind: int(config_value(config, tower.token, -1)) for kind, tower in family.towers.items()}
+        self.places = MediaPlaces(family.towers, config)
+        self.tokens = self.places.tokens
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         self.auto_class = AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
-        self.between = {
-            kind: tuple(int(config_value(config, name, -1)) for name in tower.between)
-            for kind, tower in family.towers.items() if tower.between
-        }
         self._rope = lru_cache(POSITIONS_KEPT)(self._prompt_rope)
 
     def attention(self, config: PretrainedConfig) -> dict[str, str]:
@@ -176,54 +174,60 @@ class MediaModality(ActorModality):
 
     def inputs(self, exp: Experience, hf: PreTrainedModel) -> dict[str, Any]:
         """Override :meth:`ActorModality.inputs`: embeddings in place of tokens, and the family's positions."""
-        known = {kind: self._keys(exp, kind) for kind in self.kinds}
-        keys = [key for sequence in exp.media or () for key in sequence]
-        if sum(len(some) for found in known.values() for some in found) < len(keys):
+        kinds, keys = self.kinds, [key for sequence in exp.media or () for key in sequence]
+        if any(key.partition(":")[0] not in kinds for key in keys):
             raise UserError(f"these samples carry media ({keys[0]}, ...) that {type(hf).__name__} does not take, or no "
                             "source of media was given")
         plain = self._packed(exp)
-        if not known:
+        if not kinds:
             return plain
         ids = plain.pop("input_ids")[0]
-        embeddings, extra = self._with_media(hf.get_input_embeddings()(ids), exp, hf, known)
+        embeddings, extra = self._with_media(hf.get_input_embeddings()(ids), exp, hf, kinds)
         if self.family.rope is not None and keys:
             plain["position_ids"] = upload(self._positions(exp, hf), exp.token_ids.device)
         if keys and self.both_ways:
-            plain["packing"].blocks = self._blocks(exp)
+            plain["packing"].blocks = self.places.blocks(exp, kinds)
             plain["packing"].blocks_in_windows = self.blocks == "sliding"
         if self.family.layers is not None:
-            extra |= self.family.layers(hf, ids, torch.cat([self._places(exp, kind) for kind in known]))
+            extra |= self.family.layers(hf, ids, torch.cat([self.places.of(exp, kind) for kind in kinds]))
         return plain | {"inputs_embeds": embeddings[None]} | extra
 
-    def _keys(self, exp: Experience, kind: str) -> list[list[str]]:
-        """Keys of the media of ``kind`` of each sequence, in the order of their features."""
-        return [[key for key in sequence if key.startswith(f"{kind}:")] for sequence in exp.media or ()]
-
     def _with_media(self, embeddings: Tensor, exp: Experience, hf: PreTrainedModel,
-                    known: dict[str, list[list[str]]]) -> tuple[Tensor, dict[str, Any]]:
+                    kinds: list[str]) -> tuple[Tensor, dict[str, Any]]:
         """Put the features of every medium in the places of its tokens.
 
-        Where there is no other, those of a blank one, if it is needed, are multiplied by 0.
+        Of a kind without any, those of a blank one, if it is needed, are multiplied by 0.
         """
+        rows, blanks = self._rows(exp, hf, kinds)
+        embeddings = embeddings + 0 * sum(blanks) if blanks else embeddings
         where: list[Tensor] = []
         levels: list[list[Tensor]] = []
-        for kind, of_sequence in known.items():
-            keys = [key for some in of_sequence for key in some]
-            unique = list(dict.fromkeys(keys))
-            if not keys and not self._all_pass(hf):
-                continue
-            found = self._features(hf, kind, unique)
-            if not keys:
-                embeddings = embeddings + 0 * sum(each.sum() for part in (found.each, *found.levels) for each in part)
-                continue
-            owner = [unique.index(key) for key in keys]
-            self._check_counts(exp, kind, of_sequence, dict(zip(unique, map(len, found.each))))
-            joined = [torch.cat([part[i] for i in owner]) for part in (found.each, *found.levels)]
-            places, rows, *deeper = (upload(one, embeddings.device) for one in (self._places(exp, kind), *joined))
-            embeddings = embeddings.index_put((places, ), rows.to(embeddings.dtype))
-            where.append(places)
-            levels.append(deeper)
+        for group in self.places.groups(kinds):
+            of_sequence = keys_of(exp, group)
+            if any(of_sequence):
+                self.places.check(exp, group, of_sequence, {key: len(first) for key, (first, *_) in rows.items()})
+                joined = map(torch.cat, zip(*(rows[key] for some in of_sequence for key in some)))
+                places, first, *deeper = (upload(one, embeddings.device)
+                                          for one in (self.places.of(exp, group[0]), *joined))
+                embeddings = embeddings.index_put((places, ), first.to(embeddings.dtype))
+                where.append(places)
+                levels.append(deeper)
         return embeddings, of_levels(len(embeddings), where, levels)
+
+    def _rows(self, exp: Experience, hf: PreTrainedModel,
+              kinds: list[str]) -> tuple[dict[str, tuple[Tensor, ...]], list[Tensor]]:
+        """Features of every unique medium by key, those of deeper layers last; and sums of those of blanks, which take
+        the part of a kind without media where every pass goes through its tower."""
+        rows: dict[str, tuple[Tensor, ...]] = {}
+        blanks: list[Tensor] = []
+        for kind in kinds:
+            keys = list(dict.fromkeys(key for some in keys_of(exp, (kind, )) for key in some))
+            if keys or self._all_pass(hf):
+                found = self._features(hf, kind, keys)
+                parts = list(zip(found.each, *found.levels))
+                rows |= zip(keys, parts)
+                blanks += [] if keys else [one.sum() for some in parts for one in some]
+        return rows, blanks
 
     def _all_pass(self, hf: PreTrainedModel) -> bool:
         """True if every pass goes through the towers: ranks run them together, or the step updates their weights, which
@@ -244,16 +248,6 @@ class MediaModality(ActorModality):
     def _medium(self, hf: PreTrainedModel, kind: str, key: str | None) -> MediaTensors:
         """Tensors of the medium ``key``; None: of a blank one."""
         return self.source.tensors(key) if key else self.family.towers[kind].least_of(hf, self.source.blank(kind))
-
-    def _check_counts(self, exp: Experience, kind: str, keys: list[list[str]], features: Mapping[str, int]) -> None:
-        """Compare, sequence by sequence, the tokens that stand for media with their ``features``, a number by key."""
-        ends = exp.host.cu_seqlens[1:].long()
-        tokens = torch.bucketize(self._places(exp, kind), ends, right=True).bincount(minlength=len(ends)).tolist()
-        for number, (found, some) in enumerate(zip(tokens, keys)):
-            if found != (wanted := sum(features[key] for key in some)):
-                raise UserError(
-                    f"the prompt of sequence {number} of a micro-batch has {found} {kind} tokens for {wanted} "
-                    f"features of {len(some)} media {', '.join(some)}: the processor is not the model's")
 
     def parts(self, hf: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
         """Extend :meth:`ActorModality.parts`: towers ("visual", "audio"), and what leads from them to the decoder
@@ -280,38 +274,13 @@ class MediaModality(ActorModality):
             raise ValueError("the modality has no source of media")
         return self.media
 
-    def _places(self, exp: Experience, kind: str) -> Tensor:
-        """Positions in [T] of the tokens of prompts that stand for media of ``kind``, on the CPU."""
-        host = exp.host
-        index = position_ids(host.cu_seqlens, host.num_tokens)
-        inside = index < expand(torch.tensor(host.prompt_lens), host.cu_seqlens)
-        return (inside & self._of_kind(host.token_ids, kind, host.cu_seqlens)).nonzero()[:, 0]
-
     def prompt_places(self, ids: list[int], kind: str) -> list[int]:
         """Override :meth:`ActorModality.prompt_places`."""
-        return self._of_kind(torch.tensor(ids), kind, torch.tensor([0, len(ids)])).nonzero()[:, 0].tolist()
+        return self.places.of_prompt(ids, kind)
 
     def tower_inputs(self, medium: MediaTensors) -> dict[str, Tensor]:
         """Override :meth:`ActorModality.tower_inputs`."""
         return self.family.towers[medium.kind].inputs(medium)
-
-    def _of_kind(self, ids: Tensor, kind: str, cu_seqlens: Tensor) -> Tensor:
-        """Bool [T]: which tokens stand for media of ``kind``, by id and, of kinds with one token, by what is around."""
-        found = ids == self.tokens[kind]
-        for other, (first, last) in self.between.items():
-            if self.tokens[other] == self.tokens[kind]:
-                change = (ids == first).int() - (ids == last).int()
-                depth = change.cumsum(0)
-                before = (depth - change)[cu_seqlens[:-1].long()]
-                opened = depth > expand(before, cu_seqlens)
-                found = found & (opened if other == kind else ~opened)
-        return found
-
-    def _blocks(self, exp: Experience) -> Tensor:
-        """Number of the picture of each token [T], on the CPU; -1: text."""
-        inside = torch.zeros(exp.num_tokens, dtype=torch.bool).index_fill(0, self._places(exp, "image"), True)
-        starts = inside & ~nn.functional.pad(inside, (1, -1))
-        return torch.where(inside, starts.cumsum(0), -1)
 
     def _positions(self, exp: Experience, hf: PreTrainedModel) -> Tensor:
         """Positions [4, 1, T] of M-RoPE: the index in the sequence, and time, height and width.
@@ -337,7 +306,7 @@ class MediaModality(ActorModality):
         """Positions [3, L] of a prompt, and what follows it adds to its index on all axes."""
         tokens = torch.tensor(ids)
         one = torch.tensor([0, len(ids)])
-        kinds = sum((i * self._of_kind(tokens, kind, one) for i, kind in enumerate(("image", "video"), 1)
+        kinds = sum((i * self.places.marked(tokens, kind, one) for i, kind in enumerate(("image", "video"), 1)
                      if kind in self.tokens), torch.zeros_like(tokens))  # yapf: disable
         rope: Any = self.family.rope
         found = rope(hf, tokens, kinds, [self.source.tensors(key) for key in keys])
@@ -358,6 +327,7 @@ _QWEN_VL = Family({"image": _GRID_IMAGE, "video": _GRID_VIDEO}, rope_of_grids)
 _SIZED = Tower("image_token_id", ("pixel_values", "image_sizes"), least=least_picture)
 _TILES = Tower("image_token_id", ("pixel_values", ), merge=torch.cat,
                per_token=lambda config: round(config.downsample_ratio**-2))
+_STILLS = replace(_TILES, reads=("pixel_values_videos", ), dim=1, features=of_tiles)
 _TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "model.vision_model.", 1, merge=torch.cat,
                   per_token=lambda config: config.scale_factor**2)
 _SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.",
@@ -370,6 +340,8 @@ _GLM = Family({"image": _GRID_IMAGE, "video": _GLM_VIDEO}, rope_of_grids)
 _POOLED = Tower("image_token_id", ("pixel_values", ), per_token=pooled)
 _PLACED = Tower("image_token_id", ("pixel_values", "image_position_ids"), least=least_placed,
                 per_token=lambda config: config.vision_config.pooling_kernel_size**2)
+_GEMMA4 = Family({"image": _PLACED}, None, "sliding", per_layer_inputs,
+                 unused={"audio": "model.audio_tower."})  # yapf: disable
 _BY_NUMBER = replace(_SIZED, reads=("pixel_values", "image_sizes", "batch_num_images"), features=of_several)
 _FRAMES = Tower("video_token_id", ("pixel_values_videos", ), dim=1, merge=video_of_frames, features=of_frames,
                 per_token=lambda config: 4)
@@ -379,12 +351,11 @@ _WINDOWS = Tower("audio_token_id", ("input_features", ), "model.audio_tower.", m
 
 FAMILIES = {
     "gemma3": Family({"image": _POOLED}, blocks="all"),
-    "gemma4": Family({"image": _PLACED}, blocks="sliding", layers=per_layer_inputs,
-                     unused={"audio": "model.audio_tower."}),
+    "gemma4": _GEMMA4,
     "glm4v": _GLM,
     "glm46v": _GLM,
     "idefics3": Family({"image": _TILE_ROW}),
-    "internvl": Family({"image": _TILES}),
+    "internvl": Family({"image": _TILES, "video": _STILLS}),
     "llava": Family({"image": _SIZED}),
     "llava_next": Family({"image": _SIZED}),
     "llava_onevision": Family({"image": _BY_NUMBER, "video": _FRAMES}),

@@ -114,6 +114,16 @@ def of_frames(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
     return Features([torch.cat([row[:pooled], hf.model.image_newline[None].to(row)]) for row in rows])
 
 
+def of_pictures(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
+    """Features of frames of videos, which SmolVLM and Gemma-4 see as pictures."""
+    return Features(list(hf.get_image_features(*_placed(hf, tensors).values(), return_dict=True).pooler_output))
+
+
+def of_tiles(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
+    """Features of frames [1, n, 3, h, w] of videos, which InternVL sees as tiles of pictures."""
+    return of_pictures(hf, tower, kind, {name: frames[0] for name, frames in tensors.items()})
+
+
 def video_of_frames(frames: list[Tensor]) -> Tensor:
     """Join frames; only the last one keeps its line break."""
     return torch.cat([*(frame[:-1] for frame in frames[:-1]), frames[-1]])
@@ -235,7 +245,7 @@ class Tower:
         """Cut a ``blank`` medium to its smallest part: one tile, frame or window, or few patches."""
         given = {name: blank.tensors[name] for name in self.reads if name in blank.tensors}
         cut = {name: one[:, :1] if self.dim else one[:1] for name, one in given.items()}
-        return replace(blank, tensors=self.least(hf, given) if self.merge is None else cut)
+        return replace(blank, tensors=self.least(hf, given if self.merge is None else cut))
 
     def adapt(self, hf: PreTrainedModel) -> None:
         """Let the tower attend in segments, if it does; a model cannot be loaded with this attention."""

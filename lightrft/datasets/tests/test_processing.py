@@ -9,6 +9,7 @@ from transformers.video_utils import load_video
 from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.processing import MediumProcessor
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.tests.test_decoding import greys, video
 from lightrft.datasets.waveform import Waveform
 from lightrft.tests.support import tiny_vision
@@ -26,9 +27,11 @@ def file(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker", "internvl"])
 def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
-    """Pixels, seconds per grid and the times in the prompt; without the times processors assume 24 frames a second."""
+    """Pixels, seconds per grid and the words in the prompt; without the times processors assume 24 frames a second."""
     family = tiny_vision.FAMILIES[name]
     tokenizer = family.tokenizer()
     processor = family.processor(tokenizer)
@@ -37,15 +40,18 @@ def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
     keys = store.register([find_medium("a.mp4", "video", store.rules, "row 1")])
     frames, metadata = load_video(str(file), backend="pyav")
     text = f"a {family.placeholders['video']} b"
-    options = {"fps": 2} if name == "qwen2_5_omni_thinker" else {"video_metadata": [metadata], "fps": 2}
-    whole = store.processor(text=[text], videos=[frames], do_sample_frames=False, return_tensors="pt",
-                            **{k: v for k, v in options.items() if k != "fps" or "omni" in name})
-    found = store.tensors(keys[0]).tensors
-    for tensor in found.keys() & whole.keys():
-        torch.testing.assert_close(found[tensor], torch.as_tensor(whole[tensor]), rtol=0, atol=0)
+    videos, times = [frames], [metadata]
+    options = {"fps": 2} if name == "qwen2_5_omni_thinker" else {"video_metadata": times}
+    whole = store.processor(text=[text], videos=videos, do_sample_frames=False, return_tensors="pt", **options)
+    found, made = store.tensors(keys[0]).tensors, family.named(whole)
+    for tensor in found.keys() & made.keys():
+        torch.testing.assert_close(found[tensor], torch.as_tensor(made[tensor]), rtol=0, atol=0)
+    assert any(name.startswith("pixel_values") for name in found.keys() & made.keys())
     seconds = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni_thinker": "video_second_per_grid"}.get(name)
     assert seconds is None or found[seconds].tolist() == [1.0]
     assert store.encode(text, keys) == whole["input_ids"][0].tolist()
+    with pytest.raises(DataError, match="the chat template wrote 0 .* for 1 media of kind video"):
+        store.encode("a b", keys)
 
 
 def test_times_of_frames_that_were_left_out(tmp_path):

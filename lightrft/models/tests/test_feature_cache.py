@@ -20,9 +20,9 @@ FROZEN = {"qwen3_vl": ["visual"], "qwen2_audio": ["audio", "projector"], "intern
 
 @pytest.fixture(scope="module", params=FROZEN)
 def rig(request, tmp_path_factory):
-    """Deepstack features and M-RoPE; sounds; pictures of several tiles."""
+    """Deepstack features and M-RoPE; sounds; pictures of several tiles, and frames."""
     family = tiny_vision.FAMILIES[request.param]
-    rig = MediaRig(family.save(tmp_path_factory.mktemp("model"), tied=False), family.placeholders)
+    rig = MediaRig(family.save(tmp_path_factory.mktemp("model"), tied=False), family.placeholders, family)
     rig.frozen = FROZEN[request.param]
     return rig
 

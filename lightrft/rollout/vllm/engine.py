@@ -35,6 +35,7 @@ _OTHERWISE = {
     "qwen2_5_omni_thinker": "vLLM runs no thinker without its talker",
     "voxtral": "vLLM reads the prompts of Voxtral with Mistral's own tokenizer",
 }
+WITH_VIDEOS = ("internvl", )  # families whose videos are for vLLM what they are for the trainer
 
 
 def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) -> None:
@@ -45,6 +46,10 @@ def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) ->
     """
     if reason := _OTHERWISE.get(config.model_type):
         refuse_media("vllm", kinds, reason)
+    if config.model_type not in WITH_VIDEOS:
+        reason = "vLLM has pictures of SmolVLM alone" if config.model_type == "smolvlm" else (
+            "videos reach the trainer in another form than vLLM")
+        refuse_media("vllm", {*kinds} & {"video"}, reason)
     ear: Any = getattr(config, "audio_config", None)
     if config.model_type == "qwen2_audio" and ear.max_source_positions != _HALF_MINUTE:
         refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s alone")
@@ -264,7 +269,6 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
     media, kinds = actor.modality.media, actor.modality.kinds
-    refuse_media("vllm", {*kinds} & {"video"}, "videos reach the trainer in another form than vLLM")
     refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways)
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device)

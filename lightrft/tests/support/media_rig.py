@@ -5,10 +5,12 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor
-from transformers.video_utils import VideoMetadata
 
 from lightrft.config.schema import ModelConfig
+from lightrft.datasets.decoding import Video
+from lightrft.datasets.waveform import Waveform
 from lightrft.models.loader import load_actor
+from lightrft.tests.support.tiny_family import metadata
 from lightrft.types import Experience, MediaTensors
 
 _NOT_MEDIA = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -27,6 +29,17 @@ def _media():
     return {"image": [Image.fromarray(one) for one in pixels], "video": videos, "audio": waves}
 
 
+def decoded(key, media):
+    """The medium ``key`` of the rig as the store decodes it; processors take 24 frames a second where nothing says
+    more."""
+    kind, _, index = key.partition(":")
+    medium = media[kind][int(index)]
+    if kind == "video":
+        times = [i / 24 for i in range(len(medium))]
+        return Video([Image.fromarray(frame) for frame in medium], len(medium) / 24, times)
+    return Waveform(medium, 16000) if kind == "audio" else medium
+
+
 class ProcessedMedia:
     """A :class:`~lightrft.types.MediaSource` of random media ``image:0`` ..., with the plain processor."""
 
@@ -43,6 +56,8 @@ class ProcessedMedia:
         times = 2 if key.endswith("+") else 1  # as one of several
         found = self.prompt(self.placeholders[kind] * times, (key, ) * times)
         tensors = {name: value for name, value in found.items() if name not in _NOT_MEDIA}
+        if kind == "video" and self.family is not None:
+            tensors = self.family.named(tensors)
         text = self.processor.tokenizer.decode(found["input_ids"][0])
         return MediaTensors(kind, {name: value[:1] for name, value in tensors.items()} if times > 1 else tensors, text)
 
@@ -53,9 +68,8 @@ class ProcessedMedia:
             given.setdefault(_ARGUMENT[kind], []).append(self.media[kind][int(index)])
         if self.family is not None and self.family.process is not None:
             return self.family.process(self.processor, text, **given)
-        if "videos" in given:  # of 24 frames a second
-            given["video_metadata"] = [VideoMetadata(len(video), 24, frames_indices=list(range(len(video))))
-                                       for video in given["videos"]]  # yapf: disable
+        if "videos" in given:
+            given["video_metadata"] = [metadata(video) for video in given["videos"]]
             given["do_sample_frames"] = False
         if self.family is not None and self.family.nested and "images" in given:
             given["images"] = [given["images"]]
@@ -73,7 +87,8 @@ class MediaRig:
         self.rows = [row for kind in placeholders for row in self._rows(kind)]
         self.rows.insert(1, ("nothing here", ()))
         if len(placeholders) > 1 and (family is None or family.together):
-            self.rows.append((" ".join(placeholders.values()), tuple(f"{kind}:2" for kind in placeholders)))
+            kinds = [*placeholders][::-1]  # another order than that in which their features are computed
+            self.rows.append((" ".join(placeholders[kind] for kind in kinds), tuple(f"{kind}:2" for kind in kinds)))
         self.prompts = [self.source.prompt(*row)["input_ids"][0].tolist() for row in self.rows]
         self.keys = [keys for _, keys in self.rows]
         self.media_token = next(iter(self.actor.modality.tokens.values()))

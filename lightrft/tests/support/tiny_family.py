@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
+from transformers.video_utils import VideoMetadata
 
 from lightrft.tests.support import tiny
 
 _TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.12,
          "bos_token_id": None}  # yapf: disable
+
+
+def metadata(video: Any) -> VideoMetadata:
+    """What a processor is told of a video of 24 frames a second."""
+    return VideoMetadata(len(video), 24, frames_indices=list(range(len(video))))
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class TinyFamily:
         nested: the processor takes the pictures of a prompt as a list inside of a list.
         together: Hugging Face's own forward takes prompts with several kinds of media.
         process: makes tokens and tensors of a prompt where the processor itself does not.
+        named: changes the tensors of a prompt of one video to those that the video processor makes.
     """
     model_type: str
     config: dict[str, Any]
@@ -37,6 +44,7 @@ class TinyFamily:
     nested: bool = False
     together: bool = True
     process: Callable[..., Any] | None = None
+    named: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     def tokenizer(self) -> Any:
         """The tokenizer of all tiny models, with the special tokens of the family."""

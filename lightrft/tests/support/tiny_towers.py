@@ -48,11 +48,13 @@ TOWERS = {
     "internvl": TinyFamily(
         "internvl", _qwen2(image_size=[28, 28], patch_size=[7, 7]) | {"image_seq_length": 4},
         lambda tok: InternVLProcessor(GotOcr2ImageProcessor(**_SQUARE, crop_to_patches=True, min_patches=1,
-                                                            max_patches=3), tok, InternVLVideoProcessor(**_SQUARE),
+                                                            max_patches=3), tok,
+                                      InternVLVideoProcessor(**_SQUARE, do_sample_frames=True, num_frames=2),
                                       image_seq_length=4),
-        {"image": "<IMG_CONTEXT>"}, {"image_token_id": "<IMG_CONTEXT>"},
+        {"image": "<IMG_CONTEXT>", "video": "<video>"}, {"image_token_id": "<IMG_CONTEXT>"},
         names={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
-               "video_token": "<video>"}),
+               "video_token": "<video>"},
+        named=lambda made: {"pixel_values_videos": made["pixel_values"][None]}),
     "llava": TinyFamily(
         "llava", _qwen2(model_type="clip_vision_model") | {"image_seq_length": 16},
         lambda tok: LlavaProcessor(CLIPImageProcessor(**_CLIP), tok, 7, "default", num_additional_image_tokens=1),

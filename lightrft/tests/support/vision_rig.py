@@ -1,6 +1,4 @@
 """A trainer of models that see or hear, for an engine on its weights."""
-from types import SimpleNamespace
-
 import torch
 
 from lightrft.config.schema import ModelConfig
@@ -8,7 +6,7 @@ from lightrft.models.loader import load_actor
 from lightrft.rollout import Request, SamplingParams
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.engine_rig import EXACT, LARGEST, NEW, STOPS, requests
-from lightrft.tests.support.media_rig import MediaRig, ProcessedMedia
+from lightrft.tests.support.media_rig import decoded, MediaRig, ProcessedMedia
 
 TOWER = "model.visual.blocks.1.attn.qkv.weight"
 PROJECTORS = {"qwen2_5_vl": "model.visual.merger.mlp.2.weight", "qwen3_vl": "model.visual.merger.linear_fc2.weight"}
@@ -23,18 +21,16 @@ class RawMedia(ProcessedMedia):
 
     def open(self, key):
         self.opened += 1
-        kind, _, index = key.partition(":")
-        medium = self.media[kind][int(index)]
-        return SimpleNamespace(samples=medium, rate=16000) if kind == "audio" else medium
+        return decoded(key, self.media)
 
 
 class Sees:
     """For an :class:`~lightrft.tests.support.engine_rig.EngineRig`. ``rows``: texts of prompts and their media."""
-    rows, placeholders = ROWS, {"image": tiny_vision.PICTURE}
+    rows, placeholders, family = ROWS, {"image": tiny_vision.PICTURE}, None
 
     def load(self, folder):
         actor = load_actor(ModelConfig(pretrain=str(folder)))
-        self.source = actor.modality.media = RawMedia(folder, self.placeholders)
+        self.source = actor.modality.media = RawMedia(folder, self.placeholders, self.family)
         return actor
 
     def naive(self, ids, positions=None):

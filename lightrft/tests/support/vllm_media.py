@@ -13,36 +13,41 @@ from vllm.model_executor.models import registry
 
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_families
+from lightrft.rollout.vllm.engine import WITH_VIDEOS
 from lightrft.tests.support import tiny_sound, tiny_vision
 from lightrft.tests.support.engine_rig import LARGEST, NEW, STOPS, requests
 from lightrft.tests.support.vision_rig import Sees
 
-DIFFERENT = ("gemma3", "gemma4_layers", "glm4v", "qwen2_audio", "qwen3_vl_moe")
-OTHERS = ("gemma4", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3",
+DIFFERENT = ("gemma3", "gemma4_layers", "glm4v", "internvl", "qwen2_audio", "qwen3_vl_moe")
+OTHERS = ("gemma4", "idefics3", "llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3",
           "qwen2_vl", "smolvlm")
 _LAYERS = tiny_vision.FAMILIES["gemma4_layers"]
 _WIDE = _LAYERS.config | {"text_config": _LAYERS.config["text_config"] | {"global_head_dim": 64}}  # as published ones
 FAMILIES = tiny_vision.FAMILIES | {"gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio": tiny_sound.FOR_VLLM}
-ROOM = 512  # tokens of a prompt and its response
+ROOM = 512  # tokens of a prompt and its response, if the config says no other number
 
 
 class Rig(Sees, test_vllm_families.Rig):
     """With the real vLLM; Gemma's pictures are causal, as vLLM's are on a CPU."""
 
     def __init__(self, folder, family):
-        self.placeholders = FAMILIES[family].placeholders
-        super().__init__(FAMILIES[family].save(folder, False), f"max_model_len={ROOM}",
-                         f"max_num_batched_tokens={ROOM}")
+        self.family, self.placeholders = FAMILIES[family], FAMILIES[family].placeholders
+        room = self.family.config.get("text_config", {}).get("max_position_embeddings", ROOM)
+        super().__init__(self.family.save(folder, False), f"max_model_len={room}", f"max_num_batched_tokens={room}")
 
     def load(self, folder):
-        kind, mark = next(iter(self.placeholders.items()))
-        self.placeholders = {kind: mark}
+        (kind, mark), *others = self.placeholders.items()
+        family = self.family.model_type
+        self.placeholders = dict([(kind, mark), *(others if family in WITH_VIDEOS else [])])
         actor = super().load(folder)
         actor.modality.causal_pictures = True
-        most = 1 if actor.hf_model.config.model_type == "llava_onevision" else 3  # it expands several otherwise
+        most = 1 if family == "llava_onevision" else 3  # it expands several otherwise
         keys = tuple(f"{kind}:{i % 3}" for i in range(1, 1 + most))
         self.source.most = {kind: most}
         self.rows = [(f"a {mark} b?", (f"{kind}:0", )), ("nothing?", ()), (f"{mark * most} c", keys)]
+        if video := self.placeholders.get("video"):
+            self.source.most["video"] = 2
+            self.rows.append((f"{video} d {mark} e {video}", ("video:1", "image:0", "video:2")))
         return actor
 
     def logprobs(self, request, response, params, begun=()):

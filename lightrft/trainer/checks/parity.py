@@ -64,7 +64,7 @@ def _compared(canary: Canary, model: PackedModel) -> str:
         raise UserError(f"the log-prob of the first token is {reported[0]:.5f} for the engine and {scored[0]:.5f} for "
                         f"the trainer (largest gap of a rank: {max(gaps):.3g}): they do not see the same media; use "
                         "another --engine_type")
-    tokens = sum(request.token_ids.count(token) for token in modality.tokens.values())
+    tokens = sum(request.token_ids.count(token) for token in {*modality.tokens.values()})  # kinds may share one
     return (f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media{_described(grids)}, "
             f"positions to {len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
             f"{reported[0]:.5f} and {scored[0]:.5f}")

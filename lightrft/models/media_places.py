@@ -1,0 +1,92 @@
+"""Places of media in prompts: which tokens stand for pictures, videos and sounds, and for how many features."""
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from lightrft.models.towers import config_value, Tower
+from lightrft.ops.segment import expand, position_ids
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+Kinds = tuple[str, ...]
+
+
+def keys_of(exp: Experience, kinds: Kinds) -> list[list[str]]:
+    """Keys of the media of ``kinds`` of each sequence, in the order of their features."""
+    return [[key for key in sequence if key.partition(":")[0] in kinds] for sequence in exp.media or ()]
+
+
+class MediaPlaces:
+    """Finds the tokens of prompts that stand for media. All positions are on the CPU.
+
+    Args:
+        towers: of the family, by kind of media.
+        config: of the model.
+
+    Attributes:
+        tokens: id of the token that stands for a feature, by kind.
+    """
+
+    def __init__(self, towers: Mapping[str, Tower], config: PretrainedConfig) -> None:
+        self.tokens = {kind: int(config_value(config, tower.token, -1)) for kind, tower in towers.items()}
+        self._between = {
+            kind: tuple(int(config_value(config, name, -1)) for name in tower.between)
+            for kind, tower in towers.items() if tower.between
+        }
+
+    def groups(self, kinds: Iterable[str]) -> list[Kinds]:
+        """Group the ``kinds`` by what stands for them. Nothing tells those of one group apart: their features take its
+        places in the order of the media (InternVL and SmolVLM, for which a video is a row of pictures)."""
+        found: dict[tuple[int, tuple[int, ...]], Kinds] = {}
+        for kind in kinds:
+            mark = self.tokens[kind], self._between.get(kind, ())
+            found[mark] = (*found.get(mark, ()), kind)
+        return list(found.values())
+
+    def of(self, exp: Experience, kind: str) -> Tensor:
+        """Positions in [T] of the tokens of prompts that stand for media of ``kind``, or of its group."""
+        host = exp.host
+        index = position_ids(host.cu_seqlens, host.num_tokens)
+        inside = index < expand(torch.tensor(host.prompt_lens), host.cu_seqlens)
+        return (inside & self.marked(host.token_ids, kind, host.cu_seqlens)).nonzero()[:, 0]
+
+    def of_prompt(self, ids: list[int], kind: str) -> list[int]:
+        """Indices of the tokens of one prompt that stand for media of ``kind``, or of its group."""
+        return self.marked(torch.tensor(ids), kind, torch.tensor([0, len(ids)])).nonzero()[:, 0].tolist()
+
+    def marked(self, ids: Tensor, kind: str, cu_seqlens: Tensor) -> Tensor:
+        """Bool [T]: which tokens stand for media of ``kind``, by id and, of kinds with one token, by what is around."""
+        found = ids == self.tokens[kind]
+        for other, (first, last) in self._between.items():
+            if self.tokens[other] == self.tokens[kind]:
+                change = (ids == first).int() - (ids == last).int()
+                depth = change.cumsum(0)
+                before = (depth - change)[cu_seqlens[:-1].long()]
+                opened = depth > expand(before, cu_seqlens)
+                found = found & (opened if other == kind else ~opened)
+        return found
+
+    def blocks(self, exp: Experience, kinds: Iterable[str]) -> Tensor:
+        """Number of the picture, or frame, of each token [T]; -1: text."""
+        inside = torch.zeros(exp.num_tokens, dtype=torch.bool)
+        for kind in kinds:
+            inside[self.of(exp, kind)] = True
+        starts = inside & ~nn.functional.pad(inside, (1, -1))
+        return torch.where(inside, starts.cumsum(0), -1)
+
+    def check(self, exp: Experience, kinds: Kinds, keys: Sequence[Sequence[str]], features: Mapping[str, int]) -> None:
+        """Compare, sequence by sequence, the tokens that stand for media of the group ``kinds`` with the ``features``
+        of its ``keys``, a number by key.
+
+        Raises:
+            UserError: they differ.
+        """
+        ends = exp.host.cu_seqlens[1:].long()
+        tokens = torch.bucketize(self.of(exp, kinds[0]), ends, right=True).bincount(minlength=len(ends)).tolist()
+        for number, (found, some) in enumerate(zip(tokens, keys)):
+            if found != (wanted := sum(features[key] for key in some)):
+                raise UserError(
+                    f"the prompt of sequence {number} of a micro-batch has {found} {' or '.join(kinds)} tokens for "
+                    f"{wanted} features of {len(some)} media {', '.join(some)}: the processor is not the model's")
