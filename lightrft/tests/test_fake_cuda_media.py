@@ -23,7 +23,7 @@ SYNCS = {
     "gemma4": ("padded patches are left out by mask", 4),
     "gemma4_layers": ("the same", 4),
     "idefics3": ("padded tiles are left out by mask", 5),
-    "smolvlm": ("the same", 5),
+    "smolvlm": ("the same, of pictures and of videos", 10),
     "llava_pixtral": ("`image_sizes` go to the GPU and back", 2),
     "mistral3": ("the same", 2),
     "llava_next": ("lengths that nobody reads go to the GPU", 1),

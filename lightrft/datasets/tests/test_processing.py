@@ -29,7 +29,7 @@ def file(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker", "internvl"])
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker", "internvl", "smolvlm"])
 def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
     """Pixels, seconds per grid and the words in the prompt; without the times processors assume 24 frames a second."""
     family = tiny_vision.FAMILIES[name]
@@ -40,7 +40,7 @@ def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
     keys = store.register([find_medium("a.mp4", "video", store.rules, "row 1")])
     frames, metadata = load_video(str(file), backend="pyav")
     text = f"a {family.placeholders['video']} b"
-    videos, times = [frames], [metadata]
+    videos, times = ([[[frames]], [[metadata]]] if name == "smolvlm" else [[frames], [metadata]])
     options = {"fps": 2} if name == "qwen2_5_omni_thinker" else {"video_metadata": times}
     whole = store.processor(text=[text], videos=videos, do_sample_frames=False, return_tensors="pt", **options)
     found, made = store.tensors(keys[0]).tensors, family.named(whole)

@@ -1,4 +1,5 @@
 """Tiny models that see, with a tower of a separate architecture: pictures of one size, tiles, rows of patches."""
+import torch
 from transformers import (CLIPImageProcessor, Gemma3ImageProcessor, Gemma3Processor, Gemma4AudioFeatureExtractor,
                           Gemma4ImageProcessor, Gemma4Processor, Gemma4VideoProcessor, GotOcr2ImageProcessor,
                           Idefics3ImageProcessor, Idefics3Processor, InternVLProcessor, InternVLVideoProcessor,
@@ -6,7 +7,7 @@ from transformers import (CLIPImageProcessor, Gemma3ImageProcessor, Gemma3Proces
                           LlavaOnevisionProcessor, LlavaOnevisionVideoProcessor, LlavaProcessor, PixtralImageProcessor,
                           PixtralProcessor, SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor)
 
-from lightrft.tests.support.tiny_family import TinyFamily
+from lightrft.tests.support.tiny_family import metadata, TinyFamily
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
            "image_size": 28, "patch_size": 7, "initializer_range": 0.12}  # yapf: disable
@@ -22,6 +23,22 @@ _BREAKS = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 
 def _qwen2(**vision):
     return {"text_config": {"model_type": "qwen2"}, "vision_config": _VISION | vision}
+
+
+def _smolvlm(processor, text, images=(), videos=()):
+    """Make a prompt of SmolVLM, with pictures before videos or after them: where there are both, its processor keeps
+    the tensors of the videos alone."""
+    told = {"video_metadata": [[metadata(video) for video in videos]], "do_sample_frames": False,
+            "return_metadata": True}  # yapf: disable
+    shots = processor._process_images([[*images]], return_row_col_info=True, return_tensors="pt") if images else None
+    films = processor._process_videos([[*videos]], return_tensors="pt", **told) if videos else None
+    (whole, ), _ = processor.get_text_with_replacements([text], *(one[1] if one else [] for one in (shots, films)))
+    found = dict(processor.tokenizer([whole], return_tensors="pt"))
+    made = [one[0] for one in (shots, films) if one]
+    for name in ("pixel_values", "pixel_attention_mask") if made else ():
+        parts = [tensors[name].flatten(0, 1) for tensors in made]
+        found[name] = torch.cat(parts if text.find("<image>") < text.find("<video>") else parts[::-1])[None]
+    return found
 
 
 def _gemma4(both_ways, per_layer):
@@ -91,7 +108,8 @@ TOWERS = {
         "smolvlm", {"text_config": {"model_type": "llama"}, "vision_config": _VISION, "scale_factor": 2},
         lambda tok: SmolVLMProcessor(SmolVLMImageProcessor(**_SPLIT), tok, SmolVLMVideoProcessor(**_SPLIT),
                                      image_seq_len=4),
-        {"image": "<image>"}, _IMAGE, names={f"mark_{i}": mark for i, mark in enumerate(_ROWS)}),
+        {"image": "<image>", "video": "<video>"}, _IMAGE, names={f"mark_{i}": mark for i, mark in enumerate(_ROWS)},
+        process=_smolvlm),
     "gemma3": TinyFamily(
         "gemma3", {"text_config": {"sliding_window": 8, "query_pre_attn_scalar": 32}, "vision_config": _VISION,
                    "mm_tokens_per_image": 16, "initializer_range": 0.12},
