@@ -341,7 +341,9 @@ _GLM = Family({"image": _GRID_IMAGE, "video": _GLM_VIDEO}, rope_of_grids)
 _POOLED = Tower("image_token_id", ("pixel_values", ), per_token=pooled)
 _PLACED = Tower("image_token_id", ("pixel_values", "image_position_ids"), least=least_placed,
                 per_token=lambda config: config.vision_config.pooling_kernel_size**2)
-_GEMMA4 = Family({"image": _PLACED}, None, "sliding", per_layer_inputs,
+_PLACED_FRAMES = replace(_PLACED, token="video_token_id", reads=("pixel_values_videos", "video_position_ids"),
+                         merge=torch.cat, features=of_pictures)
+_GEMMA4 = Family({"image": _PLACED, "video": _PLACED_FRAMES}, None, "sliding", per_layer_inputs,
                  unused={"audio": "model.audio_tower."})  # yapf: disable
 _BY_NUMBER = replace(_SIZED, reads=("pixel_values", "image_sizes", "batch_num_images"), features=of_several)
 _FRAMES = Tower("video_token_id", ("pixel_values_videos", ), dim=1, merge=video_of_frames, features=of_frames,

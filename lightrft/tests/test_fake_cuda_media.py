@@ -20,8 +20,8 @@ FAMILIES = {"image": "qwen2_5_vl", "audio": "qwen2_audio"}
 SYNCS = {
     "qwen3_vl": ("the decoder adds the features of one deeper layer by mask", 5),
     "qwen3_vl_moe": ("the same", 5),
-    "gemma4": ("padded patches are left out by mask", 4),
-    "gemma4_layers": ("the same", 4),
+    "gemma4": ("padded patches are left out by mask, of pictures and of videos", 8),
+    "gemma4_layers": ("the same", 8),
     "idefics3": ("padded tiles are left out by mask", 5),
     "smolvlm": ("the same, of pictures and of videos", 10),
     "llava_pixtral": ("`image_sizes` go to the GPU and back", 2),

@@ -29,7 +29,7 @@ def file(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker", "internvl", "smolvlm"])
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "qwen2_5_omni_thinker", "internvl", "smolvlm", "gemma4"])
 def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
     """Pixels, seconds per grid and the words in the prompt; without the times processors assume 24 frames a second."""
     family = tiny_vision.FAMILIES[name]

@@ -35,7 +35,7 @@ _OTHERWISE = {
     "qwen2_5_omni_thinker": "vLLM runs no thinker without its talker",
     "voxtral": "vLLM reads the prompts of Voxtral with Mistral's own tokenizer",
 }
-WITH_VIDEOS = ("internvl", )  # families whose videos are for vLLM what they are for the trainer
+WITH_VIDEOS = ("gemma4", "internvl")  # families whose videos are for vLLM what they are for the trainer
 
 
 def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) -> None:

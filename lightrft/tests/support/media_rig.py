@@ -138,6 +138,8 @@ class MediaRig:
             given["attention_mask"] = torch.ones_like(ids)
             for name in given.keys() & {"mm_token_type_ids", "token_type_ids"}:
                 given[name] = torch.cat([given[name], torch.zeros(1, len(response), dtype=torch.long)], 1)
+            if self.family is not None:
+                given = self.family.forwarded(self.hf, given)
             out = self.hf(**given | {"input_ids": ids}, use_cache=False, output_hidden_states=True)
             states, logits = out.hidden_states[-1][0, len(prompt) - 1:-1], out.logits[0, len(prompt) - 1:-1]
             logprobs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]

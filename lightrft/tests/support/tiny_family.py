@@ -34,6 +34,7 @@ class TinyFamily:
         together: Hugging Face's own forward takes prompts with several kinds of media.
         process: makes tokens and tensors of a prompt where the processor itself does not.
         named: changes the tensors of a prompt of one video to those that the video processor makes.
+        forwarded: changes the arguments of Hugging Face's own forward, with its model.
     """
     model_type: str
     config: dict[str, Any]
@@ -45,6 +46,7 @@ class TinyFamily:
     together: bool = True
     process: Callable[..., Any] | None = None
     named: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    forwarded: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda hf, given: given
 
     def tokenizer(self) -> Any:
         """The tokenizer of all tiny models, with the special tokens of the family."""

@@ -41,11 +41,23 @@ def _smolvlm(processor, text, images=(), videos=()):
     return found
 
 
+def _with_frames(hf, given):
+    """Compute the features of videos of Gemma-4, whose class does not pass on how many frames each of them has."""
+    if "pixel_values_videos" not in given:
+        return given
+    names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+    encoded = {"video": hf.model.get_video_features(*map(given.pop, names), return_dict=True)}
+    if "pixel_values" in given:
+        encoded["image"] = hf.get_image_features(given.pop("pixel_values"), given.pop("image_position_ids"),
+                                                 return_dict=True)
+    return given | {"mm_encoder_outputs": encoded}
+
+
 def _gemma4(both_ways, per_layer):
     """A Gemma-4 model; large ones read pictures both ways, small ones have inputs to each layer and share keys."""
     text = {"sliding_window": 8, "use_bidirectional_attention": both_ways, "hidden_size_per_layer_input": per_layer,
             "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
-            "num_kv_shared_layers": 2 if per_layer else 0}
+            "num_kv_shared_layers": 2 if per_layer else 0, "max_position_embeddings": 1024}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
               "position_embedding_size": 64, "default_output_length": 70, "initializer_range": 0.12}
@@ -56,9 +68,9 @@ def _gemma4(both_ways, per_layer):
         "gemma4", {"text_config": text, "vision_config": vision, "initializer_range": 0.12},
         lambda tok: Gemma4Processor(Gemma4AudioFeatureExtractor(), Gemma4ImageProcessor(**small), tok,
                                     Gemma4VideoProcessor(**small), image_seq_length=70),
-        {"image": "<|image|>"}, marks,
+        {"image": "<|image|>", "video": "<|video|>"}, marks,
         {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
-         "boa_token": "<|audio>", "eoa_token": "<audio|>"})  # yapf: disable
+         "boa_token": "<|audio>", "eoa_token": "<audio|>"}, forwarded=_with_frames)  # yapf: disable
 
 
 TOWERS = {
