@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
+from lightrft.config.prm_schema import PRMConfig, StepFormat
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
@@ -80,6 +81,26 @@ print("reward", model(**inputs).logits.item())"""
 _SCORED_CHAT = """messages = [{{"role": "user", "content": "What is 12+30?"}}, {{"role": "assistant", "content": "42"}}]
 text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the score is that of the end token"""
 _SCORED_TEXT = """text = "What is 12+30? 42" + tokenizer.eos_token"""
+_STEPS = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = {folder!r}  # or its name on the hub, once it is there
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+{head}
+placeholder, ends = {placeholder!r}, []  # follows every step
+for step in {steps!r}:
+    ids += tokenizer.encode(step, add_special_tokens=False) + tokenizer.encode(placeholder, add_special_tokens=False)
+    ends.append(len(ids) - 1)
+with torch.no_grad():
+    logits = model(torch.tensor([ids])).logits[0, ends]
+{judged}"""
+_STEPS_OF_CHAT = """messages = [{"role": "user", "content": "What is 12+30?"}]
+ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"""
+_STEPS_OF_TEXT = """ids = tokenizer.encode("What is 12+30? ")"""
+_GOOD = """words = [tokenizer.encode(word, add_special_tokens=False)[0] for word in {words!r}]  # the first means good
+print("probability that each step is good", logits[:, words].softmax(-1)[:, 0].tolist())"""
+_LABELS = """print("label of each step", [tokenizer.decode(token) for token in logits.argmax(-1)])"""
 _OWN_SCORES = """from lightrft.models.loader import load_scorer
 
 model = load_scorer({folder!r})  # no head that transformers loads; lightrft serve_rm scores texts with it"""
@@ -135,8 +156,8 @@ def _tags(config: Tree) -> str:
     ids = [entry for entry in data if re.fullmatch(r"[\w.-]+/[\w.-]+", entry) and not Path(entry).exists()]
     kind = "reinforcement-learning" if isinstance(config, Config) else config.METRICS[0]
     named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
-    task = "text-classification" if isinstance(config, RMConfig) else "text-generation"
-    return f"pipeline_tag: {task}\ntags:\n- lightrft\n- {kind}\n{named}"
+    tasks = {RMConfig: "text-classification", PRMConfig: "token-classification"}
+    return f"pipeline_tag: {tasks.get(type(config), 'text-generation')}\ntags:\n- lightrft\n- {kind}\n{named}"
 
 
 def _changes(summary: RunSummary) -> str:
@@ -155,13 +176,23 @@ def _scores(architecture: str, head: dict[str, Any], folder: Path, tokenizer: Pr
     return _SCORES.format(folder=str(folder), text=text)
 
 
+def _judgements(form: StepFormat, folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the code that loads a process reward model and judges the steps of a solution."""
+    first, second = "2+0=2", "1+3=4"
+    return _STEPS.format(folder=str(folder), head=_STEPS_OF_CHAT if tokenizer.chat_template else _STEPS_OF_TEXT,
+                         placeholder=form.placeholder_token, steps=[first, form.step_separator + second],
+                         judged=_GOOD.format(words=form.reward_tokens) if form.reward_tokens else _LABELS)
+
+
 def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
-    """Return the code that loads the model and answers a prompt, or scores an answer; of a model that sees or hears,
-    that loads it."""
+    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a model that
+    sees or hears, that loads it."""
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = described["architectures"][0]
     if isinstance(config, RMConfig):
         return _scores(architecture, described["reward_model"], folder, tokenizer)
+    if isinstance(config, PRMConfig) and architecture.endswith("ForCausalLM"):
+        return _judgements(config.data.form, folder, tokenizer)
     if not architecture.endswith("ForCausalLM"):
         return _OTHER.format(architecture=architecture, folder=str(folder))
     length = config.rollout.generate_max_len if isinstance(config, Config) else 256

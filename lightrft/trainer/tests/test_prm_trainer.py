@@ -105,6 +105,21 @@ def test_resumed_is_straight_and_a_checkpoint_is_exported(straight, home, tmp_pa
     assert step_format(str(home / "model")) is None
 
 
+def test_the_code_of_the_card_judges_steps_as_training_does(straight, home, tmp_path, capsys):
+    card = (straight[1] / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: token-classification\n" in card
+    exec(card.partition("```python\n")[2].partition("```")[0], {})  # as a reader would run it
+    shown = json.loads(capsys.readouterr().out.rpartition("good ")[2])
+    row = {"prompt": [{"role": "user", "content": "What is 12+30?"}], "completions": ["2+0=2", "1+3=4"],
+           "labels": [True, True]}  # yapf: disable
+    (home / "one.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    trainer = trainer_of(home, tmp_path, data="one", pretrain=str(straight[1] / "hf"), train_batch_size=1)
+    exp = trainer.pack(next(trainer.loader)).exp
+    with torch.no_grad():
+        (wanted, ) = trainer.actor.model.eval()(exp, read=lambda logprobs, part: (logprobs.exp()[:, 0], ))
+    assert shown == pytest.approx(wanted.tolist(), rel=1e-4) and len(shown) == 2
+
+
 @pytest.mark.dist
 def test_two_ranks_are_one(straight, home, tmp_path):
     runs.launch("lightrft.cli.train_prm", home, tmp_path, "steps", placeholder_token="#", reward_tokens="+,-",
