@@ -48,6 +48,9 @@ REFUSED: dict[str, str] = {
     "use_mp_opt": _MASTER,
     "meta_init": "models are always built without a spare copy; drop the flag",
     "actor_init_on_gpu": "models are placed by the strategy; drop the flag",
+    "use_ds_universal_ckpt": "a checkpoint loads on any number of ranks and with any --strategy; drop the flag",
+    "full_determinism":
+    "--seed fixes data, samples and dropout, and GPU kernels may still round otherwise; drop the flag",
     "local_rank": "torchrun passes it in the environment (LOCAL_RANK); start with torchrun",
     "no_shard_vit": _MULTIMODAL,
     "mixed_mm_data": _MULTIMODAL,
@@ -60,6 +63,9 @@ REFUSED: dict[str, str] = {
     "use_ms": "download the model first and give its folder to --pretrain",
     # data
     "system_prompt_path": "use --system_prompt \"$(cat FILE)\"",
+    # preferences
+    "unpaired_preference": "lightrft kto always reads single answers, each with its label; drop the flag",
+    "vanilla_loss": "the KL of lightrft kto always comes from mismatched pairs; drop the flag",
     # reward and algorithm
     "margin_loss": "the loss of a reward model reads the column margin where rows have it; drop the flag",
     "compute_fp32_loss": "scores and losses are always float32; drop the flag",
@@ -206,6 +212,8 @@ SIBLINGS: dict[str, str] = {
     "n_samples_per_prompt": "--n_samples",
     "actor_learning_rate": "--learning_rate",
     "save_path": "--output_path",
+    "zero_stage": "--engine_tp_size, with --engine_type vllm or sglang | nothing, a process holds the whole model",
+    "value_head_prefix": "nothing, config.json of a reward model names its head",
 }
 """Options of a command of this package -> those of the others that mean the same."""
 

@@ -93,6 +93,10 @@ class KTOConfig(OfflineConfig):
     preference: JudgedConfig = group(JudgedConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    SYNONYMS = OfflineConfig.SYNONYMS | {
+        "desirable_weight": "desirable_loss_weight",
+        "undesirable_weight": "undesirable_loss_weight",
+    }
     TRAINING = "training on judged answers"
     METRICS = ("kto", "eval")
     ROWS = "judged answers"

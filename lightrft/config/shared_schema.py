@@ -179,7 +179,7 @@ class Tree:
     TRAINING: ClassVar[str]  # kind of the training, in words
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
-    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of OpenRLHF's manuals -> OPTION, or OPTION=VALUE
+    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, or OPTION=VALUE
 
     @property
     def folder(self) -> Path | None:

@@ -13,6 +13,7 @@ from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.preference_schema import KTOConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
@@ -312,11 +313,22 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
     (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
     (EvaluateConfig, "--reward math", "here: --score"),
+    (GenerateConfig, "--zero_stage 0", "here: --engine_tp_size"),
+    (GenerateConfig, "--value_head_prefix score", "config.json of a reward model names its head"),
+    (SFTConfig, "--full_determinism", "--seed fixes data"),
+    (SFTConfig, "--use_ds_universal_ckpt", "a checkpoint loads on any number of ranks"),
+    (KTOConfig, "--unpaired_preference", "reads single answers, each with its label"),
+    (KTOConfig, "--vanilla_loss", "always comes from mismatched pairs"),
 ])
 def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     """Where the tree has one."""
     assert said in fails(capsys, words.split(), tree=tree)
+
+
+def test_flags_that_trl_names_otherwise_set_ours() -> None:
+    loss = parse_config(["--desirable_weight", "2", "--undesirable_weight=3"], tree=KTOConfig).config.preference
+    assert (loss.desirable_loss_weight, loss.undesirable_loss_weight) == (2.0, 3.0)
 
 
 def test_the_page_for_newcomers_and_the_answers_agree() -> None:
