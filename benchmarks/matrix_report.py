@@ -128,8 +128,8 @@ def draw_all(results: Results, png: Path, size: tuple[float, float] = (1.75, 1.5
     found = by_run(results)
     if not found:
         return
-    columns = min(7, len(found))
-    lines = -(-len(found) // columns)
+    lines = -(-len(found) // 7)
+    columns = -(-len(found) // lines)
     figure = Figure(figsize=(size[0] * columns, size[1] * lines + 0.3), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()

@@ -25,7 +25,8 @@ TOWER = {"num_mel_bins": MEL_BINS, "d_model": 64, "encoder_layers": 1, "encoder_
 def write_base(folder: Path, seed: int) -> None:
     """Save an untrained Qwen2-Audio of 216k parameters with its processor in HF format; a sound is 25 tokens."""
     tokenizer = build_tokenizer(SOUND)
-    config = Qwen2AudioConfig(text_config=text_config(tokenizer) | {"model_type": "qwen2"},
+    text = {"model_type": "qwen2", "tie_word_embeddings": False}  # as Hugging Face's class has it, whatever is here
+    config = Qwen2AudioConfig(text_config=text_config(tokenizer) | text,
                               audio_config=TOWER | {"model_type": "qwen2_audio_encoder"},
                               audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"))
     torch.manual_seed(seed)

@@ -29,7 +29,7 @@ from lightrft.utils.errors import UserError
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_HALF_MINUTE = 1500  # positions of the tower for a window of 30 s
+_HALF_MINUTE = 1500  # positions of the tower for a window of 30 s, for whose tokens alone vLLM keeps room
 _OTHERWISE = {
     "glm46v": "vLLM has no own code for GLM-4.6V",
     "qwen2_5_omni_thinker": "vLLM runs no thinker without its talker",
@@ -51,8 +51,8 @@ def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) ->
             "videos reach the trainer in another form than vLLM")
         refuse_media("vllm", {*kinds} & {"video"}, reason)
     ear: Any = getattr(config, "audio_config", None)
-    if config.model_type == "qwen2_audio" and ear.max_source_positions != _HALF_MINUTE:
-        refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s alone")
+    if config.model_type == "qwen2_audio" and ear.max_source_positions > _HALF_MINUTE:
+        refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
     if causal:
         refuse_media("vllm", kinds, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
 
@@ -271,7 +271,8 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     media, kinds = actor.modality.media, actor.modality.kinds
     refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways)
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
-    native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device)
+    native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
+                          actor.hf_model.config.model_type)
     group = None
     if cfg.engine_tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group

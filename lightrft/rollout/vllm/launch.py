@@ -5,9 +5,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.config.engines import host_cache, INSTALL, native_arguments
@@ -115,6 +116,19 @@ def keep_weights_unpacked() -> None:
     _custom_ops._supports_onednn = False
 
 
+def take_short_windows() -> None:
+    """Let vLLM take sounds of Qwen2-Audio in the windows of the model.
+
+    vLLM checks that a window has 3,000 frames, as those of 30 s have, and computes with any number of them: the tower
+    is Hugging Face's, which takes the frames of its positions alone.
+    """
+    from vllm.model_executor.models.qwen2_audio import Qwen2AudioFeatureInputs as Inputs
+    from vllm.utils.tensor_schema import TensorShape
+    mel, mask = TensorShape("na", "nmb", "frames"), TensorShape("na", "frames")
+    Inputs.__annotations__ |= {"input_features": Annotated[Tensor | list[Tensor], mel],
+                               "feature_attention_mask": Annotated[Tensor, mask]}  # yapf: disable
+
+
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
     """Give the ranks of an engine on a CPU shared memory named for their run; the name goes once all have it open.
@@ -137,8 +151,8 @@ def own_shared_memory() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine":
-    """Start vLLM's engine in this process; under torchrun every rank calls it.
+def start_engine(arguments: dict[str, Any], device: torch.device, model_type: str = "") -> "LLMEngine":
+    """Start vLLM's engine in this process, for a model of ``model_type``; under torchrun every rank calls it.
 
     Raises:
         UserError: vLLM is missing, does not know an argument, or cannot run the model with them.
@@ -158,6 +172,8 @@ def start_engine(arguments: dict[str, Any], device: torch.device) -> "LLMEngine"
             raise UserError(f"--engine_args {name}: vLLM has no such argument{did_you_mean(name, known)}")
         if device.type == "cpu":
             keep_weights_unpacked()
+        if model_type == "qwen2_audio":
+            take_short_windows()
         try:
             with own_shared_memory() if device.type == "cpu" else nullcontext():
                 return LLMEngine.from_engine_args(EngineArgs(**arguments))

@@ -51,7 +51,7 @@ def _qwen2_audio(window, positions):
         {"audio": SOUND}, {"audio_token_id": "<|AUDIO|>"}, names=_QWEN)  # yapf: disable
 
 
-FOR_VLLM = _qwen2_audio(_HALF_MINUTE, 1500)  # which takes no other windows
+LONG = _qwen2_audio(_HALF_MINUTE, 1500)  # the windows of published models
 SOUNDS = {
     "qwen2_audio": _qwen2_audio(_SECOND, 50),
     "qwen2_5_omni_thinker": TinyFamily(
