@@ -55,6 +55,8 @@ class PPOTrainer(BaseTrainer):
     def before_loop(self, fresh: bool) -> None:
         """Send the weights to the engine; evaluate the untrained policy when asked for."""
         self.fresh = fresh
+        if self.maker.media is not None:
+            self.maker.prefetch(self.loader.ahead())  # while the engine gets weights, is compared and evaluated
         self.recorder.start(self.step)
         self.engine.sleep()  # its cache and a bucket of weights must not share memory
         self._wake_engine(self.step)

@@ -11,19 +11,22 @@ from pathlib import Path
 
 from vllm.model_executor.models import registry
 
+from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_families
 from lightrft.rollout.vllm.engine import WITH_VIDEOS
 from lightrft.tests.support import tiny_sound, tiny_vision
 from lightrft.tests.support.engine_rig import LARGEST, NEW, STOPS, requests
 from lightrft.tests.support.vision_rig import Sees
+from lightrft.trainer.checks.parity import check_parity
+from lightrft.types import Prompt
 
 DIFFERENT = ("gemma3", "gemma4_layers", "glm4v", "internvl", "qwen2_audio", "qwen3_vl_moe")
 OTHERS = ("gemma4", "idefics3", "llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3",
-          "qwen2_vl", "smolvlm")
+          "qwen2_audio_long", "qwen2_vl", "smolvlm")
 _LAYERS = tiny_vision.FAMILIES["gemma4_layers"]
 _WIDE = _LAYERS.config | {"text_config": _LAYERS.config["text_config"] | {"global_head_dim": 64}}  # as published ones
-FAMILIES = tiny_vision.FAMILIES | {"gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio": tiny_sound.FOR_VLLM}
+FAMILIES = tiny_vision.FAMILIES | {"gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio_long": tiny_sound.LONG}
 ROOM = 512  # tokens of a prompt and its response, if the config says no other number
 
 
@@ -55,9 +58,17 @@ class Rig(Sees, test_vllm_families.Rig):
         return self.scores([(request.token_ids, response, ())])[len(request.token_ids):].tolist()
 
 
+def prompts_of(rig):
+    """The rows of a rig as a data set has them."""
+    return [Prompt(f"data:{i}", one.token_ids, "", media=one.media, unexpanded_ids=one.unexpanded)
+            for i, one in enumerate(rig.asked([0]))]  # yapf: disable
+
+
 def differences(rig):
-    """The largest ones: of text, of media, and what the latter would be with other media."""
+    """The largest ones: of text, of media, and what the latter would be with other media; tokens, positions, grids and
+    sizes are the same."""
     rig.sync()
+    check_parity(rig.strategy, rig.prepared, rig.vllm, prompts_of(rig), Arithmetic("cpu", "float32"))
     _, text = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
     return text, *rig.picture_gap()
 

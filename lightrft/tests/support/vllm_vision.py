@@ -20,7 +20,6 @@ from lightrft.tests.support.engine_rig import frozen_weights_come_once, LARGEST,
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.vision_rig import parts_change_apart, PROJECTORS, TOWER, Sees, weights_arrive
 from lightrft.trainer.checks.parity import check_parity
-from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 
@@ -65,10 +64,7 @@ def other_tokens_are_refused(rig):
 
 def prompts_are_compared(rig):
     """Row by row, before a run: the row and what differs are named."""
-    rows = [
-        Prompt(f"data:{i}", one.token_ids, "", media=one.media, unexpanded_ids=one.unexpanded)
-        for i, one in enumerate(rig.asked([0]))
-    ]
+    rows = vllm_media.prompts_of(rig)
     compare = partial(check_parity, rig.strategy, rig.prepared, rig.vllm, arithmetic=Arithmetic("cpu", "float32"))
     rig.sync()
     compare(rows)

@@ -15,7 +15,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 ROWS = 16  # compared at most
-_GRID = "_grid_thw"  # ends the names of tensors that hold patches in time, height and width
+_GRIDS = ("_grid_thw", "_sizes")  # end the names of tensors: patches in time, height and width; height and width
 
 
 def check_parity(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, prompts: Sequence[Prompt],
@@ -76,7 +76,7 @@ def _grids_of(model: PackedModel, request: Request) -> dict[str, list[list[int]]
     found: dict[str, list[list[int]]] = {}
     for one in media:
         for name, tensor in one.tensors.items():
-            if name.endswith((_GRID, "_sizes")):
+            if name.endswith(_GRIDS):
                 found.setdefault(name, []).extend(_rows([tensor]))
     return found
 
@@ -91,12 +91,14 @@ def _described(grids: dict[str, list[list[int]]]) -> str:
 
 
 def _compare_grids(engine: RolloutEngine, request: Request, ours: dict[str, list[list[int]]]) -> None:
-    """Compare the grids of media, where the engine has its own."""
+    """Compare the grids or sizes of media, where the engine has its own; for a Pixtral tower vLLM keeps no sizes, but
+    pictures [3, height, width] that are cut to them."""
     theirs = engine.media_tensors(request) if isinstance(engine, ShowsMedia) else {}
-    for name in ours.keys() & theirs.keys():
-        if name.endswith(_GRID) and (found := _rows(theirs[name])) != ours[name]:
-            raise UserError(f"{name} is {found} for the engine and {ours[name]} for the trainer; use another "
-                            "--engine_type")
+    cut = [one for some in theirs.values() for one in some if one.dim() == 3]
+    for name, rows in ours.items():
+        found = _rows(theirs[name]) if name in theirs else [[*one.shape[1:]] for one in cut]
+        if found and found != rows:
+            raise UserError(f"{name} is {found} for the engine and {rows} for the trainer; use another --engine_type")
 
 
 def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | None) -> None:

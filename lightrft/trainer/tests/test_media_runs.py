@@ -3,7 +3,9 @@ import base64
 import copy
 import io
 import json
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rows import hold_rows
 from lightrft.models.actor_modality import MediaModality
-from lightrft.tests.support import media_runs, tiny
+from lightrft.rollout.engine import Request
+from lightrft.tests.support import media_runs, tiny, tiny_vision
+from lightrft.tests.support.media_rig import ProcessedMedia
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
-from lightrft.trainer.checks.parity import _one_of_each, ROWS
+from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.trial import try_out
 from lightrft.types import Prompt
@@ -163,6 +167,26 @@ def test_one_row_with_each_combination_is_compared():
     assert [one.uid for one in found] == ["0", "31", "32", *map(str, range(2, 15))] and len(found) == ROWS
 
 
+@pytest.mark.parametrize("family", ["llava_next", "llava_pixtral"])
+def test_sizes_of_pictures_are_compared(family, tmp_path):
+    """With those that an engine's processor keeps, and with pictures that it cuts to them."""
+    rig = tiny_vision.FAMILIES[family]
+    rig.save(tmp_path, True)
+    source = ProcessedMedia(tmp_path, rig.placeholders)
+    request = Request([5], [0], media=("image:0", "image:2"))
+    ours = _grids_of(SimpleNamespace(modality=SimpleNamespace(media=source)), request)
+    assert list(ours) == ["image_sizes"] and len({*map(tuple, ours["image_sizes"])}) == 2
+    sizes = ours["image_sizes"]
+    kept = {"image_sizes": torch.tensor(sizes).unbind()}
+    shown = kept if family == "llava_next" else {"any name": [torch.zeros(3, *size) for size in sizes]}
+    engine = SimpleNamespace(media_tensors=lambda request: shown)
+    _compare_grids(engine, request, ours)
+    shown = {name: some[::-1] for name, some in shown.items()}
+    first, second = sizes
+    with pytest.raises(UserError, match=re.escape(f"image_sizes is {[second, first]} for the engine and {sizes} for")):
+        _compare_grids(engine, request, ours)
+
+
 def prefetched(trainer):
     """Media that would be processed ahead for the next step."""
     maker, found = trainer.maker, []
@@ -174,14 +198,15 @@ def prefetched(trainer):
 def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tmp_path, monkeypatch):
     """The towers of policy and reference, which are one; after a resume features are computed again, bit for bit.
 
-    Each step of the plain run has the media of the next one processed, which the data set of headers does not.
+    Before the first step of the plain run and in each its media, those of the next one, are processed, which the data
+    set of headers does not.
     """
     frozen = options | {"freeze_prefix": ["visual"], "disable_ckpt": False, "save_steps": 1, "async_save": False}
     asked, work = [], MediaStore.prefetch
     with monkeypatch.context() as patch:
         patch.setattr(MediaStore, "prefetch", lambda store, keys: asked.append([*keys]) or work(store, asked[-1]))
         plain = run(home, tmp_path / "plain", **frozen, media_check="header")
-    assert [len(keys) for keys in asked] == [4, 4], "once per step, the four pictures of four prompts"
+    assert [len(keys) for keys in asked] == [4] * 3, "before the steps and in each, the four pictures of four prompts"
     kept = run(home, tmp_path / "kept", **frozen, cache_features=True)
     assert [line["media/features_computed"] for line in kept.lines] == [3, 0], "three pictures, for two models"
     assert all(line["media/features_reused"] > 3 for line in kept.lines)
