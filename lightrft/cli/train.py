@@ -42,7 +42,7 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         fetch_once(session.strategy, config, data)
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
         path, limit = config.model.pretrain, config.rollout.prompt_max_len
-        media = open_media(path, tokenizer, data)
+        media = open_media(path, tokenizer, data, session.strategy)
         prompts = PromptsDataset(data, tokenizer, limit, media=media)
         held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
         models, setup = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)

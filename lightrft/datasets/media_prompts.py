@@ -47,11 +47,12 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
 
     Returns:
         By index of the row the messages, with a part for each medium, and the keys of the media. Rows with a medium
-        that cannot be used, or that the model does not take, or with a token of media in a text, are left out and
-        counted under ``--media_policy skip``.
+        that cannot be used on a rank, or that the model does not take, or with a token of media in a text, are left out
+        and counted under ``--media_policy skip``.
 
     Raises:
-        DataError: a medium cannot be used, under the policy "error"; or no row is left.
+        DataError: a medium cannot be used, under the policy "error"; no row is left; or a URL gave different bytes to
+            two ranks.
     """
     takes = () if store is None else store.takes
     every = {i: each for i, each in enumerate(find_media(rows, chats, cfg, takes)) if each is not None}
@@ -59,6 +60,18 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
         return {i: (messages, ()) for i, (messages, _) in every.items()}
     found = {i: (messages, store.register(media)) for i, (messages, media) in every.items()}
     _check_options(cfg, store)
+    _leave_broken(found, rows, cfg, store)
+    if cfg.media_policy == "skip":
+        _leave_broken_elsewhere(found, rows, store)
+    if store.rules.urls:
+        store.check_downloads(key for _, keys in found.values() for key in keys)
+    if not found:
+        raise DataError(f"{rows.where(0)}: no row has media that can be read")
+    return found
+
+
+def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: MediaStore) -> None:
+    """Read the media of ``found``, and remove rows where that fails; under the policy "error" it is raised."""
     order, errors = list(found), []
     for number, i in enumerate(phase(order, "media", "row")):
         store.prefetch_texts(key for ahead in order[number:number + AHEAD] for key in found[ahead][1])
@@ -74,9 +87,17 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
     if errors:
         get_logger().warning(f"{len(errors)} of {len(rows)} rows have media that cannot be read (the first: "
                              f"{errors[0]}): left out")
-    if not found:
-        raise DataError(f"{rows.where(0)}: no row has media that can be read")
-    return found
+
+
+def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: MediaStore) -> None:
+    """Remove the rows of ``found`` that another rank has left out, because a download or a file of its node failed: all
+    ranks must have the same rows. A collective."""
+    broken = {i for every in store.gather([i for i in range(len(rows)) if i not in found]) for i in every}
+    if lost := sorted(broken & found.keys()):
+        get_logger().warning(f"{len(lost)} of {len(rows)} rows have media that other ranks cannot read (the first: "
+                             f"{rows.where(lost[0])}): left out")
+    for i in lost:
+        del found[i]
 
 
 def _check_options(cfg: DataConfig, store: MediaStore) -> None:

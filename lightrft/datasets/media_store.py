@@ -2,8 +2,9 @@
 
 Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
 """
+import hashlib
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -76,6 +77,7 @@ class MediaStore:
     Attributes:
         decoded: media decoded so far.
         most: most media of each kind in one row.
+        gather: returns the values of all ranks that read the same rows; by itself, of this process alone.
     """
 
     def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int, int] = (0, 0),
@@ -88,6 +90,7 @@ class MediaStore:
         self._distinct: dict[str, str] = {}
         self.rules, self.pixels = rules, pixels
         self.decoded = 0
+        self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
         self._media: dict[str, Medium] = {}
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
@@ -109,6 +112,23 @@ class MediaStore:
             count = sum(one.kind == kind for one in found)
             self.most[kind] = max(count, self.most.get(kind, 0))
         return keys
+
+    def check_downloads(self, keys: Iterable[str]) -> None:
+        """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.
+
+        Raises:
+            DataError: names a URL that gave different bytes to two ranks.
+        """
+        urls = {medium.key: medium for key in keys for medium in _addresses(self._media[key])}
+        own = [(key, self.rules.downloads.get(key)) for key in sorted(urls)]
+        if len({*self.gather(hashlib.blake2b(repr(own).encode(), digest_size=16).digest())}) == 1:
+            return
+        for rank, found in enumerate(ranks := self.gather(own)):
+            for (key, first), (_, other) in zip(ranks[0], found):
+                if first != other:
+                    raise DataError(f"{urls[key].where}: the server sent other bytes to rank {rank} than to rank 0. "
+                                    "Download it first and write its path")
+        raise DataError("the ranks read different rows with URLs. Give all of them the same files")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -343,6 +363,15 @@ def resized(picture: Image.Image, least: int, most: int) -> Image.Image:
     """Resize a picture to at least ``least`` and at most ``most`` pixels (:func:`fitted`)."""
     size = fitted(picture.size, least, most)
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
+
+
+def _addresses(medium: Medium) -> Iterator[Medium]:
+    """Yield what is downloaded for a medium: itself, or pictures of a video."""
+    if isinstance(medium.source, str):
+        yield medium
+    elif isinstance(medium.source, tuple):
+        for frame in medium.source:
+            yield from _addresses(frame)
 
 
 def _result(done: Future[MediaTensors | None]) -> MediaTensors | None:

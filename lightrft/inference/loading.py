@@ -36,7 +36,7 @@ class LoadedModel:
         path, lengths = str(config.model.pretrain), config.rollout
         check_context(path, prompt_max_len=lengths.prompt_max_len, generate_max_len=lengths.generate_max_len)
         tokenizer = load_tokenizer(path, config.data.chat_template)
-        return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data))
+        return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data, strategy))
 
     def start(self) -> RolloutEngine:
         """Start the engine, give it the weights and compare them with those of the file; a collective.

@@ -17,10 +17,17 @@ from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
 
 
-def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig) -> MediaStore | None:
-    """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only."""
+def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig,
+               strategy: StrategyBase | None = None) -> MediaStore | None:
+    """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only. With
+    ``strategy`` its ranks, which read the same rows together, compare what they read."""
     kinds = media_kinds(path)
-    return open_store(path, tokenizer, cfg, token_frames(path), kinds) if kinds else None
+    if not kinds:
+        return None
+    store = open_store(path, tokenizer, cfg, token_frames(path), kinds)
+    if strategy is not None:
+        store.gather = strategy.all_gather_object
+    return store
 
 
 def feature_cache(cfg: MediaConfig) -> FeatureCache | None:

@@ -176,7 +176,7 @@ def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[A
         fetch_once(session.strategy, config, data)
         check_context(path, max_len=config.data.max_len)
         tokenizer = load_tokenizer(path, data.chat_template)
-        media = open_media(path, tokenizer, data)
+        media = open_media(path, tokenizer, data, session.strategy)
         rows = trainer.read(config, tokenizer, "train", media)
         held_out = trainer.read(config, tokenizer, "eval", media) if config.held_out else []
         model = partial(trainer.load, config)  # loaded when the strategy prepares it

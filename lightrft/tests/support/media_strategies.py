@@ -5,28 +5,34 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config.schema import ModelConfig, StrategyConfig
+from lightrft.config.schema import DataConfig, ModelConfig, StrategyConfig
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.feature_cache import FeatureCache
 from lightrft.models.loader import load_actor, load_exported
-from lightrft.strategy.base import Prepared
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.distributed import transformer_blocks
 from lightrft.strategy.fsdp.fsdpv2_strategy import units, WrapPolicy
 from lightrft.strategy.optimizer import is_whole
 from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
+from lightrft.tests.support.media_runs import picture
 from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.tiny_sound import SOUNDS
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
-from lightrft.trainer.model_media import connect_media
+from lightrft.trainer.model_media import connect_media, open_media
 
 DATA = {"text": [(1, ), (1, 1)], "media": [(0, 3), (2, )], "mixed": [(0, 1, 2), (1, )]}  # rows of micro-batches
 RIGS = {
@@ -35,7 +41,7 @@ RIGS = {
     "does both": FAMILIES["qwen2_5_omni_thinker"], "bare": FAMILIES["gemma3"]
 }  # yapf: disable
 KINDS = {"kinds": [(0, 5), (7, 1)]}  # picture and videos; sound and text
-MICRO_BATCHES = 4
+MICRO_BATCHES, ROWS = 4, 2  # of a step; those with all rows of the data
 RELATIVE = 1e-5
 
 
@@ -86,36 +92,60 @@ def alone(case: MediaCase, what: str, find: Callable[[MediaCase], Any], *options
     return REFERENCES[key]
 
 
-def same_gradients(case: MediaCase, **options) -> None:
-    """Of every parameter, those of the tower included; a text batch gives the tower zeros. And the loss."""
-
-    def gradients(twin: MediaCase) -> tuple[float, dict[str, Tensor]]:
-        expected = twin.prepare(**options)
-        loss = twin.backward(expected, 0)
-        return loss, {name: param.grad for name, param in expected.model.named_parameters() if param.grad is not None}
-
-    prepared, (loss, grads) = case.prepare(**options), alone(case, "gradients", gradients, str(options))
+def compare_gradients(case: MediaCase, prepared: Prepared, loss: float, expected: dict[str, Tensor]) -> None:
+    """Of every parameter, those of the tower included, after a first pass; a text batch gives the tower zeros. And the
+    loss."""
     shares = case.strategy.all_gather_object(case.backward(prepared, 0))
     assert sum(shares) == pytest.approx(loss, rel=RELATIVE)
-    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    norm = norm_of(expected)
     for name, gradient in whole_gradients(case.strategy, prepared).items():
-        assert (gradient - grads.get(name, 0)).norm() < RELATIVE * norm, name
-        learns = case.data != "text" and ".lora_A." not in name and name in grads  # some towers have unread layers
+        assert (gradient - expected.get(name, 0)).norm() < RELATIVE * norm, name
+        learns = case.data != "text" and ".lora_A." not in name and name in expected  # some towers have unread layers
         assert bool(gradient.any()) or not learns, f"{name} learns nothing"
-    assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm.item(), rel=RELATIVE)
+
+
+def norm_of(gradients: dict[str, Tensor]) -> float:
+    return torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+
+
+def first_pass(twin: MediaCase, prepared: Prepared) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of one process."""
+    loss = twin.backward(prepared, 0)
+    named = prepared.model.named_parameters()
+    return loss, {name: param.grad.clone() for name, param in named if param.grad is not None}
+
+
+def same_gradients(case: MediaCase, **options) -> None:
+    """Loss, gradients and their norm in one pass of a model that is not trained as a whole."""
+    loss, expected = alone(case, "gradients", lambda twin: first_pass(twin, twin.prepare(**options)), str(options))
+    prepared = case.prepare(**options)
+    compare_gradients(case, prepared, loss, expected)
+    assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm_of(expected), rel=RELATIVE)
 
 
 def same_steps(case: MediaCase, steps: int = 10) -> None:
-    """Norms and weights of several steps; the export loads, and has the weights."""
+    """Loss and gradients of the first of several steps, the norms of all, and the weights after them."""
 
-    def trained(twin: MediaCase) -> tuple[list[float], dict[str, Tensor]]:
-        expected = twin.prepare()
-        return twin.train(expected, range(steps), 0.5), twin.weights(expected)
+    def more(twin: MediaCase, prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
+        norms = [twin.strategy.optimizer_step(prepared, 0.5), *twin.train(prepared, range(1, steps), 0.5, ROWS)]
+        return norms, twin.weights(prepared)
 
-    prepared, expected = case.prepare(), alone(case, "steps", trained)
-    assert case.train(prepared, range(steps), 0.5) == pytest.approx(expected[0], rel=1e-4)
-    weights = case.weights(prepared)
-    assert_same(weights, expected[1], atol=1e-4)
+    def trained(twin: MediaCase):
+        prepared = twin.prepare()
+        return first_pass(twin, prepared), more(twin, prepared)
+
+    first, (norms, weights) = alone(case, "steps", trained)
+    prepared = case.prepare()
+    compare_gradients(case, prepared, *first)
+    found, reached = more(case, prepared)
+    assert found == pytest.approx(norms, rel=1e-4) and len(found) == steps
+    assert_same(reached, weights, atol=1e-4)
+    if case.data == "mixed":
+        is_exported(case, prepared, reached)
+
+
+def is_exported(case: MediaCase, prepared: Prepared, weights: dict[str, Tensor]) -> None:
+    """The export loads, and has the weights."""
     case.strategy.save_model(prepared, case.folder / "hf")
     assert_same(weights, dict(load_exported(str(case.folder / "hf")).named_parameters()))
 
@@ -204,6 +234,45 @@ def adapts_a_matrix(case: MediaCase) -> None:
     same_gradients(case, lora_rank=32, target_modules=["projector"])
 
 
+class Answers(BaseHTTPRequestHandler):
+    """A web server that sends two kinds of pictures: ``/other`` changes, and ``/once`` is there for one that asks."""
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        again = self.asked.count(self.path) > 1
+        self.send_response(404 if again and self.path == "/once" else 200)
+        self.end_headers()
+        self.wfile.write(picture(int(again and self.path == "/other"))["bytes"])
+
+    def log_message(self, *args: Any) -> None:
+        """Print nothing."""
+
+
+def ranks_read_the_same(strategy: StrategyBase, folder: Path) -> None:
+    """Of URLs: a row whose download fails on one rank is left out on both, and other bytes are an error."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    site = f"http://127.0.0.1:{strategy.all_gather_object(server.server_port)[0]}"
+    tokenizer = load_tokenizer(str(folder), None)
+    template = "{% for p in messages[0].content %}{{ p.text if p.type == 'text' else '" + PICTURE + "' }}{% endfor %}"
+    tokenizer.chat_template = template
+
+    def read(*names: str) -> list[str]:
+        rows = [{"prompt": [{"role": "user", "content": f"<image>{name}"}], "images": [f"{site}/{name}"],
+                 "reference": ""} for name in names]  # yapf: disable
+        cfg = DataConfig(prompt_data=[hold_rows(rows)], apply_chat_template=True, media_urls=True, media_policy="skip")
+        store = open_media(str(folder), tokenizer, cfg, strategy)
+        return [prompt.text for prompt in PromptsDataset(cfg, tokenizer, 64, media=store)]
+
+    assert [text.rpartition(">")[2] for text in read("red", "once", "blue")] == ["red", "blue"]
+    with pytest.raises(DataError,
+                       match="row 2: image '.*/other': the server sent other bytes to rank 1 than to rank 0"):
+        read("red", "other")
+    strategy.barrier()
+    server.shutdown()
+
+
 def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes | None]]:
     """Strategies, those of DeepSpeed last: it changes its process."""
     fsdp, small = {"strategy": "fsdp"}, Sizes(reduce=20_000, persist=1100)
@@ -227,15 +296,14 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
         for rig in (hears, tiles, sees) if strategy.world_size > 1 else (hears, sees):
             case = MediaCase(strategy, own / rig.folder.name, rig=rig)
             case.folder.mkdir(exist_ok=True)
-            for data in DATA if rig is not tiles else ():
-                same_gradients(replace(case, data=data))
-            same_steps(case, 2 if rig is tiles else 10)
+            for data in DATA if rig is not tiles else ("mixed", ):
+                same_steps(replace(case, data=data), 2 if rig is tiles else 10)
             if strategy.world_size > 1 or rig is sees:
                 tower = "audio" if rig is hears else "visual"
                 same_gradients(case, lora_rank=2, target_modules=["all-linear", tower])
                 features_are_kept(case, [tower, "projector"])
                 resumes_bitwise(case)
-        same_gradients(replace(case, rig=rigs["does both"], data="kinds"))
+        same_steps(replace(case, rig=rigs["does both"], data="kinds"))
         adapts_a_matrix(replace(case, rig=rigs["bare"]))
         same_gradients(case, freeze_prefix=["visual"])
         unread_towers_stay(case)
@@ -252,6 +320,8 @@ def main(folder: Path) -> None:
     """Run every variant on as many ranks as were started."""
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all variants share this group
+    if holder.world_size > 1:
+        ranks_read_the_same(holder, folder / "sees")
     rigs = {name: MediaRig(folder / name, family.placeholders, family) for name, family in RIGS.items()}
     found = variants(holder.world_size)
     for name, options in found.items():

@@ -32,10 +32,10 @@ class Case:
             loss = loss_of(prepared.model, batch, scale)
             strategy.backward(loss, prepared, last=number == len(batches) - 1)
 
-    def train(self, prepared: Prepared, steps: range, max_norm: float = 1.0) -> list[float]:
+    def train(self, prepared: Prepared, steps: range, max_norm: float = 1.0, count: int = MICRO_BATCHES) -> list[float]:
         norms = []
         for step in steps:
-            self.backward(prepared, step)
+            self.backward(prepared, step, count)
             norms.append(self.strategy.optimizer_step(prepared, max_norm))
         return norms
 
