@@ -12,7 +12,6 @@ SINKS = {"gpt_oss"}
 SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
 REFUSED = {
     "audioflamingo3": "is loaded by no class for language models that read media",
-    "qwen2_5_omni": "also speaks: save its thinker as a folder of its own (type qwen2_5_omni_thinker)",
     "qwen3_5": "has linear attention layers, which would mix packed sequences",
     "qwen3_5_moe": "has linear attention layers, which would mix packed sequences",
     "qwen3_omni_moe": "also speaks, and the features of a sound depend on the other sounds of the batch",

@@ -230,6 +230,9 @@ def _config(path: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder else " (no such folder here, so taken as a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
+    if config.model_type == "qwen2_5_omni":  # its talker and its vocoder, which speak, stay out
+        config = config.thinker_config
+        config.name_or_path = str(folder or path)
     for part in (config, *(vars(config).get(name) for name in config.sub_configs)):
         for key, value in vars(part).items() if part is not None else ():
             if "drop" in key and isinstance(value, float) and value:

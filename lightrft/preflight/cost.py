@@ -13,6 +13,7 @@ from lightrft.utils.errors import UserError
 
 GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
+_SPEAKS = ("talker.", "token2wav.")  # parts of a whole Qwen2.5-Omni that are not loaded
 _LAYER = re.compile(r".*?\.(?:layers?|h|blocks)\.\d+\.")  # of a decoder or a tower
 
 
@@ -62,7 +63,7 @@ def is_gated(shapes: Iterable[str]) -> bool:
 
 def _weight_shapes(folder: str | Path | None) -> dict[str, Sequence[int]]:
     files = sorted(Path(folder).expanduser().glob("*.safetensors")) if folder else []
-    return {name: shape for file in files for name, shape in _shapes(file).items()}
+    return {name: shape for file in files for name, shape in _shapes(file).items() if not name.startswith(_SPEAKS)}
 
 
 def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5OmniConfig
 
 from lightrft.config.schema import Config, ModelConfig, StrategyConfig
 from lightrft.models.activations import ModelShape, TowerShape
@@ -30,6 +31,22 @@ pytest.importorskip("torchvision")
 def rig(tmp_path_factory):
     folder = tiny_vision.save_model(tmp_path_factory.mktemp("model"), "qwen3_vl", tied=False)
     return MediaRig(folder, {"image": tiny_vision.PICTURE})
+
+
+def test_of_a_whole_qwen2_5_omni_the_thinker_is_loaded(tmp_path):
+    """As published: under one prefix, beside what speaks, which the memory plan does not count."""
+    folder, file = FAMILIES["qwen2_5_omni_thinker"].save(tmp_path, False), tmp_path / "model.safetensors"
+    path, weights, size = str(folder), load_file(file), known_model(str(folder))[0]
+    speaks = {"talker.model.norm.weight": torch.zeros(7), "token2wav.layer.weight": torch.zeros(3)}
+    save_file({f"thinker.{name}": weight for name, weight in weights.items()} | speaks, file, {"format": "pt"})
+    Qwen2_5OmniConfig(thinker_config=AutoConfig.from_pretrained(folder).to_dict()).save_pretrained(folder)
+    hf = load_actor(ModelConfig(pretrain=path)).hf_model
+    assert hf.config.model_type == "qwen2_5_omni_thinker" and hf.config.name_or_path == path
+    state = hf.state_dict()
+    assert state.keys() == weights.keys() and all(torch.equal(state[name], each) for name, each in weights.items())
+    assert known_model(path)[0] == size
+    places = load_actor(ModelConfig(pretrain=path), deferred=True).files.places
+    assert {place.key for place in places.values()} == {f"thinker.{name}" for name in weights}
 
 
 def actor_of(rig, **options):
