@@ -130,6 +130,8 @@ def check_sounds(folder, row):
     tokens = processor.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
     assert tokens.count("<|AUDIO|>") == 25 and processor.tokenizer.unk_token not in tokens
     assert sum(p.numel() for p in model.parameters()) == 216_320
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.text_config.tie_word_embeddings == tied, "vLLM ties what the config says"
     assert model.generate(**inputs, max_new_tokens=3, do_sample=False).shape[1] > len(tokens)
 
 

@@ -14,4 +14,4 @@ pytest.importorskip("torchvision")
 def test_every_strategy_trains_the_same(ranks: int, tmp_path) -> None:
     for name, family in media_strategies.RIGS.items():
         family.save(tmp_path / name, tied=False)
-    torchrun(media_strategies.__name__, tmp_path, ranks=ranks, limit_s=280)
+    torchrun(media_strategies.__name__, tmp_path, ranks=ranks, limit_s=500)
