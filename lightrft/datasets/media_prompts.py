@@ -67,6 +67,8 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
         store.check_downloads(key for _, keys in found.values() for key in keys)
     if not found:
         raise DataError(f"{rows.where(0)}: no row has media that can be read")
+    for _, keys in found.values():
+        store.count(keys)
     return found
 
 

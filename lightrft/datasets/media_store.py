@@ -4,6 +4,7 @@ Every rank reads the same data, so every rank can look up every key. Keys travel
 """
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -108,10 +109,12 @@ class MediaStore:
         several = self.single.by_number and sum(one.kind == "image" for one in found) > 1
         keys = tuple(one.key + _SEVERAL * (several and one.kind == "image") for one in found)
         self._media.update(zip(keys, found))
-        for kind in {one.kind for one in found}:
-            count = sum(one.kind == kind for one in found)
-            self.most[kind] = max(count, self.most.get(kind, 0))
         return keys
+
+    def count(self, keys: Iterable[str]) -> None:
+        """Count the media of a row that is kept, for :attr:`most`, which is the same on all ranks."""
+        for kind, count in Counter(key.partition(":")[0] for key in keys).items():
+            self.most[kind] = max(count, self.most.get(kind, 0))
 
     def check_downloads(self, keys: Iterable[str]) -> None:
         """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.

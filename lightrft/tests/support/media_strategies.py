@@ -259,11 +259,14 @@ def ranks_read_the_same(strategy: StrategyBase, folder: Path) -> None:
     tokenizer.chat_template = template
 
     def read(*names: str) -> list[str]:
-        rows = [{"prompt": [{"role": "user", "content": f"<image>{name}"}], "images": [f"{site}/{name}"],
-                 "reference": ""} for name in names]  # yapf: disable
+        pictures = {name: [f"{site}/{name}"] * (2 if name == "once" else 1) for name in names}
+        rows = [{"prompt": [{"role": "user", "content": "<image>" * len(urls) + name}], "images": urls, "reference": ""}
+                for name, urls in pictures.items()]  # yapf: disable
         cfg = DataConfig(prompt_data=[hold_rows(rows)], apply_chat_template=True, media_urls=True, media_policy="skip")
         store = open_media(str(folder), tokenizer, cfg, strategy)
-        return [prompt.text for prompt in PromptsDataset(cfg, tokenizer, 64, media=store)]
+        texts = [prompt.text for prompt in PromptsDataset(cfg, tokenizer, 64, media=store)]
+        assert store is not None and store.most == {"image": 1}, "two are in the row that is left out"
+        return texts
 
     assert [text.rpartition(">")[2] for text in read("red", "once", "blue")] == ["red", "blue"]
     with pytest.raises(DataError,
