@@ -36,7 +36,8 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
     """Return the bytes of the engine by purpose and phase.
 
-    Asleep, engines keep nothing, except that those other than hf keep weights and cache on a CPU. The engine sleeps
+    Asleep, engines keep neither weights nor cache, except that those other than hf do on a CPU. Their CUDA graphs stay
+    and are not counted. The engine sleeps
     from the end of generation to the weight sync, where canaries run a short generation. That takes little with hf,
     whose cache is only as large as needed.
 

@@ -1,4 +1,5 @@
 """Host memory for tensors that leave the device."""
+import ctypes
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from mmap import mmap
@@ -32,7 +33,8 @@ def _pinned_in_place(nbytes: int) -> Tensor:
     Raises:
         ExpectedError: the system does not let this process pin it.
     """
-    block, cuda = mmap(-1, nbytes), torch.cuda.cudart()
+    cuda = torch.cuda.cudart()
+    block = (ctypes.c_char * nbytes).from_buffer(mmap(-1, nbytes))  # its end comes before that of the mapping
     memory = torch.frombuffer(block, dtype=torch.uint8)
     if code := int(cuda.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)):
         raise ExpectedError(f"{nbytes / (1 << 30):.1f} GiB of host memory cannot be pinned (CUDA error {code}): free "

@@ -20,7 +20,7 @@ from lightrft.rollout.sampling import sample
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, runtime, SYNC
-from lightrft.tests.support.fake_cuda.ledger import marginal
+from lightrft.tests.support.fake_cuda.ledger import EMPTIED, marginal
 from lightrft.trainer import ppo_update
 from lightrft.trainer.tests import test_sft_trainer as sft
 
@@ -104,7 +104,10 @@ def test_half_precision_takes_the_kernels_of_cuda(strategy, home, tmp_path, monk
 def test_models_that_leave_the_device_during_generation_give_the_numbers_of_the_cpu(home, tmp_path):
     """And a teacher that is there for its passes only."""
     options = OFFLOAD | {"teacher_model": str(home / "other"), "teacher_offload": True}
-    compare(home, tmp_path, options, only_cuda=["offload_during_rollout"])
+    ledger = compare(home, tmp_path, options, only_cuda=["offload_during_rollout"])
+    emptied = ledger.sites(EMPTIED)
+    assert emptied["strategy/base.py:StrategyBase.offload"] >= 6, "three models, twice"
+    assert emptied["rollout/hf/engine.py:HFEngine.sleep"] >= 2
 
 
 class Pads(torch.nn.Linear):

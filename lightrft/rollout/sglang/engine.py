@@ -27,8 +27,8 @@ from lightrft.utils.errors import UserError
 class SGLangEngine:
     """A rollout engine on SGLang, whose weights are random until the first update.
 
-    Asleep it holds nothing: weights and cache are freed (on CUDA). They return in the order weights, update, cache, so
-    that the cache is never in memory together with a bucket of the trainer's weights.
+    Asleep it holds neither weights nor cache (on CUDA); graphs and contexts stay. They return in the order weights,
+    update, cache, so that the cache is never in memory together with a bucket of the trainer's weights.
 
     Args:
         native: SGLang; None on the ranks that another rank generates for.
@@ -176,6 +176,9 @@ class SGLangEngine:
 
     def _occupy(self, what: str, tags: list[str]) -> None:
         """Release or resume memory. (SGLang ends when what it did not release is to be resumed.)"""
+        if what == "Resume" and torch.cuda.is_available():  # it is another process: what torch keeps is not free for it
+            torch.cuda.empty_cache()
+            torch.cuda.ipc_collect()
         if self.native is None:
             return
         from sglang.srt.managers import io_struct

@@ -18,8 +18,10 @@ import torch
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import client, launch
+from lightrft.rollout.sglang.engine import SGLangEngine
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
+from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.tests.support import runs, sglang_experts, tiny
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
@@ -136,10 +138,32 @@ def test_options_reach_sglang(monkeypatch):
 
 def test_sglang_takes_the_share_of_the_whole_device(monkeypatch):
     """Its own option is a share of what is free, and the trainer's models are on the device before it starts."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (35 << 30, 80 << 30))
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((35 if emptied else 20) << 30, 80 << 30))
     assert launch.free_share(0.35, CUDA) * 35 == pytest.approx(0.35 * 80)
     with pytest.raises(UserError, match="would take 40.0 GiB, and 35.0 of 80.0 GiB are free: at most 0.39 fits"):
         launch.free_share(0.5, CUDA)
+
+
+def test_what_torch_keeps_is_given_back_before_sglang_allocates(monkeypatch):
+    """A recorder stands for SGLang, which occupies memory of a GPU only; its process does not see torch's cache."""
+    order = []
+    manager = SimpleNamespace(resume_memory_occupation=order.append, release_memory_occupation=order.append)
+    requests = SimpleNamespace(ResumeMemoryOccupationReqInput=lambda tags: f"resume {tags}",
+                               ReleaseMemoryOccupationReqInput=lambda tags: f"release {tags}")  # yapf: disable
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(io_struct=requests))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
+    engine = SGLangEngine(None, WeightManifest({}), [], 8, 8, 1, sleeps=True)
+    engine.native = SimpleNamespace(manager=manager, run=lambda call: call())
+    engine.sleep()
+    engine.wake()
+    engine._wake_cache()
+    again = ["emptied", "collected"]
+    assert order == ["release ['kv_cache', 'weights']", *again, "resume ['weights']", *again, "resume ['kv_cache']"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

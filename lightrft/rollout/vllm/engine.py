@@ -60,8 +60,8 @@ def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) ->
 class VLLMEngine:
     """A rollout engine on ``native``, vLLM's own engine, whose weights are random until the first update.
 
-    Asleep it holds nothing: weights and cache are freed (on CUDA). They return in the order weights, update, cache, so
-    that the cache is never in memory together with a bucket of the trainer's weights.
+    Asleep it holds neither weights nor cache (on CUDA); graphs stay. They return in the order weights, update, cache,
+    so that the cache is never in memory together with a bucket of the trainer's weights.
 
     Args:
         weights: manifest of an update.

@@ -125,11 +125,18 @@ def test_a_large_tensor_takes_its_own_size() -> None:
     assert taken == sizes
 
 
+def mapped(address: int) -> bool:
+    """If memory of this process is mapped at ``address``."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in ranges)
+
+
 def test_other_sizes_than_powers_of_two_are_pinned_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """By CUDA's own call, which has not run here; the memory is released with the last tensor that uses it."""
     calls: list[tuple[object, ...]] = []
     cudart = SimpleNamespace(cudaHostRegister=lambda *args: calls.append(args) or int(args[1] == 12288),
-                             cudaHostUnregister=lambda *args: calls.append(args))  # yapf: disable
+                             cudaHostUnregister=lambda start: calls.append((start, mapped(start))))  # yapf: disable
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     memory = pinned(5000)
@@ -138,7 +145,8 @@ def test_other_sizes_than_powers_of_two_are_pinned_in_place(monkeypatch: pytest.
     del memory
     assert view.sum() == 250 and calls == [(address, 5000, 1)]
     del view
-    assert calls == [(address, 5000, 1), (address, )]
+    assert calls == [(address, 5000, 1), (address, True)], "a mapping that has gone could be another's by now"
+    assert not mapped(address)
     with pytest.raises(ExpectedError, match="cannot be pinned .CUDA error 1.: .* without --adam_offload"):
         pinned(12288)
 

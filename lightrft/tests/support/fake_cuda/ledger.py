@@ -10,6 +10,7 @@ KERNEL = "kernel"  # a launch
 GRAPH = "graph"  # a launch of many kernels at once
 SYNC = "sync"  # the host waits for the device: a number, a size or data that it reads; a copy that blocks
 UPLOAD = "upload"  # a copy to the device that does not block
+EMPTIED = "emptied"  # memory that torch keeps is given back to the device, for what allocates outside of it
 DOWNLOAD = "download"  # a copy to the host that does not block
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightrft.tests.support.fake_cuda import tensor
-from lightrft.tests.support.fake_cuda.ledger import GRAPH, Ledger
+from lightrft.tests.support.fake_cuda.ledger import EMPTIED, GRAPH, Ledger
 from lightrft.tests.support.fake_cuda.tensor import Calls, Device, Operators
 
 MEMORY = 8 << 30
@@ -200,7 +200,8 @@ def _api() -> dict[str, Any]:
         "Event": Event, "CUDAGraph": CUDAGraph, "stream": _stream, "synchronize": _synchronize,
         "current_stream": lambda device=None: _THREAD.stream, "default_stream": Stream,
         "graph_pool_handle": partial(next, count()),
-        "is_current_stream_capturing": lambda: Device.recorder is not None, "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: Device.recorder is not None, "ipc_collect": lambda: None,
+        "empty_cache": lambda: tensor.current().add(EMPTIED),
         "set_device": lambda device: None, "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
