@@ -17,7 +17,8 @@ CORE = [
     "jinja2>=3.1,<4", "requests>=2.31,<3", "cloudpickle>=3.0,<4", "pandas>=2.2,<4"
 ]
 EXTRAS = {
-    "vllm": ["vllm>=0.32,<0.33"],  # pins torch 2.13
+    # It pins torch 2.13. An older cuda-python, which the resolver may take, has files of cuda-bindings.
+    "vllm": ["vllm>=0.32,<0.33", "cuda-python>=13,<14; sys_platform == 'linux'"],
     "sglang": ["sglang>=0.5.23,<0.5.24"],  # pins torch 2.14
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "liger": ["liger-kernel>=0.8,<0.9"],

@@ -56,6 +56,7 @@ def test_a_set_is_within_the_bounds_of_setup(engine):
     bounded = [one for one in asked if one.name not in ("pillow", "torchvision")]
     assert not [str(one) for one in bounded if not any("<" in part.operator for part in one.specifier)]
     assert found.get(engine) == ENGINES[engine]
+    assert found.get("cuda-python", found["cuda-bindings"]) == found["cuda-bindings"], "both have files of one name"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -100,7 +100,8 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
 MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn"}
 INDIRECT = {
     "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "qwen-vl-utils":
-    "programs that prepare vision data", "tokenizers": "transformers; its release is part of the set"
+    "programs that prepare vision data", "cuda-python": "flashinfer; an older one has files of cuda-bindings",
+    "tokenizers": "transformers; its release is part of the set"
 }
 
 
