@@ -1,5 +1,6 @@
 """TRL's GRPOTrainer against the trainer: the same model, prompts, reward and batch, on one GPU, in alternating runs."""
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,12 +29,14 @@ def trl(setting: Setting) -> Tables:
 
 
 def in_process(name: str, setting: Setting, number: int) -> Run:
-    """Run one of the two; its output goes to the log of this measurement."""
+    """Run one of the two on the first GPU; its output goes to the log of this measurement. TRL would take all GPUs."""
     scratch = Path(setting.scratch) / f"{name}-{number}"
     scratch.mkdir()
     out, words = scratch / "run.json", json.dumps(asdict(replace(setting, scratch=str(scratch))))
     child = ["benchmarks.gpu.child", "--function", f"peers:{name}", "--setting", words, "--out", str(out)]
-    subprocess.run([sys.executable, "-m", *child], cwd=ROOT, check=True)
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    subprocess.run([sys.executable, "-m", *child], cwd=ROOT, check=True,
+                   env=os.environ | {"CUDA_VISIBLE_DEVICES": first})  # yapf: disable
     return json.loads(out.read_text(encoding="utf-8"))
 
 

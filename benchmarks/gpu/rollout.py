@@ -87,7 +87,7 @@ def sync_speed(trainer: SPMDPPOTrainer) -> Row:
     if engine.shared_storage():
         trainer.sync_weights(2)
         return {"s": "the engine runs on the trainer's weights: nothing is copied"}
-    seconds = min(timed(strategy, lambda version=version: trainer.sync_weights(version)) for version in range(2, 5))
+    seconds = min(sync_seconds(trainer, version) for version in range(2, 5))
     sizes = {name: dtype.itemsize for name, dtype in engine.weight_dtypes().items()}
     shapes = {name: tensor.numel() for name, tensor in strategy.full_params(trainer.prepared["actor"].model)}
     nbytes = sum(numel * sizes.get(name, 2) for name, numel in shapes.items())
@@ -96,6 +96,13 @@ def sync_speed(trainer: SPMDPPOTrainer) -> Row:
         "s": seconds, "GB": nbytes / 1e9, "GB/s": nbytes / seconds / 1e9, "plain copy, GB/s": nbytes / plain / 1e9,
         "plain copies": seconds / plain
     }
+
+
+def sync_seconds(trainer: SPMDPPOTrainer, version: int) -> float:
+    """Return the seconds of a sync of all weights, frozen ones too: as after the update of a step, from sleep."""
+    trainer.engine.sleep()
+    trainer.engine.wake()
+    return timed(trainer.strategy, lambda: trainer.sync_weights(version))
 
 
 def copy_seconds(strategy: StrategyBase, nbytes: int) -> float:

@@ -64,8 +64,13 @@ def anatomy(lines: list[dict[str, float]]) -> Row:
     phases = {name: round(value * 1e3, 1) for name, value in seconds.items() if value > 5e-5}
     return {
         "step": round(sum(seconds.values()) * 1e3, 1), **phases, "tokens/s": tokens / sum(seconds.values()),
-        "MFU of the update": lines[-1].get("perf/mfu"), "peak GiB": lines[-1]["perf/peak_mem_gib"]
+        "MFU of the update": lines[-1].get("perf/mfu"), "most GiB after a phase": most_memory(lines)
     }
+
+
+def most_memory(lines: list[dict[str, float]]) -> float:
+    """Return the most memory in use after a phase, in GiB: of the whole device, whichever process holds it."""
+    return max(value for line in lines for name, value in line.items() if name.startswith("perf/mem/"))
 
 
 def update(setting: Setting) -> Tables:

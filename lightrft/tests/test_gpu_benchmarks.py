@@ -26,9 +26,10 @@ ROOT = Path(lightrft.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
 if (ROOT / "benchmarks").exists():
     sys.path.append(str(ROOT))
+    from benchmarks.gpu import peers
     from benchmarks.gpu import runner as gpu_runner
     from benchmarks.gpu import store as gpu_store
-    from benchmarks.gpu.catalog import Measurement, MEASUREMENTS, PIECE_S
+    from benchmarks.gpu.catalog import Measurement, MEASUREMENTS, PIECE_S, Setting
     from benchmarks.gpu.page import INTROS, render
     from benchmarks.gpu.runner import PAGE, RESULTS, Runner
     from benchmarks.gpu.store import Record, Store
@@ -180,6 +181,23 @@ def test_a_piece_ends_in_its_time(tmp_path, monkeypatch):
         left = run.run([replace(one, needs=(), ranks=1) for one in MEASUREMENTS], PIECE_S / 60)
         assert now[0] - start <= PIECE_S
     assert left == [] and set(run.store.read()) == {one.name for one in MEASUREMENTS}
+
+
+def test_trl_sees_one_gpu_of_several(monkeypatch, tmp_path):
+    """Its trainer would put the model on every GPU that it sees, and refuses that."""
+    given = []
+
+    def run(command, env, **options):
+        given.append(env["CUDA_VISIBLE_DEVICES"])
+        Path(command[command.index("--out") + 1]).write_text("{}")
+
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    for number, visible in enumerate((None, "3,1", "")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        peers.in_process("theirs", Setting(scratch=str(tmp_path)), number)
+    assert given == ["0", "3", ""]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
