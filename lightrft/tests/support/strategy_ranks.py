@@ -11,7 +11,9 @@ from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs
 
 KINDS: dict[str, dict[str, Any]] = {
-    "models": {"advantage_estimator": "gae", "init_kl_coef": 0.1},  # policy, critic and reference
+    "models": {  # policy and reference are mixtures of experts, the critic is dense
+        "pretrain": "{home}/experts", "critic_pretrain": "{home}/model", "advantage_estimator": "gae",
+        "init_kl_coef": 0.1, "aux_loss_coef": 0.5},
     "adapters": {"lora_rank": 2, "init_kl_coef": 0.1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 5},
 }  # yapf: disable
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -22,17 +24,22 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 SAVING = {"disable_ckpt": False, "save_steps": 1}
 
 
+def options_of(kind: str, home: Path) -> dict[str, Any]:
+    """Return the options of a kind; its models are in ``home``."""
+    return {name: value.format(home=home) if isinstance(value, str) else value for name, value in KINDS[kind].items()}
+
+
 def main(home: Path, folder: Path) -> None:
     """Leave the metrics of every run in FOLDER/lines.json, and those of one that resumes with another strategy."""
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all runs share this group
     found = {}
-    for kind, options in KINDS.items():
+    for kind in KINDS:
         for name, strategy in STRATEGIES.items():
-            done = runs.run(home, folder / kind / name, max_steps=3, **options, **strategy)
+            done = runs.run(home, folder / kind / name, max_steps=3, **options_of(kind, home), **strategy)
             holder.barrier()
             found[f"{kind} {name}"] = done.lines
-    models, save = KINDS["models"], folder / "resumed"
+    models, save = options_of("models", home), folder / "resumed"
     runs.run(home, save, max_steps=2, **models, **STRATEGIES["fsdp"], **SAVING)
     done = runs.run(home, save, max_steps=3, load_checkpoint=True, **models, **STRATEGIES["zero3"], **SAVING)
     holder.barrier()

@@ -32,6 +32,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # a token takes two of four experts
+    "mixtral": ("mixtral", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 
 
 def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
@@ -49,8 +52,8 @@ def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
 
 
 def config(family: str = "qwen2", **overrides: Any) -> Any:
-    """The configuration of a tiny model of ``family`` (a key of ``FAMILIES``)."""
-    model_type, changes = FAMILIES[family]
+    """The configuration of a tiny model of ``family`` (a key of ``FAMILIES`` or ``MIXTURES``)."""
+    model_type, changes = (FAMILIES | MIXTURES)[family]
     tok = tokenizer()
     ids = {
         "vocab_size": len(tok), "pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": None
