@@ -2,11 +2,13 @@
 
     python benchmarks/preference_chain.py [--seeds 0 1 2] [--out runs/chain] [--docs]
 
-A careless teacher answers additions. Its right and wrong answers are the pairs of DPO, IPO, SimPO, ORPO and of a
-reward model, the rows of KTO and, column by column, those of a process reward model; the reward models are then the
-only reward of GRPO. RAFT and iterative DPO answer anew in each of two rounds, and the model of RAFT is distilled into
-an untrained student. At the end all are evaluated on the same problems, greedily. A stage that is done is not repeated,
-so an interrupted call resumes. Prints a table; ``--docs`` puts it, its data and the picture into the docs.
+A careless teacher answers additions. Its right and wrong answers are the pairs of DPO, IPO, SimPO and ORPO and the rows
+of KTO. Reward models learn from pairs, process reward models from columns; they also see answers at a high temperature,
+because the teacher makes one kind of error and RL finds others. They are then the only reward of GRPO and PPO, with a
+KL to the teacher; the critic starts from the reward model. RAFT and iterative DPO answer anew in each of two rounds,
+and the model of RAFT is distilled into an untrained student. At the end all are evaluated on the same problems,
+greedily. A stage that is done is not repeated, so an interrupted call resumes. Prints a table; ``--docs`` puts it, its
+data and the picture into the docs.
 """
 import argparse
 import json
@@ -42,15 +44,19 @@ LOSSES = {
 }
 NAMES = {
     "sft": "teacher", "sigmoid": "DPO", "ipo_mean": "IPO (`ipo_mean`)", "simpo": "SimPO", "orpo": "ORPO", "kto": "KTO",
-    "grpo_rm": "GRPO on the reward model", "grpo_prm": "GRPO on the process reward model", "raft": "RAFT, two rounds",
+    "grpo_rm": "GRPO on the reward model", "ppo_rm": "PPO on the reward model",
+    "grpo_prm": "GRPO on the process reward model", "raft": "RAFT, two rounds",
     "iterative_dpo": "iterative DPO, two rounds", "student": "student of RAFT's model"
 }  # yapf: disable
-GAINS = {**dict.fromkeys(("sigmoid", "ipo_mean", "simpo", "orpo", "kto"), 0.15), "grpo_rm": 0.3, "raft": 0.3}
+GAINS = {**dict.fromkeys(("sigmoid", "ipo_mean", "simpo", "orpo", "kto"), 0.15),
+         **dict.fromkeys(("grpo_rm", "ppo_rm", "raft"), 0.3)}  # yapf: disable
 SAMPLED = "--prompt_max_len 64 --generate_max_len 48 --best_of_n 8 --score exact"
 TRAINED = "--max_len 128 --train_batch_size 32 --disable_ckpt --logging_steps 100 --report false"
-GRPO = ("--reward_recipe quickstart_rule:rm=1 --strategy auto --eval_steps 0 --no_eval_at_start --disable_ckpt "
-        "--report false --prompt_max_len 64 --generate_max_len 48 "
-        "--no_save_trajectories --no_use_tensorboard --no_self_test --max_steps 15 --print_samples 0")
+RL = ("--reward_recipe quickstart_rule:rm=1 --strategy auto --eval_steps 0 --no_eval_at_start --disable_ckpt "
+      "--report false --prompt_max_len 64 --generate_max_len 48 --no_save_trajectories --no_use_tensorboard "
+      "--no_self_test --max_steps 15 --print_samples 0 --init_kl_coef 0.04 --use_kl_loss")
+PPO = ("--advantage_estimator gae --advantages_norm --critic_pretrain {critic} --critic_learning_rate 1e-3 "
+       "--value_clip 0")
 HELD_OUT = 100  # answers that reward models are measured on
 
 
@@ -71,6 +77,8 @@ def stages(out: Path, seed: int) -> Iterator[Stage]:
                 f"--seed {seed} --learning_rate 3e-3 {TRAINED}")  # yapf: disable
     yield Stage("answers", "generate", f"--pretrain {teacher} {data} --max_samples 1000 {SAMPLED} "
                 f"--output_path {out}/answers.jsonl")  # yapf: disable
+    yield Stage("varied", "generate", f"--pretrain {teacher} {data} --max_samples 2000 {SAMPLED} --temperature 1.5 "
+                f"--output_path {out}/varied.jsonl")  # yapf: disable
     yield Stage("pairs", "generate", f"--eval_task rm --prompt_data {out}/answers.jsonl --input_key input "
                 f"--post_processor iter_dpo --output_path {out}/pairs.jsonl")  # yapf: disable
     yield from policies(out, start)
@@ -95,11 +103,12 @@ def rewarded(out: Path, start: str, data: str) -> Iterator[Stage]:
     """Yield the reward models, and the policies of which they are the only reward."""
     steps = "--placeholder_token % --reward_tokens + - --step_separator ,"
     for name, rows, flags in (("rm", "pairs", ""), ("prm", "steps", steps)):
-        yield Stage(name, name, f"{start} --train_data {out}/{rows}_train.jsonl --eval_data {out}/{rows}_test.jsonl "
-                    f"--max_epochs 3 --learning_rate 1e-3 --save_path {out}/{name} {flags}")  # yapf: disable
-        yield Stage(f"grpo_{name}", "examples/quickstart/train_colocate.py", f"--pretrain {out}/sft/hf {data} {GRPO} "
-                    f"--reward_pretrain {out}/{name}/hf --save_path {out}/grpo_{name} "
-                    + ("--step_reward min" if name == "prm" else ""))  # yapf: disable
+        yield Stage(name, name, f"{start} --train_data {out}/{rows}_varied.jsonl --eval_data {out}/{rows}_test.jsonl "
+                    f"--max_epochs 2 --learning_rate 1e-3 --save_path {out}/{name} {flags}")  # yapf: disable
+    for name, model, flags in (("grpo_rm", "rm", ""), ("ppo_rm", "rm", PPO.format(critic=f"{out}/rm/hf")),
+                               ("grpo_prm", "prm", "--step_reward min")):
+        yield Stage(name, "examples/quickstart/train_colocate.py", f"--pretrain {out}/sft/hf {data} {RL} "
+                    f"--reward_pretrain {out}/{model}/hf --save_path {out}/{name} {flags}")  # yapf: disable
 
 
 def loops(out: Path, seed: int, teacher: str) -> Iterator[Stage]:
@@ -147,15 +156,39 @@ def step_answer(step: str) -> int | None:
 
 def make_rows(out: Path) -> None:
     """Write the training rows of KTO and of the reward models, from the answers of the teacher."""
-    answers, pairs = rounds.read(out / "answers.jsonl"), rounds.read(out / "pairs.jsonl")
-    once = list({(row["input"], row["output"]): row for row in answers}.values())
+    answers, varied, pairs = (rounds.read(out / f"{name}.jsonl") for name in ("answers", "varied", "pairs"))
+    once = distinct(answers)
     judged = [{"prompt": row["input"], "completion": row["output"], "label": row["reward"] == 1} for row in once]
-    steps = [dict(zip(("completions", "labels"), columns_of(row["output"], row["input"])), prompt=row["input"])
-             for row in once if "%" not in row["output"] and all(row["output"].split(","))]  # yapf: disable
-    for name, rows in (("pairs", pairs), ("steps", steps)):
-        save(out / f"{name}_train.jsonl", rows[:-HELD_OUT])
-        save(out / f"{name}_test.jsonl", rows[-HELD_OUT:])
+    tests = {"pairs": pairs[-HELD_OUT:], "steps": steps_of(once)[-HELD_OUT:]}
+    hidden = {row["prompt"] for rows in tests.values() for row in rows}
+    seen = [row for row in distinct([*answers, *varied]) if row["input"] not in hidden]
     save(out / "judged.jsonl", judged)
+    save(out / "pairs_train.jsonl", pairs[:-HELD_OUT])
+    for name, rows in (("pairs", comparisons(seen)), ("steps", steps_of(seen))):
+        save(out / f"{name}_varied.jsonl", rows)
+        save(out / f"{name}_test.jsonl", tests[name])
+
+
+def distinct(answers: list[Any]) -> list[Any]:
+    """Return the answers without repetitions."""
+    return list({(row["input"], row["output"]): row for row in answers}.values())
+
+
+def steps_of(answers: list[Any]) -> list[Any]:
+    """Return the rows of a process reward model, of the answers that have columns."""
+    return [dict(zip(("completions", "labels"), columns_of(row["output"], row["input"])), prompt=row["input"])
+            for row in answers if "%" not in row["output"] and all(row["output"].split(","))]  # yapf: disable
+
+
+def comparisons(answers: list[Any]) -> list[Any]:
+    """Return a pair for each wrong answer to a problem that has a right one, in turn with each of these."""
+    right: dict[str, list[str]] = {}
+    for row in answers:
+        if row["reward"] == 1:
+            right.setdefault(row["input"], []).append(row["output"])
+    wrong = [(row["input"], row["output"]) for row in answers if row["reward"] != 1 and row["output"]]
+    return [{"prompt": prompt, "chosen": right[prompt][i % len(right[prompt])], "rejected": output}
+            for i, (prompt, output) in enumerate(wrong) if prompt in right]  # yapf: disable
 
 
 def save(path: Path, rows: list[Any]) -> None:
