@@ -3,7 +3,8 @@
 Strategies and engines say what they take; this module adds it up, for every tree of options: one that has no rollout
 has neither its phases nor an engine and a reference.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import singledispatch
 from math import ceil
 
@@ -60,7 +61,7 @@ def _trainer(config: Tree, world_size: int, size: ModelSize, device: Device, cri
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
     computing, updating = (copied * (models * trained if copied_once else 1) for copied in copies)  # one model gathers
     resting = computing * copied_once
-    several = micro_batch_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
+    several = update_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
     whole = several * whole_gradients(s, world_size, size.total * trained, device.total)
     reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
     return {
@@ -153,14 +154,38 @@ def reward_parameters(cfg: RewardConfig) -> int:
 
 
 def micro_batch_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
-    """Count the tokens of a micro-batch of the update at the length limits; return also whether a step has several.
+    """Count the tokens of a micro-batch of samples at the length limits; return also whether a step has several.
 
     A longer single sample goes alone. It is not counted, because it need not come.
     """
-    t = config.train
-    step = config.pass_tokens(ceil(t.train_batch_size / world_size))
-    tokens = min(t.max_tokens_per_micro_batch, step, config.pass_tokens(t.micro_train_batch_size) or step)
+    return _micro_batch(config, ceil(config.train.train_batch_size / world_size), config.pass_tokens)
+
+
+def _micro_batch(config: Tree, rows: int, tokens_of: Callable[[int], int]) -> tuple[int, bool]:
+    """Return what :func:`micro_batch_tokens` does, for ``rows`` of which any number has ``tokens_of(number)``."""
+    t, step = config.train, tokens_of(rows)
+    tokens = min(t.max_tokens_per_micro_batch, step, tokens_of(t.micro_train_batch_size) or step)
     return tokens, step > tokens
+
+
+@singledispatch
+def pretraining_tokens(config: Tree, world_size: int) -> int:
+    """Count the tokens of a micro-batch of other rows in the steps of a policy; each tree with such registers its own.
+    """
+    return 0
+
+
+@pretraining_tokens.register
+def _(config: Config, world_size: int) -> int:
+    rows = ceil((config.ptx.ptx_batch_size or config.train.train_batch_size) / world_size)
+    held = _micro_batch(config, rows, lambda count: count * config.pretrain_len)
+    return held[0] if config.ptx.pretrain_data else 0
+
+
+def update_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
+    """Count as :func:`micro_batch_tokens`, over the samples and the pretraining rows of a step."""
+    (tokens, several), other = micro_batch_tokens(config, world_size), pretraining_tokens(config, world_size)
+    return max(tokens, other), several or other > 0
 
 
 def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
@@ -169,12 +194,13 @@ def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[st
     The temporaries of layers and the chunk of logits never exist together, so what exceeds the chunk is counted. A
     single micro-batch frees its activations while gradients come into being: gradients count by what exceeds them.
     """
-    m, (tokens, several) = config.model, micro_batch_tokens(config, world_size)
+    m, (tokens, several) = config.model, update_tokens(config, world_size)
     one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0,
                       bool(m.use_liger))
-    chunk = held["logits of one chunk"][BACKWARD]
+    before, chunk = replace(one, tokens=micro_batch_tokens(config,
+                                                           world_size)[0]), held["logits of one chunk"][BACKWARD]
     kept = one.kept + max(0.0, one.backward - one.kept - chunk)
-    rows: dict[str, ByPhase] = {"activations": (0, max(0.0, one.forward - chunk), kept, 0, 0)}
+    rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0)}
     for name, (generation, passes, backward, optimizer, sync) in held.items():
         if name.startswith("gradients, ") and not several:
             rows[name] = (generation, passes, max(0.0, backward - kept), optimizer, sync)
@@ -206,7 +232,8 @@ def media_tokens(config: Tree, world_size: int) -> int:
 @media_tokens.register
 def _(config: Config, world_size: int) -> int:
     group = config.pass_tokens(config.rollout.n_samples_per_prompt)
-    return ceil(micro_batch_tokens(config, world_size)[0] / group) * config.rollout.prompt_max_len
+    prompts = ceil(micro_batch_tokens(config, world_size)[0] / group) * config.rollout.prompt_max_len
+    return max(prompts, pretraining_tokens(config, world_size))
 
 
 def uncounted(shape: ModelShape | None) -> str:
@@ -221,7 +248,7 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
         return ["memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"]
     held = memory(config, world_size, size, device, critic, shape)
     together = tuple(map(sum, zip(*held.values())))
-    tokens = f", activations of {micro_batch_tokens(config, world_size)[0]:,} tokens" if shape else ""
+    tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""
     shown = slice(None) if together[0] or together[-1] else slice(1, -1)
     lines = [f"GiB per rank{tokens}{uncounted(shape)} ({size.total:,} parameters):",
              f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES[shown])]  # yapf: disable

@@ -164,6 +164,12 @@ def test_activations_in_the_plan():
         found = memory(config, 1, SIZE, GPU, False, SHAPE)
         assert found["activations"] == row(Activations(SHAPE, tokens, 4), 1)
         assert found["gradients, float32"][2:4] == (4000 if config is several else 0, 4000)
+    beside = build(Config, flatten(single) | {"pretrain_data": ["a.txt"], "pretrain_max_len": 300, "ptx_batch_size": 6})
+    for ranks, tokens in ((1, 1000), (2, 900)):
+        found, before = (memory(each, ranks, SIZE, GPU, False, SHAPE) for each in (beside, single))
+        assert found["activations"][2:] == row(Activations(SHAPE, tokens, 4), 1)[2:], "of three rows per rank"
+        assert found["activations"][1] == before["activations"][1], "no pass without gradients reads them"
+        assert found["gradients, float32"][2] > before["gradients, float32"][2] == 0, "a step has two micro-batches"
     one = Activations(SHAPE, 1000, 2, recompute=True, frozen=True)
     for mib in (1, 16):
         lora = {"bf16": True, "gradient_checkpointing": True, "lora_rank": 4, "logprob_chunk_mib": mib}
