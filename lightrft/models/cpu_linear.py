@@ -1,13 +1,15 @@
-"""Linear layers in float32 on CPUs, computed by oneDNN.
+"""Linear layers in float32 on CPUs of other makers than Intel, computed by oneDNN.
 
-PyTorch computes them with the BLAS library of its build. MKL takes its AVX-512 kernels on Intel's CPUs only; those of
-oneDNN, which every x86 build of PyTorch holds too, run on all CPUs (on an AMD EPYC of 2024 in half the time). The
-products are the same sums in another order.
+PyTorch computes them with the BLAS library of its build. MKL takes its AVX-512 kernels on Intel's CPUs only, where they
+are faster than those of oneDNN. These run on all CPUs (on an AMD EPYC of 2024 in half the time), and every x86 build of
+PyTorch holds them too. The products are the same sums in another order.
 """
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -82,9 +84,19 @@ def _keep_few_kernels() -> None:
         del os.environ[name]
 
 
+@lru_cache(maxsize=1)
+def _vendor() -> str:
+    """Maker of the CPU by its own name, such as GenuineIntel; empty where the system does not tell."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
+
+
 def use_onednn(model: nn.Module) -> None:
-    """Make the linear layers of ``model`` :class:`CPULinear`, on x86 machines without a GPU."""
+    """Make the linear layers of ``model`` :class:`CPULinear`, on x86 machines without a GPU where MKL is slower."""
     if torch.cuda.is_available() or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():
+        return
+    if torch.backends.mkl.is_available() and _vendor() == "GenuineIntel":
         return
     _keep_few_kernels()
     for module in model.modules():

@@ -15,6 +15,24 @@ from lightrft.models.cpu_linear import CPULinear, packed_weights, use_onednn
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(),
     reason="a GPU computes the layers, or another kind of CPU")
+VENDOR = cpu_linear._vendor
+
+
+@pytest.fixture(autouse=True)
+def another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "_vendor", lambda: "AuthenticAMD")
+
+
+def test_the_maker_of_the_cpu_is_known() -> None:
+    known = cpu_linear.Path("/proc/cpuinfo")
+    assert not known.exists() or VENDOR() and f": {VENDOR()}\n" in known.read_text()
+
+
+def test_products_of_intels_cpus_are_those_of_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mkl, expected in ((True, nn.Linear), (False, CPULinear)):
+        monkeypatch.setattr(cpu_linear, "_vendor", lambda: "GenuineIntel")
+        monkeypatch.setattr("torch.backends.mkl.is_available", lambda mkl=mkl: mkl)
+        assert type(layers()[1]) is expected
 
 
 def layers(width: int = 96, out: int = 200, bias: bool = True, dtype: torch.dtype = torch.float32) -> list[nn.Linear]:
@@ -105,8 +123,10 @@ def test_few_kernels_are_kept_unless_the_environment_says_how_many(monkeypatch: 
 
 MEASURE = """
 import torch
+from lightrft.models import cpu_linear
 from lightrft.models.cpu_linear import _product, use_onednn
 from lightrft.utils.env import used_memory_gib
+cpu_linear._vendor = lambda: "AuthenticAMD"
 use_onednn(torch.nn.Linear(2, 2))
 weight, before = torch.randn(512, 128), used_memory_gib(torch.device("cpu"))
 for rows in range(100, 1100):
