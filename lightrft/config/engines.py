@@ -15,7 +15,6 @@ INSTALL = {
     "sglang": f"{install_command('sglang')}, in an environment without vLLM",
 }
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
-HF_CACHE_KEPT = 2**30  # bytes of that cache that stay in host memory between two generations
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 SEQUENCES, MOST_SEQUENCES = 256, 1024  # that another engine runs at once: at least, and at most on a large device
 LARGE_DEVICE = 70 * 2**30  # bytes (H100, H200)

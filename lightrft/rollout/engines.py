@@ -3,8 +3,7 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.engines import (ENGINES, HF_CACHE_KEPT, HF_CACHE_PART, host_cache, LARGE_DEVICE, MOST_SEQUENCES,
-                                     SEQUENCES)
+from lightrft.config.engines import ENGINES, HF_CACHE_PART, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.models.activations import ModelShape
 from lightrft.strategy.memory import ModelSize
@@ -37,9 +36,10 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
     """Return the bytes of the engine by purpose and phase.
 
-    Asleep, engines keep neither weights nor cache, except that on a CPU hf keeps a small cache, and the others both.
-    Their CUDA graphs stay and are not counted. The engine sleeps from the end of generation to the weight sync, where
-    canaries run a short generation. That takes little with hf, whose cache is only as large as needed.
+    Asleep, engines keep neither weights nor cache, except that those other than hf do on a CPU. Their CUDA graphs stay
+    and are not counted. The engine sleeps
+    from the end of generation to the weight sync, where canaries run a short generation. That takes little with hf,
+    whose cache is only as large as needed.
 
     Args:
         total: memory of the device in bytes; ``cuda``: it is a GPU.
@@ -47,8 +47,7 @@ def engine_memory(config: Config, world_size: int, size: ModelSize, total: float
     passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
     weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, total, cuda)
     if config.rollout.engine_type == "hf":
-        awake = canary = False
-        cached = not cuda and cache <= HF_CACHE_KEPT
+        awake = cached = canary = False
     else:
         awake = cached = not (cuda and config.rollout.engine_sleep)
     return {

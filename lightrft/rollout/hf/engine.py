@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config.engines import HF_CACHE_KEPT, HF_CACHE_PART
+from lightrft.config.engines import HF_CACHE_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
@@ -131,7 +131,7 @@ class HFEngine:
         return self._probed
 
     def _cache_for(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVCache:
-        """The cache of the last call if it serves, else a new one of as many slots as are needed and affordable."""
+        """The cache of the last call when it fits, else a new one of as many slots as are needed and affordable."""
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
         prompt, token = max(len(request.token_ids) for request in requests), spec.bytes_per_token
@@ -142,7 +142,7 @@ class HFEngine:
                             f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
                             f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
                             f"--generate_max_len")
-        if self._cache is None or not self._cache.plan.serves(plan):
+        if self._cache is None or self._cache.plan != plan:
             self._cache = None  # freed before the new one is allocated
             self._cache = KVCache(spec, plan, self._device)
         return self._cache
@@ -176,12 +176,8 @@ class HFEngine:
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
-        """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all.
-
-        On a CPU a cache of at most ``HF_CACHE_KEPT`` bytes stays: the system would clear its pages in every step.
-        """
-        if self._device.type != "cpu" or self._cache is not None and self._cache.bytes > HF_CACHE_KEPT:
-            self._cache = None
+        """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all."""
+        self._cache = None
         if self.owns_model and not self._asleep:
             self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
             self._ready = False
@@ -199,7 +195,7 @@ class HFEngine:
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""
         self.sleep()
-        self._ready, self._probed, self._cache = False, None, None
+        self._ready, self._probed = False, None
         if self.owns_model:
             self.model = nn.Module()
 

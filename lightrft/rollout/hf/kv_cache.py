@@ -6,7 +6,7 @@ The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of t
 ``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row.
 """
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -87,10 +87,6 @@ class KVPlan:
         rows = range(1, min(max(1, sum(sizes)), most or sum(sizes)) + 1)
         return plan(bisect_right(rows, tokens, key=lambda slots: plan(slots).tokens))
 
-    def serves(self, other: "KVPlan") -> bool:
-        """True if a cache of this plan computes what one of ``other`` would: only its prompts may be longer."""
-        return self.prompt_len >= other.prompt_len and self == replace(other, prompt_len=self.prompt_len)
-
     @property
     def tokens(self) -> int:
         """Capacity in tokens."""
@@ -131,11 +127,6 @@ class KVCache:
         self.spec, self.plan, self.device = spec, plan, device
         self.prompts = Store(spec, plan.prompts, plan.prompt_len, device)
         self.rows = Store(spec, plan.slots, plan.length, device)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all keys and values."""
-        return self.plan.tokens * self.spec.bytes_per_token
 
 
 class Prefill:
