@@ -1,4 +1,4 @@
-# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | oracles | peers | gpu | gpu-reduced
+# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | oracles | peers | gpu | gpu-reduced
 #      format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
@@ -19,7 +19,7 @@ ENGINE ?= vllm
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -50,6 +50,10 @@ numeric: $(DEV)
 	ATEN_CPU_CAPABILITY=$$($(BIN)/python -c '$(OTHER)') OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not engine and not dist and not slow" \
 	  $(patsubst %,--ignore lightrft/%.py,$(NOT_NUMERIC)) $(addprefix lightrft/,ops algorithms models trainer) $(ARGS)
+
+# Everything that learns from answers, on one seed: it ends with an error if one of them misses its aim. About five minutes.
+chain: $(CORE)
+	$(BIN)/python -W ignore benchmarks/preference_chain.py --seeds 1 $(ARGS)
 
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)

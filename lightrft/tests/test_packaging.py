@@ -129,8 +129,9 @@ def test_make_runs_what_is_promised(tmp_path):
         script = f"run_{name.replace('-', '_')}.sh --seed 2"
         assert script in run(*show, name, "ARGS=--seed 2", cwd=ROOT)
     expected = {
-        "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "format": "yapf --in-place", "fcheck":
-        "mypy lightrft", "docs": "sphinx-build -W", "docs-live": "sphinx-autobuild", "dbuild": "docker build"
+        "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "chain": "preference_chain.py --seeds 1",
+        "format": "yapf --in-place", "fcheck": "mypy lightrft", "docs": "sphinx-build -W", "docs-live":
+        "sphinx-autobuild", "dbuild": "docker build"
     }
     for target, command in expected.items():
         assert command in run(*show, target, cwd=ROOT), target

@@ -1,4 +1,5 @@
-"""``benchmarks/preference_chain.py``: its commands are valid, and its labels of columns are right."""
+"""``benchmarks/preference_chain.py``: its commands are valid, its labels of columns are right, and what is recorded
+reaches its aims. ``make chain``, which CI calls, runs it."""
 import json
 import sys
 from pathlib import Path
@@ -68,10 +69,7 @@ def test_the_page_shows_the_recorded_runs():
     """And all models reach their aims on every seed."""
     found = json.loads(chain.OUTPUTS.data.read_text(encoding="utf-8"))
     assert chain.section(found) in chain.OUTPUTS.page.read_text(encoding="utf-8")
-    before = chain.of_run(found, "sft")
-    gains = {
-        name: min(after - start for start, after in zip(before, chain.of_run(found, name))) for name in chain.GAINS
-    }
-    assert {name for name, gain in gains.items() if gain < chain.GAINS[name]} == set() and len(before) == 3
-    assert min(chain.of_run(found, "rm")) >= 0.95
-    assert all(b >= 0.9 * a for a, b in zip(chain.of_run(found, "raft"), chain.of_run(found, "student")))
+    assert chain.missed(found) == [] and len(chain.of_run(found, "sft")) == 3
+    worse = [row | {"accuracy": 0.4} if row["run"] in ("kto", "rm", "student") and row["seed"] == 2 else row
+             for row in found]  # yapf: disable
+    assert [each.split(":")[0] for each in chain.missed(worse)] == ["KTO", "reward model", "student"]
