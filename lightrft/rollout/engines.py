@@ -37,9 +37,8 @@ def engine_memory(config: Config, world_size: int, size: ModelSize, total: float
     """Return the bytes of the engine by purpose and phase.
 
     Asleep, engines keep neither weights nor cache, except that those other than hf do on a CPU. Their CUDA graphs stay
-    and are not counted. The engine sleeps
-    from the end of generation to the weight sync, where canaries run a short generation. That takes little with hf,
-    whose cache is only as large as needed.
+    and are not counted. The engine sleeps from the end of generation to the weight sync, where canaries run a short
+    generation. That takes little with hf, whose cache is only as large as needed.
 
     Args:
         total: memory of the device in bytes; ``cuda``: it is a GPU.
