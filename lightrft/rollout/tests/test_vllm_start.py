@@ -158,7 +158,9 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     ("sglang", "qwen2_5_vl", ("image", ), "patches of 1176 numbers of Qwen2.5-VL, and the model has 384"),
     ("sglang", "qwen2_audio", ("audio", ), "the silence after a sound"),
     ("sglang", "qwen3_vl_moe", ("image", ), "to 3 layers of Qwen3-VL with experts, and the model to 1"),
-    ("vllm", "qwen2_5_vl", ("image", "video"), "another form than vLLM, and the prompts have media of kind video:"),
+    ("vllm", "qwen2_vl", ("video", ), "counts on after a video from its last frame"),
+    ("vllm", "qwen2_5_vl", ("image", "video"), "last frame, .*width, and the prompts have media of kind video:"),
+    ("vllm", "glm4v", ("image", "video"), "one video of GLM-4.1V in a prompt, a row has 2"),
     ("vllm", "smolvlm", ("image", "video"), "pictures of SmolVLM alone"),
     ("vllm", "gemma3", ("image", ), "on a CPU vLLM hides the later tokens"),
     ("vllm", "glm46v", ("image", ), "no own code for GLM-4.6V"),
@@ -175,7 +177,7 @@ def test_media_that_an_engine_cannot_take_are_refused_before_it_starts(engine, f
     if family == "qwen3_vl_moe":
         config.vision_config.deepstack_visual_indexes = [0]
     modality = MediaModality(FAMILIES[family], config)
-    modality.media = SimpleNamespace(kinds=kinds, most=dict.fromkeys(kinds, 1))
+    modality.media = SimpleNamespace(kinds=kinds, most=dict.fromkeys(kinds, 2))
     actor = SimpleNamespace(modality=modality, lora_rank=0, hf_model=SimpleNamespace(config=config))
     build = {"vllm": build_vllm_engine, "sglang": build_sglang_engine}[engine]
     with pytest.raises(UserError, match=f"--engine_type {engine}: .*{message}.*--engine_type hf"):

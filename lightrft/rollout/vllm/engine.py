@@ -35,11 +35,18 @@ _OTHERWISE = {
     "qwen2_5_omni_thinker": "vLLM runs no thinker without its talker",
     "voxtral": "vLLM reads the prompts of Voxtral with Mistral's own tokenizer",
 }
-WITH_VIDEOS = ("gemma4", "internvl")  # families whose videos are for vLLM what they are for the trainer
+# families whose videos are for vLLM what they are for the trainer
+WITH_VIDEOS = ("gemma4", "glm4v", "internvl", "llava_onevision", "qwen3_vl", "qwen3_vl_moe")
+_VIDEOS_OTHERWISE = {
+    "qwen2_vl": "vLLM counts on after a video from its last frame, and transformers from its height and width",
+    "qwen2_5_vl": "vLLM counts on after a video from its last frame, and transformers from its height and width",
+    "smolvlm": "vLLM has pictures of SmolVLM alone",
+}
 
 
-def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) -> None:
-    """Refuse models whose media vLLM computes in another way than the trainer; ``causal``: it attends backwards alone.
+def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool, videos: int = 0) -> None:
+    """Refuse models whose media vLLM computes in another way than the trainer; ``causal``: it attends backwards alone,
+    ``videos``: most of them in a prompt.
 
     Raises:
         UserError: with the engine that takes them.
@@ -47,9 +54,10 @@ def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool) ->
     if reason := _OTHERWISE.get(config.model_type):
         refuse_media("vllm", kinds, reason)
     if config.model_type not in WITH_VIDEOS:
-        reason = "vLLM has pictures of SmolVLM alone" if config.model_type == "smolvlm" else (
-            "videos reach the trainer in another form than vLLM")
+        reason = _VIDEOS_OTHERWISE.get(config.model_type, "videos of this model were never compared")
         refuse_media("vllm", {*kinds} & {"video"}, reason)
+    if config.model_type == "glm4v" and videos > 1:
+        refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {videos}")
     ear: Any = getattr(config, "audio_config", None)
     if config.model_type == "qwen2_audio" and ear.max_source_positions > _HALF_MINUTE:
         refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
@@ -269,7 +277,8 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
     media, kinds = actor.modality.media, actor.modality.kinds
-    refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways)
+    refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways,
+                    media.most.get("video", 0) if media else 0)
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
                           actor.hf_model.config.model_type)

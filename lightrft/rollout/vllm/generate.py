@@ -131,7 +131,8 @@ def media_tensors(engine: "LLMEngine", request: Request, media: MediaSource) -> 
     for items in rendered(engine, request, media, whole=True)["mm_kwargs"].values():
         for item in items:
             for name, value in item.get_data().items():
-                found.setdefault(name, []).append(value)
+                if isinstance(value, Tensor):  # Qwen3-VL's keep a list of times too
+                    found.setdefault(name, []).append(value)
     return found
 
 
