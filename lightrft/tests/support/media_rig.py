@@ -29,19 +29,21 @@ def _media():
     return {"image": [Image.fromarray(one) for one in pixels], "video": videos, "audio": waves}
 
 
-def decoded(key, media):
+def decoded(key, media, rate=24):
     """The medium ``key`` of the rig as the store decodes it; processors take 24 frames a second where nothing says
     more."""
     kind, _, index = key.partition(":")
     medium = media[kind][int(index)]
     if kind == "video":
-        times = [i / 24 for i in range(len(medium))]
-        return Video([Image.fromarray(frame) for frame in medium], len(medium) / 24, times)
+        times = [i / rate for i in range(len(medium))]
+        return Video([Image.fromarray(frame) for frame in medium], len(medium) / rate, times)
     return Waveform(medium, 16000) if kind == "audio" else medium
 
 
 class ProcessedMedia:
-    """A :class:`~lightrft.types.MediaSource` of random media ``image:0`` ..., with the plain processor."""
+    """A :class:`~lightrft.types.MediaSource` of random media ``image:0`` ..., with the plain processor; videos have
+    ``rate`` frames a second."""
+    rate = 24
 
     def __init__(self, folder, placeholders, family=None):
         self.processor, self.placeholders, self.media = AutoProcessor.from_pretrained(folder), placeholders, _media()
@@ -69,7 +71,7 @@ class ProcessedMedia:
         if self.family is not None and self.family.process is not None:
             return self.family.process(self.processor, text, **given)
         if "videos" in given:
-            given["video_metadata"] = [metadata(video) for video in given["videos"]]
+            given["video_metadata"] = [metadata(video, self.rate) for video in given["videos"]]
             given["do_sample_frames"] = False
         if self.family is not None and self.family.nested and "images" in given:
             given["images"] = [given["images"]]

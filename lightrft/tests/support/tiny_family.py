@@ -15,9 +15,9 @@ _TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "nu
          "bos_token_id": None}  # yapf: disable
 
 
-def metadata(video: Any) -> VideoMetadata:
-    """What a processor is told of a video of 24 frames a second."""
-    return VideoMetadata(len(video), 24, frames_indices=list(range(len(video))))
+def metadata(video: Any, rate: int = 24) -> VideoMetadata:
+    """What a processor is told of a video of ``rate`` frames a second."""
+    return VideoMetadata(len(video), rate, frames_indices=list(range(len(video))))
 
 
 @dataclass(frozen=True)

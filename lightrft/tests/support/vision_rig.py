@@ -21,7 +21,7 @@ class RawMedia(ProcessedMedia):
 
     def open(self, key):
         self.opened += 1
-        return decoded(key, self.media)
+        return decoded(key, self.media, self.rate)
 
 
 class Sees:

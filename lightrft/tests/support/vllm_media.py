@@ -52,6 +52,8 @@ class Rig(Sees, test_vllm_families.Rig):
             row = f"{video} d {mark} e {video}", ("video:1", "image:0", "video:2")
             if family == "glm4v":  # vLLM takes no second video
                 row = f"{video} d {mark}", ("video:1", "image:0")
+            if self.family.process is None:  # whole seconds, which are written into prompts
+                self.source.rate = 1
             self.source.most["video"] = row[0].count(video)
             self.rows.append(row)
         return actor
