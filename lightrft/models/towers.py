@@ -324,9 +324,20 @@ def _all_of(media: list[MediaTensors], *names: str) -> Tensors:
 
 
 def rope_of_grids(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors]) -> Tensor:
-    """M-RoPE of Qwen-VL and GLM-V: text counts on; the patches of a picture span height and width."""
+    """M-RoPE of Qwen-VL and GLM-V: the patches of a medium span time, height and width, and what follows counts on from
+    the largest of their positions.
+
+    From transformers 5.3 on it counts on from height and width alone (its issue 45381): text after a long video of
+    Qwen2-VL or Qwen2.5-VL would have the positions of frames.
+    """
     given = _all_of(media, "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    return hf.model.get_rope_index(ids[None], kinds[None].int(), **given)[0][:, 0]
+    given |= {name: seconds.double() for name, seconds in given.items() if name == "second_per_grid_ts"}  # as in vLLM
+    found, following = hf.model.get_rope_index(ids[None], kinds[None].int(), **given)[0][:, 0], 0
+    starts = [0, *((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
+    for start, end in zip(starts, starts[1:]):
+        found[:, start:end] += following - found[0, start]
+        following = int(found[:, start:end].max()) + 1
+    return found
 
 
 def rope_of_omni(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors]) -> Tensor:

@@ -18,11 +18,12 @@ from lightrft.models.architectures import modality_of, REFUSED
 from lightrft.models.loader import freeze, load_actor
 from lightrft.models.lora import hf_name
 from lightrft.models.shared_prompts import forward_row
-from lightrft.models.towers import part_of
+from lightrft.models.towers import part_of, rope_of_grids
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.media_rig import decoded, MediaRig
+from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
 
 EXACT = 1e-5
@@ -251,6 +252,23 @@ def test_a_picture_is_causal_where_the_engine_computes_that(tmp_path):
     found = rig.logprobs(samples)
     assert (found - rig.plain(samples, without=("token_type_ids", ))).abs().max() < EXACT
     assert (found - rig.plain(samples)).abs().max() > 1000 * EXACT
+
+
+@pytest.mark.parametrize("name, seconds, times", [("qwen2_vl", None, [0, 1, 2, 3, 4, 5]),
+                                                  ("qwen2_5_vl", 0.75, [0, 3, 6, 9, 12, 15]),
+                                                  ("qwen2_5_vl", 1.1, [0, 4, 8, 13, 17, 22])])  # yapf: disable
+def test_text_after_a_video_counts_on_from_its_last_frame(name, seconds, times, tmp_path):
+    """And not from its height and width, as in transformers 5.3 and later, where it meets positions of frames."""
+    folder = tiny_vision.FAMILIES[name].save(tmp_path, tied=False)
+    hf = load_actor(ModelConfig(pretrain=str(folder))).hf_model
+    hf.config.vision_config.tokens_per_second = 4
+    given = {"video_grid_thw": torch.tensor([[6, 4, 6]])}
+    given |= {} if seconds is None else {"second_per_grid_ts": torch.tensor([seconds])}
+    kinds = torch.tensor([0] * 3 + [2] * 36 + [0] * 2)
+    found = rope_of_grids(hf, torch.full((41, ), 5), kinds, [MediaTensors("video", given, "")]).T.tolist()
+    patches = [[3 + t, 3 + y, 3 + x] for t in times for y in range(2) for x in range(3)]
+    last = 3 + times[-1]
+    assert found == [[i] * 3 for i in range(3)] + patches + [[last + 1] * 3, [last + 2] * 3]
 
 
 @pytest.mark.parametrize("name", ["glm4v", "glm46v"])

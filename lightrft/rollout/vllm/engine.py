@@ -36,12 +36,7 @@ _OTHERWISE = {
     "voxtral": "vLLM reads the prompts of Voxtral with Mistral's own tokenizer",
 }
 # families whose videos are for vLLM what they are for the trainer
-WITH_VIDEOS = ("gemma4", "glm4v", "internvl", "llava_onevision", "qwen3_vl", "qwen3_vl_moe")
-_VIDEOS_OTHERWISE = {
-    "qwen2_vl": "vLLM counts on after a video from its last frame, and transformers from its height and width",
-    "qwen2_5_vl": "vLLM counts on after a video from its last frame, and transformers from its height and width",
-    "smolvlm": "vLLM has pictures of SmolVLM alone",
-}
+WITH_VIDEOS = ("gemma4", "glm4v", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool, videos: int = 0) -> None:
@@ -54,7 +49,8 @@ def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool, vi
     if reason := _OTHERWISE.get(config.model_type):
         refuse_media("vllm", kinds, reason)
     if config.model_type not in WITH_VIDEOS:
-        reason = _VIDEOS_OTHERWISE.get(config.model_type, "videos of this model were never compared")
+        reason = "vLLM has pictures of SmolVLM alone" if config.model_type == "smolvlm" else (
+            "videos of this model were never compared")
         refuse_media("vllm", {*kinds} & {"video"}, reason)
     if config.model_type == "glm4v" and videos > 1:
         refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {videos}")

@@ -1,4 +1,7 @@
 """Tiny models that see pictures as grids of patches, with positions in time, height and width: Qwen-VL and GLM-V."""
+from itertools import groupby
+
+import torch
 from transformers import (Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor, Glm46VImageProcessor,
                           Glm46VProcessor, Glm46VVideoProcessor, Qwen2_5_VLProcessor, Qwen2VLImageProcessor,
                           Qwen2VLProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor)
@@ -21,6 +24,27 @@ PIXELS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
           "size": {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}}  # yapf: disable
 
 
+def _with_positions(hf, given):
+    """Add the positions of a prompt: what follows a medium counts on from the largest of them, as in the first code of
+    these models. Transformers from 5.3 on counts on from height and width."""
+    config, kinds = hf.config.vision_config, given["mm_token_type_ids"][0].tolist()
+    seconds = iter(given.get("second_per_grid_ts", ()))
+    grids = {kind: iter(given.get(f"{name}_grid_thw", torch.zeros(0, 3)).tolist())
+             for kind, name in ((1, "image"), (2, "video"))}  # yapf: disable
+    found, following = [], 0
+    for kind, run in groupby(kinds):
+        if kind:
+            times, rows, columns = next(grids[kind])
+            step = float(next(seconds, 1)) * getattr(config, "tokens_per_second", 1) if kind == 2 else 1
+            part = [[int(t * step), y, x] for t in range(times) for y in range(rows // config.spatial_merge_size)
+                    for x in range(columns // config.spatial_merge_size)]  # yapf: disable
+        else:
+            part = [[i] * 3 for i, _ in enumerate(run)]
+        found += [[following + one for one in position] for position in part]
+        following = max(map(max, found[-len(part):])) + 1
+    return given | {"position_ids": torch.tensor(found).T[:, None]}
+
+
 def _qwen(family, rope, tower, processor, video, text=None):
     """A Qwen-VL model, with what differs in its positions, its tower and its language model."""
     text = {"rope_parameters": ROPE | rope} | (text or {})
@@ -28,7 +52,8 @@ def _qwen(family, rope, tower, processor, video, text=None):
         family, {"text_config": text, "vision_config": GRID_TOWER | {"in_chans": 3} | tower},
         lambda tok: processor(image_processor=Qwen2VLImageProcessor(**PIXELS), tokenizer=tok,
                               video_processor=video(**PIXELS)),
-        {"image": PICTURE, "video": VIDEO}, _QWEN)  # yapf: disable
+        {"image": PICTURE, "video": VIDEO}, _QWEN,
+        forwarded=_with_positions if family in ("qwen2_vl", "qwen2_5_vl") else lambda hf, given: given)  # yapf: disable
 
 
 def _glm(family, processor, image, video):
