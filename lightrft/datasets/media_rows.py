@@ -132,11 +132,16 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
             place = "a part of a message" if in_part else f"the column {_column(row, kind, cfg)!r}"
             raise MediaError(
                 f"{where}: {place} holds media of kind {kind}, and this model takes {', '.join(takes) or 'text'} only. "
-                f"Choose a model that takes {kind}, or leave such rows out with --media_policy skip")
+                f"Choose a model that takes {kind}, name the column of what it holds{_flags(takes)}, or leave such "
+                "rows out with --media_policy skip")
         if listed[kind] and not messages:
             raise MediaError(f"{where}: the column {_column(row, kind, cfg)!r} holds media of kind {kind}, and a text "
                              "prompt that is not rendered as a chat has no place for them. Write the row as messages")
     return turns, listed
+
+
+def _flags(takes: Sequence[str]) -> str:
+    return f" ({', '.join(f'--{kind}s_key' for kind in takes)})" if takes else ""
 
 
 def _parts(content: Any, marks: list[str], where: str) -> Iterator[Part]:

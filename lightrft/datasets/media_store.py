@@ -22,7 +22,7 @@ from lightrft.config.media_schema import MediaConfig
 from lightrft.datasets.decoding import decode, image_size, Video
 from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, shorten
 from lightrft.datasets.media_cache import DiskCache, settings_of
-from lightrft.datasets.processing import Decoded, MediumProcessor
+from lightrft.datasets.processing import check_order, Decoded, MediumProcessor
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
 from lightrft.types import MediaTensors
@@ -343,6 +343,7 @@ class MediaStore:
             if (found or token in self.tokens) and text.count(token) != len(found):
                 raise DataError(f"the chat template wrote {text.count(token)} {token} for {len(found)} media of kind "
                                 f"{kind}: {shorten(text)}. Give the model's own with --chat_template")
+        check_order(self.processor, text, keys, texts, self.tokens)
         (expanded, ), offsets = self.processor.get_text_with_replacements([text], *texts.values())
         return expanded, [(each["span"], each["new_span"]) for each in offsets[0]] if offsets else []
 

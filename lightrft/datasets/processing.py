@@ -1,4 +1,6 @@
 """Processing of one picture, video or sound as the processor of a model does it inside of a prompt."""
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -9,6 +11,8 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from lightrft.datasets.decoding import Video
+from lightrft.datasets.media import shorten
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
@@ -17,6 +21,29 @@ Decoded: TypeAlias = Image.Image | Waveform | Video
 _BLANK = (56, 56)  # pixels of a blank picture; a blank sound lasts a second
 _PROBES = ((56, 56), (200, 320))  # sizes of pictures for which the processor's own function is tried
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}  # of a processor
+
+
+def check_order(processor: ProcessorMixin, text: str, keys: Sequence[str], texts: Mapping[str, list[str]],
+                tokens: Iterable[str]) -> None:
+    """Refuse a rendered prompt with media in another order than their ``keys``, where one of the special ``tokens``
+    stands for features of several kinds: they take its places in the order of the keys.
+
+    Args:
+        texts: by kind what stands for each medium.
+
+    Raises:
+        DataError: the template has moved media.
+    """
+    kinds = [key.partition(":")[0] for key in keys]
+    if len({*kinds}) < 2:
+        return
+    marks = {str(getattr(processor, f"{kind}_token", kind)): kind for kind in kinds}
+    written = [marks[found] for found in re.findall("|".join(map(re.escape, marks)), text)]
+    shared = [token for token in tokens if sum(any(token in one for one in found) for found in texts.values()) > 1]
+    if written != kinds and shared:
+        raise DataError(f"the chat template wrote media in the order {', '.join(written)}, and the row has "
+                        f"{', '.join(kinds)}, of which {shared[0]} stands for all: {shorten(text)}. Order the row "
+                        "so, or give another template with --chat_template")
 
 
 class MediumProcessor:

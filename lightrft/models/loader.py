@@ -132,7 +132,8 @@ def load_exported(path: str, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     config = _config(path)
     if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-    return modality_of(config, path).auto_class.from_pretrained(path, dtype=dtype)
+    part = {"config": config} if config.model_type == "qwen2_5_omni_thinker" else {}  # perhaps of a whole model
+    return modality_of(config, path).auto_class.from_pretrained(path, dtype=dtype, **part)
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 ``generation`` in a template marks the tokens that the assistant wrote.
 """
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
 
     Args:
         path: HF folder or hub id.
-        chat_template: a Jinja file or a built-in name that replaces the tokenizer's own template.
+        chat_template: a Jinja file, a processor's ``chat_template.json``, or a built-in name, in place of the
+            tokenizer's own template.
 
     Raises:
         ValueError: no such folder, no tokenizer in it, no eos token, or an unknown or broken template.
@@ -60,6 +62,9 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         get_logger().info(f"the tokenizer of {path} has no pad token: eos {tokenizer.eos_token!r} is used")
+    if not tokenizer.chat_template and chat_template is None and folder is not None:
+        own = folder / "chat_template.json"  # of the processor, in folders of older models
+        tokenizer.chat_template = read_chat_template(str(own)) if own.is_file() else None
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
         _try_template(tokenizer, chat_template)
@@ -105,4 +110,10 @@ def read_chat_template(name: str) -> str:
     if not path.is_file():
         raise UserError(
             f"unknown chat template {name!r}: not a file, and not one of {', '.join(sorted(CHAT_TEMPLATES))}")
-    return path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return text
+    try:
+        return str(json.loads(text)["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"chat template {name!r}: no JSON with the key 'chat_template'. Give a Jinja file") from error

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5OmniCon
 from lightrft.config.schema import Config, ModelConfig, StrategyConfig
 from lightrft.models.activations import ModelShape, TowerShape
 from lightrft.models.architectures import modality_of
-from lightrft.models.loader import check_context, load_actor, load_critic, parameter_shapes
+from lightrft.models.loader import check_context, load_actor, load_critic, load_exported, parameter_shapes
 from lightrft.models.lora import hf_name
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import Device
@@ -44,6 +44,8 @@ def test_of_a_whole_qwen2_5_omni_the_thinker_is_loaded(tmp_path):
     assert hf.config.model_type == "qwen2_5_omni_thinker" and hf.config.name_or_path == path
     state = hf.state_dict()
     assert state.keys() == weights.keys() and all(torch.equal(state[name], each) for name, each in weights.items())
+    exported = load_exported(path).state_dict()
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[key], each) for key, each in weights.items())
     assert known_model(path)[0] == size
     places = load_actor(ModelConfig(pretrain=path), deferred=True).files.places
     assert {place.key for place in places.values()} == {f"thinker.{name}" for name in weights}

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from lightrft.models.tokenizer import CHAT_TEMPLATES, load_tokenizer
 from lightrft.tests.support import tiny
+from lightrft.utils.errors import UserError
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1?"},
             {"role": "assistant", "content": "two"}]
@@ -50,6 +51,22 @@ def test_a_template_file(path, tmp_path):
         load_tokenizer(str(path), str(tmp_path / "bad.jinja"))
     with pytest.raises(ValueError, match="unknown chat template 'chatlm'.*chatml, plain, raw"):
         load_tokenizer(str(path), "chatlm")
+
+
+def test_the_template_of_a_processor(path, tmp_path):
+    """Older folders of models that see have it in a JSON file of its own, and none in the tokenizer's."""
+    folder = tmp_path / "model"
+    shutil.copytree(path, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(str(folder)).chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "its own"}))
+    assert load_tokenizer(str(folder)).chat_template == "its own"
+    assert load_tokenizer(str(folder), "raw").chat_template == CHAT_TEMPLATES["raw"]
+    assert load_tokenizer(str(path), str(folder / "chat_template.json")).chat_template == "its own"
+    with pytest.raises(UserError, match="no JSON with the key 'chat_template'. Give a Jinja file"):
+        load_tokenizer(str(path), str(folder / "tokenizer.json"))
 
 
 def test_a_tokenizer_without_eos_or_pad(broken, path):
