@@ -3,6 +3,7 @@
 CHECKPOINT is one of this library (as for ``lightrft export``), a DeepSpeed folder, or a folder that
 ``torch.distributed.checkpoint`` wrote.
 """
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,13 +43,20 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
                         "model that it was trained from with --pretrain")
     model = load_exported(pretrain)
     try:
-        names = match_names(foreign.names, model.state_dict(), model.all_tied_weights_keys)
+        names = match_names(foreign.names, model.state_dict(), model.all_tied_weights_keys, _computed(model))
     except UserError as error:
         raise UserError(f"{checkpoint}: {error}") from None
     tensors = foreign.read(list(names.values()))
     _fill(model, {name: tensors[there] for name, there in names.items()}, checkpoint)
     model.save_pretrained(out)
     save_tokenizer(load_tokenizer(pretrain), out, pretrain)
+
+
+def _computed(model: "PreTrainedModel") -> list[str]:
+    """Return patterns of names that a checkpoint of ``model`` may have and it does not read: buffers that it computes,
+    and what its class ignores."""
+    buffers = [f"^{re.escape(name)}$" for name, _ in model.named_buffers()]
+    return [*buffers, *(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def _fill(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint: Path) -> None:

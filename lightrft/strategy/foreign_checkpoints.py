@@ -15,6 +15,11 @@ from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.utils.errors import UserError
 
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+# what programs store next to a model: its optimizer, schedules, generators, positions in the data
+OTHERS = re.compile(
+    r"^([^.]*optim[^.]*|[^.]*scheduler|scaler|rng[^.]*|[^.]*dataloader|train(er)?_state)(\.|$)|\.optim[^.]*\."
+    r"|(^|\.)(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)$")
+LEGACY_BUFFERS = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")  # older versions of transformers stored them
 
 
 @dataclass(frozen=True)
@@ -72,27 +77,51 @@ def _open_deepspeed(folder: Path, tag: str) -> ForeignCheckpoint:
     return ForeignCheckpoint("DeepSpeed", list(state), lambda names: {name: state[name] for name in names})
 
 
-def match_names(names: Iterable[str], wanted: Mapping[str, object], tied: Iterable[str]) -> dict[str, str]:
+def match_names(names: Iterable[str], wanted: Mapping[str, object], tied: Iterable[str],
+                unread: Iterable[str] = ()) -> dict[str, str]:
     """Map each wanted name to the one that a program's own wrappers made of it.
 
     The wanted names have one prefix in common there, such as ``module.`` or ``model.``; names of wrappers in between
-    are ignored. A tied tensor may be missing.
+    are ignored. A tied tensor may be missing. Names of an optimizer, or outside the prefix, are left alone.
+
+    Args:
+        unread: patterns (regular expressions) of names that a checkpoint may have and the model computes itself.
 
     Raises:
-        UserError: a tensor is missing, there is one that the model does not have, or there are LoRA matrices.
+        UserError: a tensor is missing, there is one that the model does not have, there are LoRA matrices, or several
+            models.
     """
     plain = {WRAPPERS.sub("", name): name for name in names}
     if lora := next((name for name in plain if "lora_" in name), None):
         raise UserError(f"it holds LoRA matrices ({lora}): load them with the program that wrote them and save the "
                         "adapter; lightrft merge_lora merges it")
-    anchor = max(wanted, key=len)
-    prefixes = [name.removesuffix(anchor) for name in plain if name == anchor or name.endswith(f".{anchor}")]
-    if not prefixes:
-        raise UserError(f"it has no tensor that ends with {anchor}, the longest name of the model; it has "
-                        f"{', '.join(list(plain)[:3])}. Give the model that it was trained from with --pretrain")
-    prefix = min(prefixes, key=len)
+    prefix = _prefix(plain, max(wanted, key=len))
     found = {name: plain[prefix + name] for name in wanted if prefix + name in plain}
     if missing := [name for name in wanted if name not in found and name not in tied]:
         raise UserError(f"it lacks {len(missing)} tensors of the model, the first is {prefix}{missing[0]}. Give the "
                         "model that it was trained from with --pretrain")
+    known = [OTHERS, LEGACY_BUFFERS, *map(re.compile, unread)]
+    own = [name.removeprefix(prefix) for name in plain if name.startswith(prefix)]
+    if excess := [name for name in own if name not in wanted and not any(each.search(name) for each in known)]:
+        raise UserError(f"it has {len(excess)} tensors that the model does not have, the first is {prefix}{excess[0]}. "
+                        "Give the model that it was trained from with --pretrain: of as many layers, and with the "
+                        "same head (score: a sequence classifier)")
     return found
+
+
+def _prefix(plain: Iterable[str], anchor: str) -> str:
+    """Find what stands before ``anchor``, a name of the model, in the names of a checkpoint.
+
+    Raises:
+        UserError: no name ends with ``anchor``, or several do.
+    """
+    ends = sorted(name for name in plain if name == anchor or name.endswith(f".{anchor}"))
+    prefixes = [name.removesuffix(anchor) for name in ends if not OTHERS.search(name)]
+    if not prefixes:
+        raise UserError(f"it has no tensor that ends with {anchor}, the longest name of the model; it has "
+                        f"{', '.join(list(plain)[:3])}. Give the model that it was trained from with --pretrain")
+    if len(prefixes) > 1:
+        listed = ", ".join(prefix or "no prefix" for prefix in prefixes)
+        raise UserError(f"it holds {len(prefixes)} models, under {listed}: load it with the program that wrote it, and "
+                        "save the one that you want alone")
+    return prefixes[0]

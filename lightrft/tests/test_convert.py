@@ -126,10 +126,21 @@ def test_names_are_matched_through_wrappers():
     assert match_names(list(WANTED)[:1], WANTED, ["lm_head.weight"]) == {list(WANTED)[0]: list(WANTED)[0]}
 
 
+def test_names_that_no_model_reads_are_left_alone():
+    """State of an optimizer, also with copies of the weights, and buffers."""
+    beside = ["optim.exp_avg", "rng_state.cpu", *(f"optimizer.master.{name}" for name in WANTED), "lr_scheduler.last"]
+    buffers = ["model.layers.0.rotary_emb.inv_freq", "model.mask"]
+    assert match_names([*WANTED, *beside, *buffers], WANTED, [], ["^model.mask$"]) == {name: name for name in WANTED}
+    with pytest.raises(UserError, match="does not have, the first is model.mask"):
+        match_names([*WANTED, *buffers], WANTED, [])
+
+
 @pytest.mark.parametrize("names,told", [
     (["model.layers.0.mlp.weight"], "lacks 1 tensors of the model, the first is lm_head.weight"),
     (["transformer.h.0.weight"], "no tensor that ends with model.layers.0.mlp.weight"),
     (["base_model.model.layers.0.mlp.lora_A.weight"], "it holds LoRA matrices"),
+    ([f"{one}.{name}" for one in ("policy", "ref") for name in WANTED], "2 models, under policy., ref.: .* save the"),
+    ([*WANTED, "model.layers.1.mlp.weight"], "1 tensors that the model does not have, the first is model.layers.1.mlp"),
 ])  # yapf: disable
 def test_names_that_do_not_fit_are_refused(names, told):
     with pytest.raises(UserError, match=told):
@@ -143,6 +154,14 @@ def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
     wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
     with pytest.raises(UserError, match="is of another model: .* has shape"):
         convert(tmp_path / "dcp", tmp_path / "out", str(wide))
+    scorer = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    dcp.save(scorer.state_dict(), checkpoint_id=tmp_path / "scorer", no_dist=True)
+    with pytest.raises(UserError, match="does not have, the first is score.weight. .* a sequence classifier"):
+        convert(tmp_path / "scorer", tmp_path / "out", str(base))
+    scorer.save_pretrained(tmp_path / "classifier")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "classifier")
+    convert(tmp_path / "scorer", tmp_path / "scored", str(tmp_path / "classifier"))
+    assert weights(tmp_path / "scored")["score.weight"].equal(scorer.score.weight)
     with pytest.raises(UserError, match="not empty"):
         convert(tmp_path / "dcp", tmp_path, str(base))
     with pytest.raises(SystemExit) as done:
