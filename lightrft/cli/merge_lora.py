@@ -1,11 +1,17 @@
 """Merge a LoRA adapter into its model: ``lightrft merge_lora --model_path M --lora_path ADAPTER --output_path OUT``."""
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TYPE_CHECKING
 
 from lightrft.cli.export import check_empty
 from lightrft.config.cli import exit_on_config_error
 from lightrft.utils.errors import first_line, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 PROG = "lightrft merge_lora"
 
@@ -32,26 +38,83 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     """Write ``model`` with ``adapter`` merged, in float32 before it is rounded, to ``out``, with its tokenizer.
 
     Raises:
-        UserError: a folder is none of these, the adapter does not fit the model, or ``out`` is not empty.
+        UserError: a folder is none of these, the adapter does not fit the model, a head would be left untrained, or
+            ``out`` is not empty.
     """
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
 
     from lightrft.models.loader import load_exported
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
+    from lightrft.strategy.export import MODEL_CONFIG
     check_empty(out)
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
-    load = AutoModelForSequenceClassification.from_pretrained if is_rm else load_exported
-    base = load(model, dtype=torch.float32)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    if (adapter / MODEL_CONFIG).is_file():
+        if not is_rm:
+            raise UserError(f"--lora_path {adapter} is the adapter of a reward model; add --is_rm")
+        _merge_trained(model, adapter, adapter / MODEL_CONFIG, out, dtype)
+    else:
+        base = _classifier(model, adapter) if is_rm else load_exported(model, dtype=torch.float32)
+        merged: Any = _merged(base, model, adapter)
+        merged.to(dtype).save_pretrained(out)
+    save_tokenizer(load_tokenizer(model), out, model)
+
+
+def _merged(base: "PreTrainedModel", model: str, adapter: Path) -> "PreTrainedModel":
+    """Merge ``adapter`` into ``base``, the model at ``model``."""
+    from peft import PeftModel
     try:
-        joined = PeftModel.from_pretrained(base, adapter)
+        joined: Any = PeftModel.from_pretrained(base, adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--lora_path {adapter}: does not fit {model}: {first_line(error)}") from error
-    merged = joined.merge_and_unload()
-    merged.to(torch.bfloat16 if bf16 else torch.float32).save_pretrained(out)
-    save_tokenizer(load_tokenizer(model), out, model)
+    merged: PreTrainedModel = joined.merge_and_unload()
+    return merged
+
+
+def _merge_trained(model: str, adapter: Path, described: Path, out: Path, dtype: "torch.dtype") -> None:
+    """Write the reward model that ``lightrft rm`` trained from ``model``; its config is in the file ``described``."""
+    from transformers import AutoConfig
+
+    from lightrft.config.rm_schema import RewardModelConfig
+    from lightrft.models.loader import load_reward_model
+    from lightrft.models.reward_model import KEY, RewardHead
+    from lightrft.strategy.export import write_model
+    config = AutoConfig.for_model(**json.loads(described.read_text(encoding="utf-8")))
+    head = RewardHead(**getattr(config, KEY))
+    scorer = load_reward_model(
+        RewardModelConfig(pretrain=model, heads_types=head.names, pooling_method=head.pooling,
+                          value_head_prefix=head.prefix, probing_layer=config.get_text_config().num_hidden_layers))
+    scorer.model = _merged(scorer.hf_model, model, adapter)
+    scorer.model.config = config
+    write_model(scorer, scorer.export_params(scorer.named_parameters()), out, dtype)
+
+
+def _classifier(model: str, adapter: Path) -> "PreTrainedModel":
+    """Load ``model`` as a sequence classifier; a head that it lacks has to be in ``adapter``.
+
+    Raises:
+        UserError: it is of no such family, or neither has a head.
+    """
+    import torch
+    from peft.utils.save_and_load import load_peft_weights
+    from transformers import AutoModelForSequenceClassification as Family
+    brought = {
+        name.removeprefix("base_model.model."): tensor
+        for name, tensor in load_peft_weights(str(adapter), device="cpu").items()
+    }
+    count = {"num_labels": len(brought["score.weight"])} if "score.weight" in brought else {}
+    try:
+        hf, info = Family.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **count)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"--model_path {model}: cannot be loaded as a sequence classifier with the head of {adapter}: "
+                        f"{first_line(error)}") from error
+    if absent := sorted(set(info["missing_keys"]) - brought.keys()):
+        raise UserError(f"--is_rm: neither {model} nor {adapter} has {absent[0]}, so the scores would be random. Give "
+                        "--model_path a model with its trained head. After a run of lightrft rm, SAVE_PATH/hf is the "
+                        "merged model already")
+    loaded: PreTrainedModel = hf
+    return loaded
 
 
 if __name__ == "__main__":

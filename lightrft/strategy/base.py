@@ -332,6 +332,6 @@ class StrategyBase(ABC):
         A collective."""
         folder, model = Path(path) if self.is_main else None, prepared.model
         export.write_model(model, self.full_params(model), folder, dtype)
-        adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
-        export.write_adapter(model, self.gathered(model, ADAPTER_BUCKET_BYTES, adapters), folder)
+        adapter = self.gathered(model, ADAPTER_BUCKET_BYTES, export.adapter_names(model))
+        export.write_adapter(model, adapter, folder)
         self.barrier()

@@ -4,14 +4,15 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, cast, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 FILE_BYTES = 5 << 30
+MODEL_CONFIG = "model_config.json"  # not config.json: Hugging Face would take an adapter for a whole model
 
 
 @runtime_checkable
@@ -130,12 +131,44 @@ def _write_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
         hf.generation_config.save_pretrained(path)
 
 
+def adapter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that the adapter of ``model`` consists of: LoRA matrices, and what is trained whole
+    beside them (the head of a reward model). None of a model without adapters."""
+    hf = wrapped_hf(model)
+    if not isinstance(hf, WithAdapters):
+        return []
+    prefix = _prefix(model, hf)
+    return [
+        name for name, parameter in model.named_parameters()
+        if "lora_" in name or parameter.requires_grad and name.startswith(prefix)
+    ]
+
+
+def _prefix(model: nn.Module, hf: Pretrained) -> str:
+    """Prefix of the names of ``hf`` in ``model``."""
+    return next((f"{name}." for name, child in model.named_children() if child is hf), "")
+
+
 def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None) -> None:
-    """Write the LoRA matrices of ``stream`` to ``path/adapter``; nothing is gathered of a model without adapters."""
+    """Write the parameters of ``stream`` (:func:`adapter_names`) to ``path/adapter``, as PEFT reads them.
+
+    Modules that are trained whole become PEFT's ``modules_to_save``. The base model may lack them; the config of the
+    trained model, which describes them, is written beside them as ``MODEL_CONFIG``. Nothing is gathered of a model
+    without adapters.
+    """
     hf = wrapped_hf(model)
     if not isinstance(hf, WithAdapters):
         return
-    prefix = next((f"{name}." for name, child in model.named_children() if child is hf), "")
-    adapter = {name.removeprefix(prefix): tensor.cpu().clone() for name, tensor in stream}
-    if path is not None:
-        hf.save_pretrained(path / "adapter", state_dict=adapter, save_embedding_layers=False)
+    adapter = {name.removeprefix(_prefix(model, hf)): tensor.cpu().clone() for name, tensor in stream}
+    if path is None:
+        return
+    folder, peft = path / "adapter", cast(Any, hf)
+    whole = {name: tensor.contiguous() for name, tensor in adapter.items() if "lora_" not in name}
+    modules = {name.removeprefix("base_model.model.").rpartition(".")[0] for name in whole}
+    peft.active_peft_config.modules_to_save = sorted(modules) or None
+    hf.save_pretrained(folder, state_dict=adapter, save_embedding_layers=False)
+    peft.active_peft_config.modules_to_save = None
+    if whole:  # PEFT has no wrapper around them here, and leaves them out
+        file = folder / "adapter_model.safetensors"
+        save_file(load_file(file) | whole, file, metadata={"format": "pt"})
+        peft.get_base_model().config.to_json_file(folder / MODEL_CONFIG)

@@ -195,3 +195,16 @@ def test_an_adapter_is_merged(base, tmp_path, task):
     if not is_rm:
         with pytest.raises(UserError, match="does not fit"):
             merge(str(wide), tmp_path / "adapter", tmp_path / "other")
+
+
+def test_a_reward_model_without_a_trained_head_is_refused(base, tmp_path):
+    """PEFT gives the head of a classifier to its adapter, but not without a task."""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    for task in ("SEQ_CLS", None):
+        tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type=task))
+        tuned.save_pretrained(tmp_path / f"{task}")
+        model = tuned.unload()
+    merge(str(base), tmp_path / "SEQ_CLS", tmp_path / "out", is_rm=True)
+    assert weights(tmp_path / "out")["score.weight"].equal(model.score.weight)
+    with pytest.raises(UserError, match="has score.weight, so the scores would be random.* SAVE_PATH/hf is the merged"):
+        merge(str(base), tmp_path / "None", tmp_path / "other", is_rm=True)

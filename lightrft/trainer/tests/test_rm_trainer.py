@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightrft.cli.export import export
+from lightrft.cli.merge_lora import merge
 from lightrft.config.cli import parse_config
 from lightrft.config.rm_schema import RewardModelConfig, RMConfig
 from lightrft.datasets.rows import DataError, hold_rows
@@ -231,16 +233,32 @@ def test_several_heads_learn_from_their_labels(base, tmp_path):
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
 
 
-def test_lora_trains_its_head_and_exports_merged_weights(base, tmp_path):
-    trainer = trainer_of(config_of(base, tmp_path, lora_rank=2, max_steps=3))
+@pytest.mark.parametrize("head", [{}, {"pooling_method": "attn", "heads_types": ["preference", "short"],
+                                       "value_head_prefix": "value_head", "probing_layer": 1}])  # yapf: disable
+def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the_head(base, tmp_path, head):
+    trainer = trainer_of(config_of(base, tmp_path, lora_rank=2, max_steps=3, eval_steps=3, **head))
     trained = {name for name, param in trainer.scorer.named_parameters() if param.requires_grad}
-    assert sum("lora_" in name for name in trained) == 28 and len(trained) == 29, "adapters and the head"
+    adapters, whole = (14, 2) if head else (28, 1)
+    assert sum("lora_" in name for name in trained) == adapters and len(trained) == adapters + whole, "and the head"
     trainer.fit()
-    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
-    assert hf.score.weight.abs().max() > 0
-    answer = trainer.eval_rows[0].chosen
-    wanted = trainer.scorer.eval()(Experience.pack([answer.token_ids]))
-    torch.testing.assert_close(alone(hf, [answer]), wanted, rtol=1e-4, atol=1e-4)
+    scorer = load_scorer(str(tmp_path / "hf"))
+    assert scorer.hf_model.score.weight.abs().max() > 0
+    torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK), rtol=1e-4, atol=1e-4)
+    merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "merged", is_rm=True)
+    own, found = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged"))
+    assert own.keys() == found.keys()
+    for name, weight in own.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "merged")]
+    assert configs[0] == configs[1] and configs[0]["reward_model"]["std"] > 0
+    with pytest.raises(UserError, match="is the adapter of a reward model; add --is_rm"):
+        merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "other")
+    if not head:
+        answer = trainer.eval_rows[0].chosen
+        classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        alike = PeftModel.from_pretrained(classifier, tmp_path / "hf" / "adapter")
+        torch.testing.assert_close(alone(alike, [answer]), trainer.scorer(Experience.pack([answer.token_ids])),
+                                   rtol=1e-4, atol=1e-4)  # yapf: disable
 
 
 def test_the_head_computes_in_float32_where_the_model_computes_in_bfloat16(base, straight, tmp_path):
