@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
+from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import PackedModel, with_score
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
@@ -136,10 +137,14 @@ class RewardModel(PackedModel):
         super().__init__(model, modality)
         self.head = head
         self.scale = Scale(len(head.names)) if scale else None
-        hf, trained = cast(Any, self.hf_model), any(each.requires_grad for each in model.parameters())
-        for module in (hf.score, *([hf.pool] if head.pooling == "attn" else []), *([self.scale] if self.scale else [])):
+        own = [name.removesuffix(".weight") for name in head.new]
+        trained = any(each.requires_grad for each in model.parameters())
+        for module in (*map(self.hf_model.get_submodule, own), *([self.scale] if self.scale else [])):
             keep_float32(module)
             module.requires_grad_(trained)
+        if has_adapters(model):  # they are made already; this is for the exported ones
+            peft: Any = model.peft_config[ADAPTER]
+            peft.modules_to_save = own
 
     def forward(self, exp: Experience) -> Tensor:
         """Return the scores [B, K], float32, of the sequences by each of the K heads."""

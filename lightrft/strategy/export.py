@@ -132,16 +132,14 @@ def _write_config(hf: Any, path: Path, dtype: torch.dtype | None) -> None:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that the adapter of ``model`` consists of: LoRA matrices, and what is trained whole
-    beside them (the head of a reward model). None of a model without adapters."""
+    """Names of the parameters that the adapter of ``model`` consists of: LoRA matrices, and the modules that its PEFT
+    config saves whole (the head of a reward model). None of a model without adapters."""
     hf = wrapped_hf(model)
     if not isinstance(hf, WithAdapters):
         return []
-    prefix = _prefix(model, hf)
-    return [
-        name for name, parameter in model.named_parameters()
-        if "lora_" in name or parameter.requires_grad and name.startswith(prefix)
-    ]
+    modules: list[str] = cast(Any, hf).active_peft_config.modules_to_save or []
+    whole = tuple(f"{_prefix(model, hf)}base_model.model.{module}." for module in modules)
+    return [name for name, _ in model.named_parameters() if "lora_" in name or name.startswith(whole)]
 
 
 def _prefix(model: nn.Module, hf: Pretrained) -> str:
@@ -152,9 +150,8 @@ def _prefix(model: nn.Module, hf: Pretrained) -> str:
 def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None) -> None:
     """Write the parameters of ``stream`` (:func:`adapter_names`) to ``path/adapter``, as PEFT reads them.
 
-    Modules that are trained whole become PEFT's ``modules_to_save``. The base model may lack them; the config of the
-    trained model, which describes them, is written beside them as ``MODEL_CONFIG``. Nothing is gathered of a model
-    without adapters.
+    The base model may lack the modules that are saved whole; the config of the trained model, which describes them, is
+    written beside them as ``MODEL_CONFIG``. Nothing is gathered of a model without adapters.
     """
     hf = wrapped_hf(model)
     if not isinstance(hf, WithAdapters):
@@ -162,13 +159,10 @@ def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: 
     adapter = {name.removeprefix(_prefix(model, hf)): tensor.cpu().clone() for name, tensor in stream}
     if path is None:
         return
-    folder, peft = path / "adapter", cast(Any, hf)
-    whole = {name: tensor.contiguous() for name, tensor in adapter.items() if "lora_" not in name}
-    modules = {name.removeprefix("base_model.model.").rpartition(".")[0] for name in whole}
-    peft.active_peft_config.modules_to_save = sorted(modules) or None
+    folder = path / "adapter"
     hf.save_pretrained(folder, state_dict=adapter, save_embedding_layers=False)
-    peft.active_peft_config.modules_to_save = None
-    if whole:  # PEFT has no wrapper around them here, and leaves them out
+    whole = {name: tensor.contiguous() for name, tensor in adapter.items() if "lora_" not in name}
+    if whole:  # PEFT leaves them out: it has no wrapper around them here
         file = folder / "adapter_model.safetensors"
         save_file(load_file(file) | whole, file, metadata={"format": "pt"})
-        peft.get_base_model().config.to_json_file(folder / MODEL_CONFIG)
+        cast(Any, hf).get_base_model().config.to_json_file(folder / MODEL_CONFIG)

@@ -236,7 +236,7 @@ def test_several_heads_learn_from_their_labels(base, tmp_path):
 @pytest.mark.parametrize("head", [{}, {"pooling_method": "attn", "heads_types": ["preference", "short"],
                                        "value_head_prefix": "value_head", "probing_layer": 1}])  # yapf: disable
 def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the_head(base, tmp_path, head):
-    trainer = trainer_of(config_of(base, tmp_path, lora_rank=2, max_steps=3, eval_steps=3, **head))
+    trainer = trainer_of(config_of(base, tmp_path, lora_rank=2, max_steps=3, eval_steps=3, disable_ckpt=False, **head))
     trained = {name for name, param in trainer.scorer.named_parameters() if param.requires_grad}
     adapters, whole = (14, 2) if head else (28, 1)
     assert sum("lora_" in name for name in trained) == adapters and len(trained) == adapters + whole, "and the head"
@@ -244,11 +244,14 @@ def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the
     scorer = load_scorer(str(tmp_path / "hf"))
     assert scorer.hf_model.score.weight.abs().max() > 0
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK), rtol=1e-4, atol=1e-4)
+    export(tmp_path, tmp_path / "again")
     merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "merged", is_rm=True)
     own, found = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged"))
     assert own.keys() == found.keys()
     for name, weight in own.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    written = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("hf", "again")]
+    torch.testing.assert_close(*written)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "merged")]
     assert configs[0] == configs[1] and configs[0]["reward_model"]["std"] > 0
     with pytest.raises(UserError, match="is the adapter of a reward model; add --is_rm"):
