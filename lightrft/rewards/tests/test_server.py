@@ -1,4 +1,5 @@
 """A server of reward models: its numbers and contracts in a process of its own; many, bad and late requests."""
+import itertools
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from lightrft.config.serve_schema import ServeConfig, ServerConfig
 from lightrft.config.tree import options
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.reward_requests import Reader
 from lightrft.rewards.server import RewardServer
 from lightrft.tests.support import launch
 from lightrft.tests.support.scorers import plain
@@ -98,6 +100,28 @@ def test_the_contracts_of_openrlhf_lightrft_and_verl(url, scorers):
     assert one["embedding"][-1] == pytest.approx(wanted[0], abs=1e-5)
     health = requests.get(f"{url}/health", timeout=20).json()
     assert health["status"] == "ok" and health["texts"] >= 25 and health["waiting"] == 0
+
+
+def read(text):
+    return Reader((END, "</s>"), 8).inputs({"input": text})[0].response
+
+
+def test_end_tokens_behind_a_text_are_dropped():
+    expected = re.compile(rf"(?:(?:{re.escape(END)}|</s>)\s*)+\Z")
+    for pieces in itertools.product((END, "</s>", "\n", " ", "x"), repeat=5):
+        assert read("".join(pieces)) == expected.sub("", "".join(pieces)), pieces
+    assert Reader((), 8).inputs({"input": f"x{END}\n"})[0].response == f"x{END}\n"
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000])
+def test_reading_a_text_of_end_tokens_takes_no_time(size):
+    """In every order with other text, which no search from each of them may take in quadratic time."""
+    run = END * (size // len(END))
+    for text, left in ((run + "x", run + "x"), ("x" + run, "x"), (run, ""), ("x" + f"{END}\n" * (size // 11), "x"),
+                       ("x" + " " * size, "x" + " " * size)):  # yapf: disable
+        start = time.thread_time()
+        assert read(text) == left
+        assert time.thread_time() - start < 0.5
 
 
 def test_a_text_that_is_too_long_is_not_scored(url):
