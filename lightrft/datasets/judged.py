@@ -6,11 +6,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.preference_schema import JudgedDataConfig
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.records import missing
+from lightrft.datasets.records import missing, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.datasets.sft_dataset import (check_learnable, Conversation, encode_all, SFTExample, to_conversation,
-                                           TokenizedDataset, with_media)
+from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, SFTExample,
+                                           to_conversation, TokenizedDataset, with_media)
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,28 @@ def desirable(row: Row, key: str, where: str) -> bool:
     Raises:
         DataError: it is missing, or neither true nor false.
     """
-    label = row.get(key)
-    if isinstance(label, (bool, int, float)) and label in (0, 1):
-        return bool(label)
-    raise DataError(f"{where}: the column {key!r} is {label!r}: expected true or false, or 1 or 0. Correct it, or name "
-                    "another column with --label_key")
+    label = truth(row.get(key))
+    if label is None:
+        raise DataError(f"{where}: the column {key!r} is {row.get(key)!r}: expected true or false, or 1 or 0. Correct "
+                        "it, or name another column with --label_key")
+    return label
 
 
 def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str) -> Conversation:
     """Recognise a row as supervised fine-tuning does; of a chat only the last turn is in the loss.
 
     Raises:
-        DataError: the row has no prompt, or no answer at its end.
+        DataError: the row has no prompt, or no answer at its end, or an empty one.
     """
     if not missing(row.get(cfg.output_key)):
         row = {**row, "completion": row[cfg.output_key]}
     chat = to_conversation(row, renderer, where)
-    if chat.first or not chat.messages:
-        return chat
-    if chat.messages[-1]["role"] != "assistant" or missing(chat.messages[-1]["content"]):
-        raise DataError(f"{where}: the chat does not end with an answer. Complete or remove the row")
-    return replace(chat, first=len(chat.messages) - 1)
+    if chat.messages and not chat.first:
+        if chat.messages[-1]["role"] != "assistant" or missing(chat.messages[-1]["content"]):
+            raise DataError(f"{where}: the chat does not end with an answer. Complete or remove the row")
+        chat = replace(chat, first=len(chat.messages) - 1)
+    check_turns(chat, where)
+    return chat
 
 
 class JudgedDataset(TokenizedDataset[Judged]):

@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.grm_schema import JudgeDataConfig
 from lightrft.datasets.media_rows import media_columns, part_media
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.preferences import is_tie
 from lightrft.datasets.records import missing, text_of, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
@@ -73,7 +74,7 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str) -> Ju
             another answer.
     """
     prompt, chosen, rejected = (_text(row, name, where) for name in (cfg.prompt_key, cfg.chosen_key, cfg.rejected_key))
-    media, tie = _media(row, cfg, (prompt, chosen, rejected), second), bool(row.get("tie"))
+    media, tie = _media(row, cfg, (prompt, chosen, rejected), second), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
             f"{where}: the chosen candidate is the rejected one. Remove the row, or mark it with 'tie': true")

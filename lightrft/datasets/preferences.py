@@ -18,9 +18,9 @@ from lightrft.config.options import finite
 from lightrft.datasets.media_rows import part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import UnusableRow, usable
-from lightrft.datasets.records import Message, missing, text_of, to_messages
+from lightrft.datasets.records import Message, missing, silent, text_of, to_messages, truth
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.datasets.sft_dataset import (answered, check_learnable, Conversation, encode_all, SFTExample,
+from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
 
 Answer = str | list[Message]
@@ -63,8 +63,9 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
     """Recognise one row. ``where`` names it in messages.
 
     Raises:
-        PairError: an answer is missing or empty, or both are equal.
-        DataError: an answer is text and the other one messages, the margin is no number, or messages are not valid.
+        PairError: an answer or a turn of it is missing or empty, or both are equal.
+        DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
+            nor false, or messages are not valid.
     """
     chosen, rejected = _answers(row, cfg, where)
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
@@ -72,13 +73,30 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
                                                             or missing(answer[-1]["content"])):
             raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
                             f"column with --{key}_key, remove the row, or use --pair_policy skip")
-    tie, margin = bool(row.get("tie")), finite(row.get("margin") or 0.0)
+    tie, margin = is_tie(row, where), finite(row.get("margin") or 0.0)
     if chosen == rejected and not tie and not _other_media(row, cfg, where):
         raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
                         "use --pair_policy skip")
     if margin is None:
         raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
-    return PairRecord(*_parted(row.get(cfg.prompt_key), chosen, rejected, where), margin, tie, _heads(row, where))
+    prompt, chosen, rejected = _parted(row.get(cfg.prompt_key), chosen, rejected, where)
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if any(turn["role"] == "assistant" and silent(turn) for turn in answer if isinstance(turn, dict)):
+            raise PairError(f"{where}: the {key} answer has an empty turn. Complete or remove it, remove the row, or "
+                            "use --pair_policy skip")
+    return PairRecord(prompt, chosen, rejected, margin, tie, _heads(row, where))
+
+
+def is_tie(row: Row, where: str) -> bool:
+    """Read the column ``tie`` of a row; without a value it is false.
+
+    Raises:
+        DataError: it is neither true nor false.
+    """
+    tie = False if row.get("tie") is None else truth(row["tie"])
+    if tie is None:
+        raise DataError(f"{where}: the column 'tie' is {row['tie']!r}: expected true or false, or 1 or 0. Correct it")
+    return tie
 
 
 def _heads(row: Row, where: str) -> dict[str, float]:
@@ -162,6 +180,8 @@ class PairDataset(TokenizedDataset[Pair]):
         for own, answers in zip(side_rows(rows, records, self._cfg), answers_of):
             chats = [answered(pair.prompt, answer, self._renderer, own.where(i))
                      for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
+            for i, chat in enumerate(chats):
+                check_turns(chat, own.where(i))
             sides.append(with_media(own, chats, data, self._media))
         rows = rows.pick(records)
         both = [i for i in sides[0] if i in sides[1]]

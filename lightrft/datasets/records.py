@@ -14,6 +14,7 @@ Message = dict[str, Any]
 
 PROMPT_COLUMNS = ("prompt", "messages", "input")
 ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
+_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")  # what an answer may have alone
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -41,6 +42,16 @@ def text_of(content: Any) -> str:
 def missing(value: Any) -> bool:
     """Return True for an empty value: null, blank text, an empty list or object."""
     return value is None or (isinstance(value, str) and not value.strip()) or value == [] or value == {}
+
+
+def silent(turn: Message) -> bool:
+    """Return True for a turn without text, media, thoughts or a call of a tool."""
+    return missing(text_of(turn["content"])) and all(missing(turn.get(name)) for name in _BESIDE_CONTENT)
+
+
+def truth(value: Any) -> bool | None:
+    """Read true, false, 1 or 0; None for any other value, which a bare ``bool`` would take for true."""
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def first_value(*candidates: tuple[Any, str]) -> Any:
@@ -103,6 +114,9 @@ def to_message(turn: Any, where: str) -> Message:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
         raise DataError(f"{where}: a chat message must have role and content, not {str(turn)[:80]!r}")
+    if turn["content"] is None and turn["role"] != "assistant":  # what an answer lacks depends on who learns from it
+        raise DataError(f"{where}: a chat message of {turn['role']!r} has null as its content. Write its text, or "
+                        "remove it")
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
 
 

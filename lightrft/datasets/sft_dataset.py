@@ -11,7 +11,7 @@ from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
-from lightrft.datasets.records import as_chat, Message, missing, prompt_column, to_messages
+from lightrft.datasets.records import as_chat, Message, missing, prompt_column, silent, to_messages
 from lightrft.datasets.rendering import CHUNK, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 
@@ -119,6 +119,14 @@ def answered(prompt: str | list[Message], answer: str | list[Message], renderer:
         raise DataError(f"{where}: mixed schema: a text prompt with a chat answer. Use --apply_chat_template")
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else to_messages(answer, where)
     return Conversation(chat + said, first=len(chat))
+
+
+def check_turns(chat: Conversation, where: str) -> None:
+    """Raise a :class:`DataError` for an answer to learn that is empty, and for null in place of any answer."""
+    for i, turn in enumerate(chat.messages or []):
+        if turn["role"] == "assistant" and silent(turn) and (i >= chat.first or turn["content"] is None):
+            raise DataError(f"{where}: the answer in turn {i + 1} of the chat is empty ({turn['content']!r}). Complete "
+                            "or remove it, or remove the row")
 
 
 class ChatMasker:
@@ -292,6 +300,8 @@ class SFTDataset(TokenizedDataset[SFTExample]):
         learning, renderer = self._learning, self._renderer
         chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))
                  for i, row in enumerate(rows.rows)]  # yapf: disable
+        for i, chat in enumerate(chats):
+            check_turns(chat, rows.where(i))
         found = with_media(rows, chats, renderer.cfg, self._media)
         rows, chats = rows.pick(found), [*found.values()]
         encoded = [learning.masked(each) for each in encode_all(chats, renderer, self._media)]

@@ -19,6 +19,8 @@ from lightrft.datasets.records import Message, missing, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 
+_ADVICE = "Correct or remove the row, or use --step_policy skip"
+
 
 class StepError(UnusableRow):
     """The steps of one row and its labels do not belong together."""
@@ -46,11 +48,12 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     """Recognise one row. ``where`` names it in messages.
 
     Raises:
-        StepError: there is no step, a step is empty, or steps and labels differ in number.
+        StepError: there is no step, a step is empty or no text, or steps and labels differ in number.
         DataError: the row has no solution, or no labels.
     """
     if not missing(row.get(cfg.input_key)):
-        *steps, _ = str(row[cfg.input_key]).split(str(cfg.placeholder_token))
+        _check_text(row[cfg.input_key], f"{where}: the column {cfg.input_key!r}")
+        *steps, _ = row[cfg.input_key].split(str(cfg.placeholder_token))
         labels = row.get(cfg.label_key)
         labels = _written(labels, steps, cfg.reward_tokens, where) if isinstance(labels, str) else labels
         return _checked(Solution(None, steps, labels or []), cfg, where)
@@ -58,7 +61,8 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     if missing(prompt) or not isinstance(texts, list):
         raise DataError(f"{where}: the row has no solution (it has {', '.join(row)}). A row needs {cfg.input_key} (see "
                         f"--input_key) and {cfg.label_key} (see --label_key), or prompt, completions and labels")
-    texts = [str(text) for text in texts]
+    for i, text in enumerate(texts):
+        _check_text(text, f"{where}: step {i + 1} of {len(texts)}")
     if any(str(cfg.placeholder_token) in text for text in texts):
         raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which is to follow every step. Remove it, or "
                         "use another --placeholder_token")
@@ -68,18 +72,22 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     return _checked(Solution(asked, steps, labels or []), cfg, where)
 
 
+def _check_text(value: Any, name: str) -> None:
+    if not isinstance(value, str):
+        raise StepError(f"{name} is {repr(value):.80}, which is no text but {type(value).__name__}. {_ADVICE}")
+
+
 def _checked(solution: Solution, cfg: StepDataConfig, where: str) -> Solution:
     """Return the solution, with labels as numbers."""
     steps, labels = solution.steps, solution.labels
-    advice = "Correct or remove the row, or use --step_policy skip"
     if not steps:
-        raise StepError(f"{where}: the solution has no step (no {cfg.placeholder_token} in it). {advice}")
+        raise StepError(f"{where}: the solution has no step (no {cfg.placeholder_token} in it). {_ADVICE}")
     if not isinstance(labels, list) or len(labels) != len(steps):
         count = f"{len(labels)} labels" if isinstance(labels, list) else f"the label {labels!r}"
-        raise StepError(f"{where}: {count} for {len(steps)} steps; each needs one. {advice}")
+        raise StepError(f"{where}: {count} for {len(steps)} steps; each needs one. {_ADVICE}")
     for i, text in enumerate(steps):
         if missing(text):
-            raise StepError(f"{where}: step {i + 1} of {len(steps)} is empty. {advice}")
+            raise StepError(f"{where}: step {i + 1} of {len(steps)} is empty. {_ADVICE}")
     return solution
 
 

@@ -63,8 +63,9 @@ def test_the_prompt_of_texts_without_one_ends_before_a_whole_word(build, tokeniz
 
 def test_margins_and_ties(build):
     row = FORMS["chat and texts"]
-    pairs = build([row | {"margin": 0.5}, row | {"margin": 2, "rejected": "2", "tie": True}])
+    pairs = build([row | {"margin": 0.5, "tie": False}, row | {"margin": 2, "rejected": "2", "tie": True}])
     assert [(pair.margin, pair.tie) for pair in pairs] == [(0.5, False), (2.0, True)]
+    assert [pair.tie for tie in (1, 0.0, None) for pair in build([row | {"tie": tie}])] == [True, False, False]
 
 
 BROKEN = {
@@ -72,6 +73,8 @@ BROKEN = {
     "no chosen": ({"prompt": "a", "rejected": "b"}, "chosen answer is missing or empty .*--chosen_key"),
     "an empty answer": ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected answer is missing or empty"),
     "an empty turn": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]}, "rejected answer is m"),
+    "an empty turn before": ({"prompt": [ASK], "chosen": [BAD | {"content": ""}, ASK, GOOD], "rejected":
+                              [BAD]}, "the chosen answer has an empty turn"),
     "a turn of the user at the end": ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "rejected answer is missing"),
     "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
 }
@@ -94,6 +97,9 @@ def test_rows_that_cannot_be_compared(build, name, capsys):
 def test_what_stops_a_run_under_every_policy(build):
     row = FORMS["chat and texts"]
     for broken, problem in ((row | {"margin": "much"}, "margin 'much' is not a number"),
+                            *((row | {"tie": tie}, "column 'tie' is .*: expected true or false")
+                              for tie in ("false", "no", -1, [False])),
+                            (row | {"prompt": [ASK, GOOD | {"content": None}, ASK]}, "turn 2 of the chat is empty"),
                             (row | {"chosen": [GOOD]}, "one answer is text, the other one messages"),
                             ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "text prompt with a chat answer")):
         with pytest.raises(DataError, match=problem):

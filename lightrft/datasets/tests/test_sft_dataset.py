@@ -89,6 +89,43 @@ def test_row_without_answer(build, row):
         build([row])
 
 
+def said(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize("row,turn,found", [
+    ({"messages": said("a", "")}, 2, "''"),
+    ({"messages": said("a", " \n")}, 2, ".*"),
+    ({"messages": said("a", None)}, 2, "None"),
+    ({"messages": said("a", "", "b", "c")}, 2, "''"),
+    ({"messages": said("a", [{"type": "text", "text": ""}])}, 2, ".*"),
+    ({"prompt": said("a"), "completion": said("", "")[1:]}, 2, "''"),
+    ({"instruction": "a", "output": "b", "history": [["c", ""]]}, 2, "''"),
+    ({"messages": [*said("a"), CALL | {"tool_calls": []}]}, 2, "None"),
+])  # yapf: disable
+def test_an_empty_answer_among_turns_is_refused(build, row, turn, found):
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: the answer in turn {turn} of the chat is empty .{found}"):
+        build([row])
+
+
+def test_turns_that_are_not_learnt_or_that_call_a_tool_may_be_empty(build):
+    tokenizer = with_template(
+        tiny.CHATML.replace("m['content'] +", "(m['content'] or m['tool_calls'][0].function.name) +"))
+    example = build([{"messages": [*said("a"), CALL]}], tokenizer=tokenizer)[0]
+    assert learnt(example, tokenizer) == ["f<|im_end|>"]
+    rows = [{"messages": said("a", "", "b", "c")}]
+    assert learnt(build(rows, learning=Learning(every_turn=False))[0], tokenizer) == ["c<|im_end|>"]
+
+
+def test_null_in_place_of_a_question_names_its_row(build):
+    for rows in (said(None, "b"), said("a", "b", None, "c")):
+        with pytest.raises(DataError, match="row 2: a chat message of 'user' has null as its content"):
+            build([{"messages": said("a", "b")}, {"messages": rows}])
+
+
 def test_row_without_prompt(build):
     with pytest.raises(DataError,
                        match="the row has no demonstration .it has response.*messages, .*completion.*--input_key"):

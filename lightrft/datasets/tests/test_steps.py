@@ -63,6 +63,9 @@ def test_chats_and_other_separators():
     (ROW | {"input": "1+1?\n2# #"}, "step 2 of 2 is empty"),
     (TRL | {"completions": ["2#", "2"]}, "a step holds #, which is to follow every step"),
     (TRL | {"completions": ["2", ""]}, "step 2 of 2 is empty"),
+    (ROW | {"input": ["1#", "2#"]}, "the column 'input' is .'1#', '2#'., which is no text but list"),
+    (TRL | {"completions": ["2", None]}, "step 2 of 2 is None, which is no text but NoneType"),
+    (TRL | {"completions": [{"text": "2"}, "2"]}, "step 1 of 2 is {'text': '2'}, which is no text but dict"),
     (TRL | {"labels": [True] * 3}, "3 labels for 2 steps"),
 ])  # yapf: disable
 def test_steps_without_a_label_each_stop_the_run_or_are_counted(row, said):

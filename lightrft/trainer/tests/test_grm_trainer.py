@@ -64,6 +64,7 @@ def test_media_follow_their_candidates():
     ({"chosen": "5"}, "row 1: the chosen candidate is the rejected one"),
     ({"rejected": ""}, "the row has no rejected"),
     ({"prompt": None}, "the row has no prompt"),
+    ({"tie": "false"}, "row 1: the column 'tie' is 'false': expected true or false"),
     ({"judgement": "<answer>Response 2 is better</answer>"}, "ends with 'Response 2 is better', and 'Response 1"),
     ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside of its messages"),
 ])

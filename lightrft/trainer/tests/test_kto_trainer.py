@@ -118,6 +118,8 @@ def test_training_on_judged_answers_learns_them(home, tmp_path):
     ({"completion": "b", "label": True}, "no demonstration"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                    {"role": "user", "content": "c"}], "label": True}, "does not end with an answer"),
+    ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": ""}],
+      "label": True}, "the answer in turn 2 of the chat is empty"),
 ])  # yapf: disable
 def test_rows_that_cannot_be_used_are_refused(row, said, home, tmp_path):
     (home / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
