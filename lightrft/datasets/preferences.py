@@ -22,6 +22,7 @@ from lightrft.datasets.records import Message, missing, silent, text_of, to_mess
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
+from lightrft.utils.logging import get_logger
 
 Answer = str | list[Message]
 _BETTER = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}  # probability that the chosen answer is better
@@ -188,8 +189,9 @@ class PairDataset(TokenizedDataset[Pair]):
         rows, pairs = rows.pick(both), [pairs[i] for i in both]
         chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)
         lens = [max(len(a.token_ids), len(b.token_ids)) for a, b in zip(chosen, rejected)]
-        return [Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads)
-                for i in self.fitting(rows, lens)]  # yapf: disable
+        found = {i: Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads)
+                 for i in self.fitting(rows, lens)}  # yapf: disable
+        return distinct(rows, found, self._cfg.pair_policy)
 
     def _encoded(self, entry: int, rows: Rows, chats: list[Conversation]) -> list[SFTExample]:
         """Tokenize one side of all pairs, up to the last token of the answer."""
@@ -198,6 +200,24 @@ class PairDataset(TokenizedDataset[Pair]):
         ends = [len(mask) - mask[::-1].index(True) for _, mask in encoded]
         return [SFTExample(f"{entry}:{rows.number(i)}", ids[:end], mask[:end], chat.media)
                 for i, ((ids, mask), end, chat) in enumerate(zip(encoded, ends, chats))]  # yapf: disable
+
+
+def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
+    """Return ties, and the pairs whose sequences differ in tokens or media; a template may trim what the texts differ
+    in. The number of others is logged under the policy "skip".
+
+    Raises:
+        PairError: there is another one, under the policy "error".
+    """
+    sides = {i: [(side.token_ids, side.media) for side in (pair.chosen, pair.rejected)] for i, pair in pairs.items()}
+    equal = [i for i, (chosen, rejected) in sides.items() if chosen == rejected and not pairs[i].tie]
+    if equal and policy == "error":
+        raise PairError(f"{rows.where(equal[0])}: the chosen answer is the rejected one in tokens: the chat template "
+                        "drops what differs. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
+    if equal:
+        get_logger().warning("%d of %d rows have answers that are the same tokens (the first: %s): left out",
+                             len(equal), len(rows), rows.where(equal[0]))
+    return [pairs[i] for i in sorted(pairs.keys() - equal)]
 
 
 def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:

@@ -4,6 +4,7 @@ import pytest
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.rows import DataError
+from lightrft.tests.support import tiny
 
 ASK, GOOD, BAD = ({"role": role, "content": text}
                   for role, text in (("user", "1+1?"), ("assistant", "2"), ("assistant", "3")))
@@ -104,6 +105,22 @@ def test_what_stops_a_run_under_every_policy(build):
                             ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "text prompt with a chat answer")):
         with pytest.raises(DataError, match=problem):
             build([broken], pair_policy="skip")
+
+
+def test_answers_of_the_same_tokens_are_equal(build, tokenizer, monkeypatch, capsys):
+    """As texts they differ: a template trims them, or does not read a key of the message."""
+    monkeypatch.setattr(tokenizer, "chat_template", tiny.CHATML.replace("m['content'] +", "m['content'] | trim +"))
+    good, rows = FORMS["TRL, explicit prompt"], [{"chosen": "3\n", "rejected": "3"},
+                                                 {"rejected": [GOOD | {"name": "x"}]}]  # yapf: disable
+    for row in ({"prompt": [ASK], "chosen": [GOOD]} | row for row in rows):
+        with pytest.raises(DataError, match="row 1: the chosen answer is the rejected one in tokens"):
+            build([row])
+        pairs = build([row | {"tie": True}])
+        assert [pair.tie for pair in pairs] == [True] and pairs[0].chosen.token_ids == pairs[0].rejected.token_ids
+    row = good | rows[1]
+    pairs = build([good, row, good, row], pair_policy="skip")
+    assert [pair.uid for pair in pairs] == ["0:0", "0:2"] and pairs.dropped == 2
+    assert "2 of 4 rows have answers that are the same tokens" in capsys.readouterr().err
 
 
 def test_a_pair_with_a_sequence_beyond_the_limit_is_dropped_as_a_whole(build, capsys):
