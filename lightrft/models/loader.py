@@ -101,12 +101,13 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
 def load_reward_model(cfg: RewardModelConfig, deferred: bool = False) -> RewardModel:
     """Load the model at ``cfg.pretrain`` to train as a reward model, with LoRA and frozen parts of ``cfg``.
 
-    A model without a head gets one of zeros; all rewards start at 0.
+    A model without a head gets one of zeros; all rewards start at 0. One with a head keeps it.
     """
     path = _chosen(cfg.pretrain, "--pretrain")
     config = _config(path)
     cut_layers(config, cfg.probing_layer)
     head = RewardHead(cfg.heads_types, cfg.pooling_method, cfg.value_head_prefix)
+    head.check_continues(config, path)
     loaded, modality = _reward_weights(path, config, head, torch.float32, head.new, deferred)
     hf: Any = loaded.hf
     for name in loaded.missing:

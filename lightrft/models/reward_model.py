@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
+from lightrft.config.options import show
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import PackedModel, with_score
@@ -54,6 +55,25 @@ class RewardHead:
             raise UserError(
                 f"reward model {path!r} has {config.num_labels} scores; give a sequence classifier with one")
         return cls()
+
+    def check_continues(self, config: PretrainedConfig, path: str) -> None:
+        """Refuse to train a reward model further with a head of another shape: its own would be dropped or renamed.
+
+        Raises:
+            UserError: the model at ``path`` has another head.
+        """
+        known = config_value(config, KEY, None)
+        if known is None:
+            return
+        flags = ("heads_types", "pooling_method", "value_head_prefix")
+        for flag, mine, stored in zip(flags, self._shape, RewardHead(**known)._shape):
+            if mine != stored:
+                raise UserError(f"--{flag} {show(mine)}: the reward model {path!r} has {show(stored)}, and is trained "
+                                f"further with the head that it has; give --{flag} {show(stored)}")
+
+    @property
+    def _shape(self) -> tuple[list[str], str, str]:
+        return self.names, self.pooling, self.prefix
 
     @property
     def measured(self) -> bool:

@@ -6,6 +6,8 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import RECIPE, ScoreConfig
 from lightrft.config.layers import changed
+from lightrft.config.media_schema import MediaConfig
+from lightrft.config.options import show
 from lightrft.config.schema import Config
 from lightrft.preflight.reward_rules import reward_problems
 from lightrft.preflight.shared_rules import writable
@@ -38,6 +40,9 @@ def output_problems(c: GenerateConfig) -> Iterator[str]:
     if c.data.iter is None:
         for name, value in changed(c, ["rollout_batch_size"]):
             yield f"--{name} {value}: has no effect without --iter; add --iter 0 or drop --{name}"
+    if c.data.prompt_data_probs and len(c.data.prompt_data) > 1:
+        yield (f"--prompt_data_probs {show(c.data.prompt_data_probs)}: has no effect, every row of every --prompt_data "
+               "is used once; drop it, and name only the data to use")
     if c.generates:
         yield from _sampling(c)
     else:
@@ -65,9 +70,10 @@ def _sampling(c: GenerateConfig) -> Iterator[str]:
 
 def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     """Yield the options that only generation reads; of the scored rows the prompts are text already, or chats that a
-    reward model renders by its own template."""
-    rendering = ("chat_template", "system_prompt", "input_template", "enable_csft")
-    read = {*vars(c.engine), *rendering} | (set() if c.scoring.models else {"apply_chat_template"})
+    reward model renders by its own template, and media are not read."""
+    rendering = ("chat_template", "system_prompt", "input_template", "enable_csft", "overlong_prompt", "data_workers")
+    bare = () if c.scoring.models else ("apply_chat_template", )
+    read = {*vars(c.engine), *vars(MediaConfig()), *rendering, *bare}
     for name, value in changed(c, read):
         yield f"--{name} {value}: has no effect with --eval_task rm, which generates nothing; drop it"
 

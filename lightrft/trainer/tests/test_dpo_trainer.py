@@ -18,6 +18,8 @@ from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import reference
+from lightrft.trainer.reference_cache import digests
+from lightrft.types import Experience
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve
 rig = runs.Rig("dpo", "pairs")
@@ -150,6 +152,14 @@ def test_a_second_run_reads_the_log_probs_of_the_reference(home, tmp_path, monke
     run(home, tmp_path / "third", **cached | {"ref_pretrain": None})
     assert len([*(tmp_path / "cache").iterdir()]) == 2
     assert runs.metrics(tmp_path / "third")[0]["dpo/rewards/margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_sums_are_known_by_tokens_loss_and_media():
+    kinds = [([5, 6, 7], [False, True, True], ()), ([5, 6, 8], [False, True, True], ()),
+             ([5, 6, 7], [False, False, True], ()), ([5, 6, 7], [False, True, True], ("cat", ))]  # yapf: disable
+    tokens, masks, media = zip(*kinds, kinds[0])
+    found = [*digests(Experience.pack(tokens, masks, media=[*media]))]
+    assert len({*found}) == 4 and found[0] == found[4]
 
 
 def test_a_damaged_cache_is_made_again(home, tmp_path):

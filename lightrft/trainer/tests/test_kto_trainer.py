@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.datasets.judged import others
+from lightrft.datasets.judged import mismatched, others
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.ops.preference import kto, kto_kl
@@ -53,10 +53,12 @@ def test_mismatched_sequences_have_the_answer_to_another_prompt(home, tmp_path):
 
 def test_the_next_other_prompt_is_found_from_everywhere():
 
-    def row(prompt):
-        return SFTExample("", [ord(letter) for letter in prompt] + [0], [False] * len(prompt) + [True])
+    def row(prompt, media=()):
+        return SFTExample("", [ord(letter) for letter in prompt] + [0], [False] * len(prompt) + [True], media)
 
     assert others([row(text) for text in "aabca"]) == [2, 2, 3, 4, 2]
+    seen = [row("a", ("cat", )), row("a", ("cat", )), row("a", ("dog", ))]
+    assert others(seen) == [2, 2, 0] and mismatched(seen[0], seen[2], 9).media == ("cat", ), "of the prompt"
     with pytest.raises(DataError, match="2 judged answers to one prompt.*several prompts"):
         others([row("a"), row("a")])
 
@@ -65,11 +67,17 @@ def test_the_next_other_prompt_is_found_from_everywhere():
 def straight(home, tmp_path_factory):
     """Three steps in one process, with a checkpoint after two."""
     save = tmp_path_factory.mktemp("straight")
-    return run(home, save, **WEIGHTS, eval_steps=0, disable_ckpt=False, save_steps=2), save
+    (home / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in runs.JUDGED[1:4]), encoding="utf-8")
+    return run(home, save, **held(home), disable_ckpt=False, save_steps=2), save
+
+
+def held(home):
+    """Options of a run with three held-out answers, so that one of two ranks has a forward pass without any."""
+    return WEIGHTS | {"eval_data": [str(home / "three.jsonl")], "eval_steps": -1}
 
 
 def test_one_micro_batch_is_eight(straight, home, tmp_path):
-    run(home, tmp_path, **WEIGHTS, eval_steps=0, micro_train_batch_size=1)
+    run(home, tmp_path, **held(home), micro_train_batch_size=1)
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 1e-5
     assert runs.close(runs.exported(tmp_path), runs.load_file(home / "model" / "model.safetensors")) > 1e-3
     assert runs.metrics(tmp_path)[-1]["kto/kl"] > 0
@@ -80,18 +88,19 @@ def test_resumed_is_straight(straight, home, tmp_path):
     resumed = tmp_path / "resumed"
     shutil.copytree(save, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_000003")
-    run(home, resumed, **WEIGHTS, eval_steps=0, disable_ckpt=False, save_steps=2, load_checkpoint=True)
+    run(home, resumed, **held(home), disable_ckpt=False, save_steps=2, load_checkpoint=True)
     assert runs.close(runs.exported(save), runs.exported(resumed)) == 0 and runs.metrics(save) == runs.metrics(resumed)
 
 
 @pytest.mark.dist
 def test_two_ranks_are_one(straight, home, tmp_path):
-    runs.launch("lightrft.cli.train_kto", home, tmp_path, "judged", beta=0.5, **WEIGHTS, eval_steps=0,
-                micro_train_batch_size=2)
+    options = held(home) | {"eval_data": home / "three.jsonl", "beta": 0.5}
+    runs.launch("lightrft.cli.train_kto", home, tmp_path, "judged", **options, micro_train_batch_size=1)
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 2e-5
     for a, b in zip(runs.metrics(tmp_path), runs.metrics(straight[1]), strict=True):
         for key in ("loss", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "grad_norm"):
             assert a[f"kto/{key}"] == pytest.approx(b[f"kto/{key}"], rel=1e-3, abs=1e-5), key
+    assert a["eval/loss"] == pytest.approx(b["eval/loss"], rel=1e-3)
 
 
 def test_the_cache_has_mismatched_sequences_too(home, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """Reward models: loss, gradient and scores against Hugging Face, ranks, micro-batches, resuming, heads."""
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -168,6 +170,7 @@ def test_two_ranks_are_one_rank(base, straight, tmp_path, strategy):
         assert a["rm/loss"] == pytest.approx(b["rm/loss"], rel=1e-4) and a["rm/accuracy"] == b["rm/accuracy"]
         assert a["rm/tokens"] == b["rm/tokens"]
     assert a["eval/reward_mean"] == pytest.approx(b["eval/reward_mean"], abs=1e-3)
+    assert a["eval/reward_std"] == pytest.approx(b["eval/reward_std"], rel=0.02)
 
 
 # -- the head ---------------------------------------------------------------------------------------------------------
@@ -219,18 +222,48 @@ def test_the_scale_is_learnt_and_only_of_training(base, tmp_path):
     assert not any("scale" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
 
 
+def two_head_loss(trainer):
+    """The mean over pairs of the mean over their known heads, one head of one pair at a time."""
+    with torch.no_grad():
+        gaps = trainer.scorer.eval()(trainer.pack(trainer.eval_rows).exp).unflatten(0, (-1, 2)).diff(dim=1)[:, 0].neg()
+    losses = []
+    for pair, gap in zip(trainer.eval_rows, gaps.tolist(), strict=True):
+        one = [(gap[0], 0.5, 0.0) if pair.tie else (gap[0], 1.0, pair.margin)]
+        if "short" in pair.heads:
+            one += [(gap[1], pair.heads["short"], 0.0)]  # the margin is of the first head
+        losses += [mean(-p * log_sigmoid(d - m) - (1 - p) * log_sigmoid(-d - m) for d, p, m in one)]
+    return mean(losses)
+
+
+def log_sigmoid(number):
+    return -math.log1p(math.exp(-number))
+
+
 def test_several_heads_learn_from_their_labels(base, tmp_path):
     trainer = trainer_of(config_of(base, tmp_path, heads_types=["preference", "short"], value_head_prefix="value_head"))
     labels = trainer.pack(trainer.eval_rows).exp.labels[::2]
     assert labels[:4, 1].nan_to_num(9.0).tolist() == [1.0, 0.0, 0.5, 9.0] and labels[5].tolist()[0] == 0.5
     trainer.fit()
     assert "eval/accuracy_short" in metrics(tmp_path)[-1]
+    assert trainer.evaluate()["eval/loss"] == pytest.approx(two_head_loss(trainer), rel=1e-4)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert weights["value_head.weight"].shape == (2, 32) and "score.weight" not in weights
     scorer = load_scorer(str(tmp_path / "hf"))
     assert scorer.head.names == ["preference", "short"]
     assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
+
+
+@pytest.mark.parametrize("flag,given,typed", [("heads_types", ["short", "preference"], "short,preference"),
+                                              ("pooling_method", "last", "last"),
+                                              ("value_head_prefix", "score", "score")])  # yapf: disable
+def test_a_reward_model_is_trained_further_with_the_head_that_it_has(flag, given, typed, base, tmp_path):
+    """A head of another name would start from zeros, one in another order would take each standard for another."""
+    has = {"heads_types": ["preference", "short"], "pooling_method": "attn", "value_head_prefix": "value_head"}
+    load_reward_model(RewardModelConfig(pretrain=str(base), **has)).hf_model.config.save_pretrained(tmp_path)
+    kept = {"heads_types": "preference,short"}.get(flag, has[flag])
+    with pytest.raises(UserError, match=f"--{flag} {typed}: the reward model .* has {kept}, .* give --{flag} {kept}"):
+        load_reward_model(RewardModelConfig(pretrain=str(tmp_path), **has | {flag: given}))
 
 
 @pytest.mark.parametrize("head", [{}, {"pooling_method": "attn", "heads_types": ["preference", "short"],
