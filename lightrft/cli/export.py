@@ -52,7 +52,8 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     from lightrft.trainer.run_log import RunLog
     path = _step_folder(checkpoint)
     check_empty(out)
-    config = _config(read_global(path)["options"], pretrain)
+    saved = read_global(path)
+    config = _config(saved["options"], pretrain)
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
     command = TRAINED.get(type(config))  # None: of reinforcement learning
@@ -60,13 +61,15 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
         partial(command.trainer_class().load, config) if command else partial(load_actor, config.model))
     manager = CheckpointManager(strategy, path.parent)
     manager.load(path, {"actor": actor})
+    tokenizer = load_tokenizer(config.model.pretrain, config.data.chat_template)
+    if command:
+        command.trainer_class().describe(actor.model, tokenizer, saved)
     strategy.save_model(actor, out)
     log = RunLog(config, strategy)
     info = marker(path)
     if (path.parents[1] / "metrics.jsonl").is_file():  # the run may have moved
         log.folder = path.parents[1]
-    log.model_files(out, load_tokenizer(config.model.pretrain, config.data.chat_template), info["step"],
-                    info["metrics"])
+    log.model_files(out, tokenizer, info["step"], info["metrics"])
     strategy.teardown()
 
 

@@ -1,6 +1,6 @@
 """Core of the trainers on fixed data: the batches, strategies and checkpoints of reinforcement learning, no rollout."""
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -81,6 +81,14 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
     @abstractmethod
     def load(cls, config: Any) -> nn.Module:
         """Load the model to train; its weights may stay in their files."""
+
+    @classmethod
+    def describe(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> None:
+        """Write to the config of ``model`` what exports say of it: here nothing more than it has.
+
+        Args:
+            state: of :meth:`extra_state`, or a part of it.
+        """
 
     @abstractmethod
     def pack(self, rows: Sequence[Row]) -> Batch:

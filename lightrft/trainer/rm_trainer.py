@@ -1,10 +1,11 @@
 """Training of scalar reward models on pairs (Bradley-Terry)."""
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.rm_schema import RMConfig
 from lightrft.datasets.preferences import Pair
@@ -23,11 +24,7 @@ class RMTrainer(PairTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held_out: list[Tensor] = []  # rewards of an evaluation, of this rank
-        text: Any = cast(Any, self.scorer.config).get_text_config()
-        if self.tokenizer.pad_token_id == self.tokenizer.eos_token_id:
-            text.pad_token_id = None  # Hugging Face would take the last token of a sequence for padding
-        else:
-            text.pad_token_id = self.tokenizer.pad_token_id
+        self.describe(self.scorer, self.tokenizer, {})
 
     @property
     def scorer(self) -> RewardModel:
@@ -38,6 +35,17 @@ class RMTrainer(PairTrainer):
     def load(cls, config: RMConfig) -> nn.Module:
         """Load the model with its head."""
         return load_reward_model(config.model, deferred=True)
+
+    @classmethod
+    def describe(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> None:
+        """Extend :meth:`OfflineTrainer.describe`: the padding, and mean and std of rewards if ``state`` has them."""
+        scorer = cast(RewardModel, model)
+        text: Any = scorer.hf_model.config.get_text_config()
+        shared = tokenizer.pad_token_id == tokenizer.eos_token_id
+        # with a shared one Hugging Face would take the last token of a sequence for padding
+        text.pad_token_id = None if shared else tokenizer.pad_token_id
+        scorer.head.mean, scorer.head.std = state.get("moments", (scorer.head.mean, scorer.head.std))
+        scorer.head.write(scorer.hf_model.config)
 
     def pack(self, rows: Sequence[Pair]) -> Batch:
         """Extend :meth:`PairTrainer.pack`: ``labels`` [B, K] of all heads; NaN where a row has none."""
@@ -77,13 +85,9 @@ class RMTrainer(PairTrainer):
         rewards = torch.cat(self._held_out)
         count, total = self.strategy.all_reduce(torch.stack([torch.ones_like(rewards).sum(), rewards.sum()])).tolist()
         square = self.strategy.all_reduce(((rewards - total / count)**2).sum()).item()
-        self.keep_moments(total / count, (square / count)**0.5)
+        moments = (total / count, (square / count)**0.5)
+        self.describe(self.scorer, self.tokenizer, {"moments": moments})
         return metrics | {"eval/reward_mean": self.scorer.head.mean, "eval/reward_std": self.scorer.head.std}
-
-    def keep_moments(self, mean: float, std: float) -> None:
-        """Write mean and std of rewards to the config that exports have."""
-        self.scorer.head.mean, self.scorer.head.std = mean, std
-        self.scorer.head.write(self.scorer.hf_model.config)
 
     def extra_state(self) -> dict[str, Any]:
         """Extend :meth:`OfflineTrainer.extra_state` by the moments of the rewards."""
@@ -92,4 +96,4 @@ class RMTrainer(PairTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`extra_state`."""
         super().load_extra_state(state)
-        self.keep_moments(*state["moments"])
+        self.describe(self.scorer, self.tokenizer, state)

@@ -142,6 +142,8 @@ def test_a_checkpoint_is_exported_as_the_run_exports(base, straight, tmp_path):
     own, found = (load_file(folder / "model.safetensors") for folder in (straight / "hf", tmp_path / "out"))
     assert own.keys() == found.keys() and all(torch.equal(own[name], found[name]) for name in own)
     assert any("score" in name for name in own)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (straight / "hf", tmp_path / "out")]
+    assert configs[0] == configs[1] and configs[0]["reward_model"]["std"] > 0
 
 
 def test_resumed_is_straight(base, straight, tmp_path):
