@@ -1,6 +1,10 @@
-"""Tiny runs of the trainers on preferences, in this process and under torchrun."""
+"""Tiny runs of the trainers on preferences, in this process and under torchrun.
+
+``python -m lightrft.tests.support.preference_runs HOME SAVE`` runs :func:`all_under_zero` on every rank.
+"""
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,7 +125,31 @@ def launch(script: str, home: Path, save: Path, data: str, **options: Any) -> No
     torchrun(script, *(word for name, value in values.items() for word in (f"--{name}", value)))
 
 
+EVERY = {
+    "sft": ("judged", {}), "kto": ("judged", {"undesirable_loss_weight": 0.5}), "dpo": ("pairs", {"loss": "aot"}),
+    "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3}),
+    "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]})
+}  # yapf: disable
+
+
+def run_of(command: str, home: Path, save: Path, **options: Any) -> None:
+    """Run ``command`` with the data and the options of :data:`EVERY`."""
+    data, own = EVERY[command]
+    own = {name: value.format(home=home) if isinstance(value, str) else value for name, value in own.items()}
+    Rig(command, data).run(home, save, eval_steps=0, **own, **options)
+
+
+def all_under_zero(home: Path, save: Path) -> None:
+    """Run all of :data:`EVERY`, one after the other, with DeepSpeed's stage 3."""
+    for command in EVERY:
+        run_of(command, home, save / command, strategy="deepspeed", zero_stage=3, micro_train_batch_size=2)
+
+
 def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
     """The largest difference of two sets of weights."""
     assert one.keys() == two.keys()
     return max((one[name] - two[name]).abs().max().item() for name in one)
+
+
+if __name__ == "__main__":
+    all_under_zero(*map(Path, sys.argv[1:]))

@@ -1,0 +1,29 @@
+"""The trainers on fixed data under DeepSpeed's ZeRO 3 on two ranks, against one process without it."""
+import pytest
+
+from lightrft.tests.support import preference_runs as runs
+from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.preference_runs import EVERY, home
+from lightrft.tests.support.runs import no_picture
+
+no_picture, home = no_picture, home  # fixtures; the module draws no curve
+
+
+@pytest.fixture(scope="module")
+def ranks(home, tmp_path_factory):
+    """Three steps of every trainer, all in one start of two ranks."""
+    pytest.importorskip("deepspeed")
+    save = tmp_path_factory.mktemp("ranks")
+    torchrun("lightrft.tests.support.preference_runs", home, save)
+    return save
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("command", EVERY)
+def test_two_ranks_are_one(command, ranks, home, tmp_path):
+    runs.run_of(command, home, tmp_path)
+    start = runs.load_file(home / "model" / "model.safetensors")
+    assert runs.close(runs.exported(tmp_path), runs.exported(ranks / command)) < 2e-5
+    assert runs.close(runs.exported(tmp_path), start) > 1e-3
+    for a, b in zip(runs.metrics(tmp_path), runs.metrics(ranks / command), strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
