@@ -86,7 +86,7 @@ def _keep_few_kernels() -> None:
 
 @lru_cache(maxsize=1)
 def _vendor() -> str:
-    """Maker of the CPU by its own name, such as GenuineIntel; empty where the system does not tell."""
+    """Maker of the CPU by its own name, such as GenuineIntel; empty where the system does not report it."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")

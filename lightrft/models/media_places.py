@@ -37,7 +37,7 @@ class MediaPlaces:
         }
 
     def groups(self, kinds: Iterable[str]) -> list[Kinds]:
-        """Group the ``kinds`` by what stands for them. Nothing tells those of one group apart: their features take its
+        """Group the ``kinds`` by what stands for them. Those of one group look alike: their features take its
         places in the order of the media (InternVL and SmolVLM, for which a video is a row of pictures)."""
         found: dict[tuple[int, tuple[int, ...]], Kinds] = {}
         for kind in kinds:

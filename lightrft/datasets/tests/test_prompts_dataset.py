@@ -219,12 +219,13 @@ def test_mixing_probabilities_reach_the_loader(write, tokenizer):
         PromptsDataset(cfg, tokenizer, 50)
 
 
-def test_ten_thousand_prompts_in_two_seconds(build):
+def test_ten_thousand_prompts_in_seconds(build):
+    """1.4 s of CPU time on an idle core; a step of a second per thousand rows would show."""
     rows = [VERL | {"extra_info": {"index": i}, "prompt": [{"role": "user", "content": f"What is {i}+{i}?"}]}
             for i in range(10_000)]  # yapf: disable
     start = time.process_time()
     assert len(build(rows)) == 10_000
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 5
 
 
 def test_worker_processes_give_the_same_prompts(build):
