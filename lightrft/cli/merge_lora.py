@@ -78,10 +78,10 @@ def _merge_trained(model: str, adapter: Path, described: Path, out: Path, dtype:
 
     from lightrft.config.rm_schema import RewardModelConfig
     from lightrft.models.loader import load_reward_model
-    from lightrft.models.reward_model import KEY, RewardHead
+    from lightrft.models.reward_model import RewardHead
     from lightrft.strategy.export import write_model
     config = AutoConfig.for_model(**json.loads(described.read_text(encoding="utf-8")))
-    head = RewardHead(**getattr(config, KEY))
+    head = RewardHead.of(config, str(adapter))
     scorer = load_reward_model(
         RewardModelConfig(pretrain=model, heads_types=head.names, pooling_method=head.pooling,
                           value_head_prefix=head.prefix, probing_layer=config.get_text_config().num_hidden_layers))

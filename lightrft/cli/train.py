@@ -32,8 +32,8 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     from lightrft.models.tokenizer import load_tokenizer
     from lightrft.rewards.manager import RewardManager
     from lightrft.rewards.neural import ScorerSetup
-    from lightrft.trainer.model_media import open_media
     from lightrft.trainer.hub_files import fetch_once
+    from lightrft.trainer.model_media import open_media
     from lightrft.trainer.pretraining_loss import read_pretraining
     from lightrft.trainer.session import training_session
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models

@@ -205,10 +205,10 @@ class MediaModality(ActorModality):
         for group in self.places.groups(kinds):
             of_sequence = keys_of(exp, group)
             if any(of_sequence):
-                self.places.check(exp, group, of_sequence, {key: len(first) for key, (first, *_) in rows.items()})
+                found = self.places.of(exp, group[0])
+                self.places.check(found, exp, group, of_sequence, {key: len(row[0]) for key, row in rows.items()})
                 joined = map(torch.cat, zip(*(rows[key] for some in of_sequence for key in some)))
-                places, first, *deeper = (upload(one, embeddings.device)
-                                          for one in (self.places.of(exp, group[0]), *joined))
+                places, first, *deeper = (upload(one, embeddings.device) for one in (found, *joined))
                 embeddings = embeddings.index_put((places, ), first.to(embeddings.dtype))
                 where.append(places)
                 levels.append(deeper)

@@ -76,15 +76,17 @@ class MediaPlaces:
         starts = inside & ~nn.functional.pad(inside, (1, -1))
         return torch.where(inside, starts.cumsum(0), -1)
 
-    def check(self, exp: Experience, kinds: Kinds, keys: Sequence[Sequence[str]], features: Mapping[str, int]) -> None:
-        """Compare, sequence by sequence, the tokens that stand for media of the group ``kinds`` with the ``features``
-        of its ``keys``, a number by key.
+    @staticmethod
+    def check(places: Tensor, exp: Experience, kinds: Kinds, keys: Sequence[Sequence[str]],
+              features: Mapping[str, int]) -> None:
+        """Compare, sequence by sequence, the ``places`` (:meth:`of`) of media of the group ``kinds`` with the
+        ``features`` of its ``keys``, a number by key.
 
         Raises:
             UserError: they differ.
         """
         ends = exp.host.cu_seqlens[1:].long()
-        tokens = torch.bucketize(self.of(exp, kinds[0]), ends, right=True).bincount(minlength=len(ends)).tolist()
+        tokens = torch.bucketize(places, ends, right=True).bincount(minlength=len(ends)).tolist()
         for number, (found, some) in enumerate(zip(tokens, keys)):
             if found != (wanted := sum(features[key] for key in some)):
                 raise UserError(

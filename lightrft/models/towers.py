@@ -331,7 +331,8 @@ def rope_of_grids(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors]
     Qwen2-VL or Qwen2.5-VL would have the positions of frames.
     """
     given = _all_of(media, "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    given |= {name: seconds.double() for name, seconds in given.items() if name == "second_per_grid_ts"}  # as in vLLM
+    if "second_per_grid_ts" in given:
+        given["second_per_grid_ts"] = given["second_per_grid_ts"].double()  # rounded as in vLLM
     found, following = hf.model.get_rope_index(ids[None], kinds[None].int(), **given)[0][:, 0], 0
     starts = [0, *((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
     for start, end in zip(starts, starts[1:]):

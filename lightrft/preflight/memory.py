@@ -197,8 +197,8 @@ def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[st
     m, (tokens, several) = config.model, update_tokens(config, world_size)
     one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0,
                       bool(m.use_liger))
-    before, chunk = replace(one, tokens=micro_batch_tokens(config,
-                                                           world_size)[0]), held["logits of one chunk"][BACKWARD]
+    before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
+    chunk = held["logits of one chunk"][BACKWARD]
     kept = one.kept + max(0.0, one.backward - one.kept - chunk)
     rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0)}
     for name, (generation, passes, backward, optimizer, sync) in held.items():
