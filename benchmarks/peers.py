@@ -1,13 +1,14 @@
 """Compare a GRPO run with TRL's ``GRPOTrainer``, side by side: CPU seconds per step and tokens per CPU second.
 
-    make peers [ARGS="--pairs 3 --threads 1 2 --cases equal ragged --out peers.json"]
+    make peers [ARGS="--pairs 3 --threads 1 2 --cases equal ragged hard --out peers.json"]
 
 Both trainers run in turn, each in a process of its own, on the same model, prompts, reward function, batch, lengths and
-optimizer, one optimizer step per rollout. Two cases: ``equal`` is the quickstart (64 prompts x 8 samples, whose answers
-have nearly one length); ``ragged`` has 3M random parameters and draws its end token with probability 1 / 97 (16 prompts
-x 8 samples, 91 of at most 256 tokens on average). ``lightrft`` trains every sample, as TRL does; ``lightrft, default``
-leaves out the samples without an advantage, which add exactly 0 to the gradient. CPU seconds are user and system time
-of the process and its children, without the first steps.
+optimizer, one optimizer step per rollout. Three cases: ``equal`` is the quickstart (64 prompts x 8 samples, whose
+answers have nearly one length); ``ragged`` has 3M random parameters and draws its end token with probability 1 / 97 (16
+prompts x 8 samples, 91 of at most 256 tokens on average), and every sample has an advantage; ``hard`` is ``ragged``
+with the reward of ``equal``, which that model does not earn: no sample has an advantage. ``lightrft`` trains every
+sample, as TRL does; ``lightrft, default`` leaves out the samples without an advantage, which add exactly 0 to the
+gradient. CPU seconds are user and system time of the process and its children, without the first steps.
 
 TRL gets the fastest of the settings that were tried (``TRL``): float32 as here, no gradient checkpointing, 16 samples
 in a pass and a static cache where responses differ in length, the whole batch in one pass where they do not. Its
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -73,10 +74,12 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
+RAGGED = Case(16, 256, 1e-6, 2, digits, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
+                                         "cache_implementation": "static"}, "ragged")  # yapf: disable
 CASES = {
     "equal": Case(64, 48, 3e-4, 10, exact, {"per_device_train_batch_size": 512}),
-    "ragged": Case(16, 256, 1e-6, 2, digits, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
-                                              "cache_implementation": "static"}, "ragged"),
+    "ragged": RAGGED,
+    "hard": replace(RAGGED, reward=exact),
     "tiny": Case(2, 8, 1e-4, 1, exact, {"per_device_train_batch_size": 16}),  # for the test
 }  # yapf: disable
 
@@ -314,7 +317,7 @@ def prepare_models(home: Path, cases: list[str]) -> None:
     """Make the models and the prompts in ``home``, if it has none yet."""
     if not (home / "sft" / "hf").is_dir():
         warm_model(home)
-    if "ragged" in cases and not (home / "ragged").is_dir():
+    if {"ragged", "hard"} & {*cases} and not (home / "ragged").is_dir():
         make_ragged(home / "ragged")
 
 
@@ -333,4 +336,4 @@ def report(args: argparse.Namespace, cases: dict[str, Any], home: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, CASES, prepare_models, ["equal", "ragged"])
+    main(__doc__, CASES, prepare_models, ["equal", "ragged", "hard"])
