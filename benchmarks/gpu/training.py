@@ -18,7 +18,8 @@ from lightrft.trainer.optimizer_step import OptimizerStep
 from lightrft.trainer.run_log import mfu
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
-from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
+from lightrft.utils.env import peak_memory_gib
+from lightrft.utils.gpu import gpu_name, peak_flops
 
 GIB = 1 << 30
 STEPS = 4  # the first one warms up

@@ -115,7 +115,7 @@ def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
 
 def time_line(config: Config, world_size: int, size: ModelSize | None, device: str, critic: bool = False) -> str:
     """The time estimate as text, with its assumptions."""
-    from lightrft.utils.env import peak_flops
+    from lightrft.utils.gpu import peak_flops
     peak = peak_flops(device)
     if size is None or peak is None:
         why = "the model's size is not known" if size is None else f"no table has the speed of {device or 'a CPU'}"

@@ -1,6 +1,7 @@
 """Logs and files of a run for people: metrics, curve, report, model card, summary; for RL also rollouts, solutions."""
 from collections import deque
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from lightrft.trainer.model_card import model_card, steps_of
 from lightrft.trainer.scores import ScoredSample
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.errors import optional_output
-from lightrft.utils.env import gpu_name, peak_flops, peak_memory_gib
+from lightrft.utils.env import peak_memory_gib
+from lightrft.utils.gpu import gpu_name, peak_flops
 from lightrft.utils.logging import get_logger
 from lightrft.utils.report import first_prompt, Report
 from lightrft.utils.run_summary import RunSummary, summary_lines
@@ -81,13 +83,22 @@ class RunLog:
         with optional_output("learning_curve.png"):
             plot_curve(self.folder / "metrics.jsonl", self.folder / "learning_curve.png")
 
+    @cached_property
+    def peak(self) -> float | None:
+        """FLOP/s of the GPU; None on a CPU, or, after a word, if no table has it."""
+        if self.strategy.device.type != "cuda":
+            return None
+        found = peak_flops(name := gpu_name())
+        if found is None and self.strategy.is_main:
+            get_logger().info(f"perf/mfu is left out: no table has the speed of {name}")
+        return found
+
     def _utilisation(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Return ``perf/mfu`` of the update, on GPUs whose peak is known."""
-        peak = peak_flops(gpu_name()) if self.strategy.device.type == "cuda" else None
         trained = metrics.get("perf/forward_tokens", metrics.get(f"{self.config.METRICS[0]}/tokens", 0.0))
-        if peak is None or not self.parameters:
+        if self.peak is None or not self.parameters:
             return {}
-        return {"perf/mfu": mfu(self.parameters, trained, seconds, peak * self.strategy.world_size)}
+        return {"perf/mfu": mfu(self.parameters, trained, seconds, self.peak * self.strategy.world_size)}
 
     def model_files(self, folder: Path, tokenizer: PreTrainedTokenizerBase, step: int,
                     metrics: dict[str, float] | None = None) -> None:

@@ -16,10 +16,6 @@ import torch
 from lightrft.utils.errors import UserError
 
 _GIB = float(1 << 30)
-PEAK_FLOPS = {  # of GPUs by a part of their name: dense bfloat16 operations per second
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12,
-    "A10": 125e12
-}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALLOCATIONS = 50_000  # container objects between two garbage collections while models train
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
@@ -182,13 +178,3 @@ def total_memory(device: torch.device) -> int:
             return min(host, int(limit.read()))
     except (OSError, ValueError):  # no cgroup (version 2), or no limit ("max")
         return host
-
-
-def peak_flops(device: str) -> float | None:
-    """Dense bfloat16 operations per second of a GPU by its name; None when it is not in the table."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
-
-
-def gpu_name() -> str:
-    """Name of the first GPU of this machine, or an empty string."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

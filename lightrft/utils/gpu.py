@@ -1,4 +1,5 @@
-"""Device of this process, and NVIDIA GPUs of this machine that torch cannot use: never a silent run on the CPU."""
+"""Device of this process, the speed of GPUs, and NVIDIA GPUs of this machine that torch cannot use: never a silent run
+on the CPU."""
 import os
 import re
 from dataclasses import dataclass
@@ -10,6 +11,18 @@ from lightrft.utils.errors import UserError
 
 ROOT = Path("/")
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major release of CUDA -> major release of the Linux driver
+PEAK_TFLOPS = {
+    # NVIDIA's data sheets of each GPU; those with sparsity are halved. H100 PCIe and NVL run at lower clocks than SXM.
+    "H100": 989, "H100PCIE": 756, "H100NVL": 835, "H800": 989, "H800PCIE": 756, "H200": 989, "H200NVL": 835,
+    "GH200": 989, "H20": 148, "H203E": 148, "B200": 2250, "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312,
+    "A100PCIE": 312, "A800": 312, "A800PCIE": 312, "A30": 165, "A40": 150, "A10": 125, "A10G": 70, "L4": 121,
+    "L40": 181, "L40S": 362,
+    # the architecture white papers of Ampere GA102, Ada and Blackwell: with float32 accumulation
+    "RTX3090": 71, "RTX4090": 165, "RTX5090": 209.5, "RTXA6000": 155, "RTX6000ADAGENERATION": 364,
+    "MI300X": 1307, "MI325X": 1307,  # AMD's data sheets
+}  # yapf: disable
+"""Dense bfloat16 operations per second, in units of 1e12, by the name of a GPU without maker, memory and socket."""
+_NO_PART = re.compile(r"NVIDIA|AMD|INSTINCT|GEFORCE|SXM\d?|\d+GI?B?|HBM\w+|AC|OAM")  # of a name: other words of it
 ON_CPU = 'CUDA_VISIBLE_DEVICES="" runs on the CPU'
 
 
@@ -110,3 +123,16 @@ def rank_device(local_rank: int, local_world_size: int, root: Path = ROOT) -> to
     if unused := unsupported_gpu(local_rank):
         raise UserError(f"{unused.text}: {unused.remedy}")
     return torch.device("cuda", local_rank)
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the dense bfloat16 operations per second of a GPU by its whole name; None when it is not in the table, as
+    for a part of a GPU (MIG, vGPU)."""
+    words = re.split(r"[\s-]+", device.upper())
+    found = PEAK_TFLOPS.get("".join(word for word in words if not _NO_PART.fullmatch(word)))
+    return found and found * 1e12
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU of this machine, or an empty string."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

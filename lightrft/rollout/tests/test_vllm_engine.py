@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from lightrft.tests.support import runs, tiny, turns, vllm_ranks
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, reports_responses_as_they_end, tokens)
 from lightrft.tests.support.launch import finish
+from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
 
 pytest.importorskip("vllm")
@@ -43,7 +45,8 @@ class Rig(EngineRig):
 
 @pytest.fixture(scope="module", params=["tied", "untied", "packed"])
 def rig(request, tmp_path_factory):
-    """``packed``: vLLM packs linear weights as it would by itself, so that updates go through its layer-wise reload."""
+    """``packed``: vLLM packs linear weights as it would by itself, so that updates go through its layer-wise reload.
+    ``untied``: it schedules ahead, as on CUDA."""
     folder = tmp_path_factory.mktemp("model")
     tiny.save_model(folder, tie_word_embeddings=request.param != "untied", **SIZES)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +54,10 @@ def rig(request, tmp_path_factory):
             from vllm import _custom_ops
             patch.setattr(_custom_ops, "_supports_onednn", True)
             patch.setattr(launch, "keep_weights_unpacked", lambda: None)
-        rig = Rig(folder)
+        with scheduled_ahead() if request.param == "untied" else nullcontext():
+            rig = Rig(folder)
+        core = rig.vllm.native.engine_core.engine_core
+        assert (core.batch_queue is not None) is (request.param == "untied"), "steps wait for each other"
         with pytest.raises(RuntimeError, match="has no weights yet"):
             rig.vllm.generate(requests(), SamplingParams(NEW))
         yield rig

@@ -1,6 +1,7 @@
 """What ``torchrun`` runs in tests of vLLM: what FSDP2 or ZeRO-3 divides between two ranks feeds one engine of both, or
 one each."""
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.turns import turns_of_a_group
+from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.tests.support.weight_sync_ranks import changed
 
 REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
@@ -102,14 +104,16 @@ def from_zero(cfg: ModelConfig, engine, reference: HFEngine, mine: slice) -> Non
 
 
 def main(folder: str, tp: int, early: bool) -> None:
-    """Greedy responses are those of the whole model; sampled ones do not depend on who asked for them."""
+    """Greedy responses are those of the whole model; sampled ones do not depend on who asked for them. ``early``: some
+    stop early, ZeRO-3 too feeds the engine, and it schedules ahead."""
     cfg, tokenizer = ModelConfig(pretrain=folder), load_tokenizer(folder)
     alone = load_actor(cfg)
     reference = HFEngine(alone.hf_model, {tokenizer.eos_token_id}, 1 << 22)
     strategy = get_strategy(StrategyConfig())
     strategy.setup()
     prepared = strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
-    engine = get_engine(RolloutConfig(engine_tp_size=tp, **OPTIONS), prepared.model, strategy, tokenizer)
+    with scheduled_ahead() if early else nullcontext():
+        engine = get_engine(RolloutConfig(engine_tp_size=tp, **OPTIONS), prepared.model, strategy, tokenizer)
     mine = slice(strategy.rank, None, strategy.world_size)  # three requests on rank 0, two on rank 1
     for version in (1, 2):
         sync_weights(strategy, prepared, engine, version, 1)
