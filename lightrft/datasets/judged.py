@@ -1,5 +1,5 @@
 """Judged answers: a prompt with one answer and whether it is desirable, as KTO learns from them."""
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -77,6 +77,10 @@ class JudgedDataset(TokenizedDataset[Judged]):
         check_learnable(rows, encoded)
         return [(SFTExample(f"{entry}:{rows.number(i)}", *encoded[i], chats[i].media), good[i])
                 for i in self.fitting(rows, [len(ids) for ids, _ in encoded])]  # yapf: disable
+
+    def media_of(self, row: tuple[SFTExample, bool]) -> Iterable[tuple[str, ...]]:
+        """Override: rows are answers with their labels."""
+        return [row[0].media]
 
     def item(self, index: int) -> Judged:
         """The row at ``index``."""

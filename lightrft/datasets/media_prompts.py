@@ -39,7 +39,8 @@ def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
 
 
 def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None) -> dict[int, Paired]:
-    """Find, decode and process the media of the rows of one entry.
+    """Find, decode and process the media of the rows of one entry. Those that a data set keeps it tells the store
+    (:meth:`MediaStore.keep`).
 
     Args:
         chats: the messages of each row.
@@ -67,8 +68,6 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
         store.check_downloads(key for _, keys in found.values() for key in keys)
     if not found:
         raise DataError(f"{rows.where(0)}: no row has media that can be read")
-    for _, keys in found.values():
-        store.count(keys)
     return found
 
 

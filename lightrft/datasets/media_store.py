@@ -77,7 +77,7 @@ class MediaStore:
 
     Attributes:
         decoded: media decoded so far.
-        most: most media of each kind in one row.
+        most: most media of each kind in one row that a data set keeps; the same on all ranks.
         gather: returns the values of all ranks that read the same rows; by itself, of this process alone.
     """
 
@@ -94,6 +94,7 @@ class MediaStore:
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
         self._media: dict[str, Medium] = {}
+        self._kept = set[str]()
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
@@ -111,10 +112,15 @@ class MediaStore:
         self._media.update(zip(keys, found))
         return keys
 
-    def count(self, keys: Iterable[str]) -> None:
-        """Count the media of a row that is kept, for :attr:`most`, which is the same on all ranks."""
-        for kind, count in Counter(key.partition(":")[0] for key in keys).items():
-            self.most[kind] = max(count, self.most.get(kind, 0))
+    def keep(self, rows: Iterable[tuple[str, ...]]) -> None:
+        """Count the media of the rows that a data set keeps, for :attr:`most`; forget those that no data set keeps."""
+        for keys in rows:
+            self._kept.update(keys)
+            for kind, count in Counter(key.partition(":")[0] for key in keys).items():
+                self.most[kind] = max(count, self.most.get(kind, 0))
+        for key in self._media.keys() - self._kept:
+            del self._media[key]
+            self._texts.pop(key, None)
 
     def check_downloads(self, keys: Iterable[str]) -> None:
         """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.

@@ -6,7 +6,7 @@ keys), and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejecte
 "tie") is better by other standards.
 """
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
@@ -192,6 +192,10 @@ class PairDataset(TokenizedDataset[Pair]):
         found = {i: Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads)
                  for i in self.fitting(rows, lens)}  # yapf: disable
         return distinct(rows, found, self._cfg.pair_policy)
+
+    def media_of(self, row: Pair) -> Iterable[tuple[str, ...]]:
+        """Override: a pair is two sequences."""
+        return row.chosen.media, row.rejected.media
 
     def _encoded(self, entry: int, rows: Rows, chats: list[Conversation]) -> list[SFTExample]:
         """Tokenize one side of all pairs, up to the last token of the answer."""

@@ -126,6 +126,8 @@ class PromptsDataset(MixedDataset[Prompt]):
         for suite in cfg.eval_suite if split == "eval" else ():
             rows, records = load_suite(suite, bool(tokenizer.chat_template), cfg.input_template is None)
             self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
+        if media is not None:
+            media.keep(record.media for record in self._records)
         if split == "train":
             self._report_bare_text(cfg)
         if not self._prompts:

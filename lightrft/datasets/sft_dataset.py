@@ -1,5 +1,6 @@
 """Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -261,6 +262,8 @@ class TokenizedDataset(MixedDataset[Item]):
             self._rows += found
             self.sizes.append(len(found))
             self.dropped += len(rows) - len(found)
+        if media is not None:
+            media.keep(keys for row in self._rows for keys in self.media_of(row))
         if not self._rows:
             raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than {self.LIMIT} "
                             f"{max_len} tokens, or left out for another reason, which the log has")
@@ -268,6 +271,10 @@ class TokenizedDataset(MixedDataset[Item]):
     @abstractmethod
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Tokenize the rows of the data set with the number ``entry``, and leave out those that cannot be used."""
+
+    def media_of(self, row: Any) -> Iterable[tuple[str, ...]]:
+        """Return the keys of the media of each sequence of a row that :meth:`read` returned."""
+        return [row.media]
 
     def fitting(self, rows: Rows, lengths: list[int]) -> list[int]:
         """Return the indices of the rows that are not too long."""
@@ -309,6 +316,10 @@ class SFTDataset(TokenizedDataset[SFTExample]):
         kept = self.fitting(rows, [len(ids) for ids, _ in encoded])
         return [(f"{entry}:{rows.number(i)}", np.asarray(encoded[i][0], dtype=np.int32),
                  np.asarray(encoded[i][1], dtype=bool), chats[i].media) for i in kept]  # yapf: disable
+
+    def media_of(self, row: Any) -> Iterable[tuple[str, ...]]:
+        """Override: rows are not yet examples."""
+        return [row[3]]
 
     def item(self, index: int) -> SFTExample:
         """The demonstration at ``index``."""

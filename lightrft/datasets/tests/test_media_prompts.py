@@ -2,20 +2,27 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from lightrft.config.offline_schema import PairDataConfig
+from lightrft.config.preference_schema import JudgedDataConfig
+from lightrft.config.prm_schema import StepDataConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.sft_schema import SFTDataConfig
+from lightrft.datasets.judged import JudgedDataset
 from lightrft.datasets.media import find_medium, MediaError
 from lightrft.datasets.media_store import open_store
+from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.steps import StepDataset
 from lightrft.models.loader import takes_media
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import tiny, tiny_vision
@@ -92,6 +99,36 @@ def test_lengths_count_the_features(tokenizer, store):
     assert len(prompts(rows, tokenizer, store, limit=small)) == 1
     with pytest.raises(DataError, match=f"{large} tokens"):
         prompts(rows, tokenizer, store, limit=small, overlong_prompt="error")
+
+
+def test_rows_that_are_left_out_count_for_nothing(tokenizer, store):
+    """In every data set: engines are not set up for the media of a row that is too long, or whose answers are the same
+    tokens; the store forgets them."""
+    turn, tokens = {"role": "assistant", "content": "2"}, StepDataConfig(placeholder_token="#",
+                                                                         reward_tokens=["+", "-"])
+    forms = {
+        SFTDataset: (SFTDataConfig(), lambda asked: {"messages": [*asked, turn]}),
+        JudgedDataset: (JudgedDataConfig(), lambda asked: {"prompt": asked, "completion": "2", "label": True}),
+        StepDataset: (tokens, lambda asked: {"prompt": asked, "completions": ["2"], "labels": [True]}),
+        PairDataset: (PairDataConfig(pair_policy="skip"), lambda asked: {
+            "prompt": asked, "chosen": "2", "rejected": "2 " if "same" in asked[0]["content"] else "3"}),
+        PromptsDataset: (DataConfig(), lambda asked: {"prompt": asked, "answer": "2"}),
+    }  # yapf: disable
+    asked = [("<image>?", [0]), ("plain <image>", [1]), ("<image><image>" + "long " * 60, [2, 3])]
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
+    for data, (cfg, form) in forms.items():
+        more = [("same <image><image>", [4, 5])] if data is PairDataset else []
+        rows = hold_rows([form([{"role": "user", "content": text}]) | {"images": [png(seed) for seed in seeds]}
+                          for text, seeds in asked + more])  # yapf: disable
+        store.most.clear()
+        if data is PromptsDataset:
+            found = data(replace(cfg, prompt_data=[rows]), tokenizer, 100, media=store)
+        elif data is SFTDataset:
+            found = data(replace(cfg, train_data=[rows]).as_data_config(), tokenizer, 100, media=store)
+        else:
+            found = data(replace(cfg, train_data=[rows], max_len=100), tokenizer, media=store)
+        assert len(found) == 2 and store.most == {"image": 1} and len(store._media) == 2, data.__name__
 
 
 def test_broken_media_stop_the_run_or_are_counted(tokenizer, store, caplog):
