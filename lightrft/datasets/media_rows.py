@@ -1,5 +1,6 @@
 """Pairs the media of a row with their positions in its messages, whichever way the row writes both."""
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -51,14 +52,15 @@ def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: M
     return [{**message, "content": _content(message, turn)} for message, turn in zip(messages, turns)], media
 
 
-def check_kinds(row: Row, cfg: MediaConfig, messages: list[Message], where: str, takes: Sequence[str]) -> bool:
-    """Return True if a row has media, all of kinds that the model ``takes``; none of them is opened.
+def count_media(row: Row, cfg: MediaConfig, messages: list[Message], where: str, takes: Sequence[str]) -> Counter[str]:
+    """Count the media of a row by kind, all of kinds that the model ``takes``; none of them is opened.
 
     Raises:
         MediaError: it has another kind, or parts of unknown types.
     """
     turns, listed = _taken(row, cfg, messages, where, takes)
-    return any(listed.values()) or any(kind != "text" for turn in turns for kind, _ in turn)
+    parts = Counter(kind for turn in turns for kind, _ in turn if kind != "text")
+    return parts | Counter({kind: len(values) for kind, values in listed.items() if values})
 
 
 def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,

@@ -52,7 +52,7 @@ def load_actor(cfg: PolicyModelConfig, path: str | None = None, train: bool = Tr
         ValueError: the path, the architecture, the weights or an option do not fit; the message says which.
     """
     path = _chosen(path or cfg.pretrain, "--pretrain")
-    loaded, modality = _causal(path, _config(path), dtype, deferred)
+    loaded, modality = _causal(path, read_config(path), dtype, deferred)
     model = _finish(loaded.hf, cfg, train, modality)
     return _defer(ActorLanguage(model, _chunk_mib(cfg), modality), loaded)
 
@@ -66,14 +66,14 @@ def load_process_reward_model(cfg: PolicyModelConfig, form: StepFormat, classes:
         train, deferred: as in :func:`load_actor`.
     """
     path = _chosen(cfg.pretrain, "--pretrain")
-    loaded, modality = _causal(path, _config(path), torch.float32, deferred)
+    loaded, modality = _causal(path, read_config(path), torch.float32, deferred)
     model = _finish(loaded.hf, cfg, train, modality)
     return _defer(ProcessRewardModel(model, form, classes, _chunk_mib(cfg), modality), loaded)
 
 
 def step_format(path: str) -> StepFormat | None:
     """Return the format of steps of the trained process reward model at ``path``; None: it is another model."""
-    known = config_value(_config(path), STEPS, None)
+    known = config_value(read_config(path), STEPS, None)
     return None if known is None else StepFormat(**known)
 
 
@@ -85,7 +85,7 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
     ``freeze_prefix`` belong to the actor.
     """
     path = _chosen(path or cfg.critic_pretrain or cfg.pretrain, "--critic_pretrain")
-    config = _config(path)
+    config = read_config(path)
     modality = modality_of(config, path)
     config.num_labels = 1
     loaded = _weights(critic_class(modality, config), path, config, dtype, ("score.weight", ), deferred,
@@ -104,7 +104,7 @@ def load_reward_model(cfg: RewardModelConfig, deferred: bool = False) -> RewardM
     A model without a head gets one of zeros; all rewards start at 0. One with a head keeps it.
     """
     path = _chosen(cfg.pretrain, "--pretrain")
-    config = _config(path)
+    config = read_config(path)
     cut_layers(config, cfg.probing_layer)
     head = RewardHead(cfg.heads_types, cfg.pooling_method, cfg.value_head_prefix)
     head.check_continues(config, path)
@@ -121,7 +121,7 @@ def load_scorer(path: str, dtype: torch.dtype = torch.float32, deferred: bool = 
     Raises:
         UserError: it has no head.
     """
-    config = _config(path)
+    config = read_config(path)
     head = RewardHead.of(config, path)
     loaded, modality = _reward_weights(path, config, head, dtype, (), deferred)
     return _defer(RewardModel(_finish(loaded.hf, RewardModelConfig(), False), head, modality), loaded)
@@ -130,7 +130,7 @@ def load_scorer(path: str, dtype: torch.dtype = torch.float32, deferred: bool = 
 def load_exported(path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load the model at ``path`` as Hugging Face does, for other uses than training; ``auto``: in the dtype of its
     files."""
-    config = _config(path)
+    config = read_config(path)
     if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
     part = {"config": config} if config.model_type == "qwen2_5_omni_thinker" else {}  # perhaps of a whole model
@@ -143,7 +143,7 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: the path or the architecture does not fit.
     """
-    config = _config(path)
+    config = read_config(path)
     with torch.device("meta"):
         hf = modality_of(config, path).auto_class.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
@@ -165,13 +165,13 @@ def token_frames(path: str) -> int:
 
 
 def _towers(path: str) -> dict[str, Tower]:
-    modality = modality_of(_config(path), path)
+    modality = modality_of(read_config(path), path)
     return modality.family.towers if isinstance(modality, MediaModality) else {}
 
 
 def model_shape(path: str) -> ModelShape | None:
     """The widths of the model at ``path``, from its config.json alone; None if that does not have the usual names."""
-    return ModelShape.of(_config(path))
+    return ModelShape.of(read_config(path))
 
 
 def check_context(path: str | None, **lens: int) -> None:
@@ -184,7 +184,7 @@ def check_context(path: str | None, **lens: int) -> None:
         ValueError: naming the lengths, the context and the remedy; also an unusable path.
     """
     path = _chosen(path, "--pretrain")
-    context, total = _context(_config(path)), sum(lens.values())
+    context, total = _context(read_config(path)), sum(lens.values())
     if context and total > context:
         options = [f"--{name} {value}" for name, value in lens.items()]
         are = f"{' + '.join(options)} = {total} tokens are" if len(lens) > 1 else f"{options[0]} is"
@@ -194,12 +194,12 @@ def check_context(path: str | None, **lens: int) -> None:
 
 def context_of(path: str) -> int:
     """Tokens that the model at ``path`` has positions for; 0: its config does not say."""
-    return _context(_config(path))
+    return _context(read_config(path))
 
 
 def logit_count(path: str) -> int:
     """Number of logits of the model at ``path``; families pad it beyond the tokens of their tokenizer."""
-    return int(_config(path).get_text_config().vocab_size)
+    return int(read_config(path).get_text_config().vocab_size)
 
 
 def _context(config: PretrainedConfig) -> int:
@@ -223,7 +223,8 @@ def _chosen(path: str | None, flag: str) -> str:
     return path
 
 
-def _config(path: str) -> PretrainedConfig:
+def read_config(path: str) -> PretrainedConfig:
+    """Read the config.json of the model at ``path``, without dropout; of Qwen2.5-Omni that of its thinker."""
     folder = model_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder")

@@ -135,7 +135,7 @@ def _dry_run(parsed: ParsedConfig, machine: Machine) -> NoReturn:
     sys.stdout.write(text + "\n" if is_main else "")
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
-    for line in try_out(parsed.config) if is_main else ():
+    for line in try_out(parsed.config, machine.device.cuda) if is_main else ():
         sys.stdout.write(f"{line}\n")
     raise SystemExit(0)
 

@@ -1,5 +1,6 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
@@ -12,14 +13,15 @@ from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
-from lightrft.datasets.media_rows import check_kinds, find_row_media
+from lightrft.datasets.media_rows import count_media, find_row_media
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.preferences import find_pairs, side_rows
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
-from lightrft.models.loader import media_kinds
+from lightrft.models.architectures import modality_of
+from lightrft.models.loader import media_kinds, read_config
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import good_answers, quoted
@@ -29,35 +31,38 @@ EXCUSED = (None, "none", "unreachable")  # scored; the function declines to judg
 
 
 @singledispatch
-def try_out(config: Tree) -> Iterator[str]:
+def try_out(config: Tree, cuda: bool = False) -> Iterator[str]:
     """Yield a line for everything that is tried; each tree registers its own.
 
+    Args:
+        cuda: the run is for GPUs.
+
     Raises:
-        UserError: the data or a reward of the run cannot be used.
+        UserError: the data or a reward of the run cannot be used, or its engine cannot take the media of the data.
     """
     yield from ()
 
 
 @try_out.register
-def _(config: OfflineConfig) -> Iterator[str]:
+def _(config: OfflineConfig, cuda: bool = False) -> Iterator[str]:
     for split in ("train", "eval"):
-        yield from _read(config.data.as_data_config(), split, {}, config.model.pretrain)
+        yield from _read(config.data.as_data_config(), split, {}, config.model.pretrain, Counter())
 
 
 @try_out.register
-def _(config: EvaluateConfig) -> Iterator[str]:
+def _(config: EvaluateConfig, cuda: bool = False) -> Iterator[str]:
     for path in config.model.pretrain:
-        yield from _read(config.as_config().data, "eval", {}, path)
+        yield from _generated(config.as_config(path), ["eval"], {}, cuda)
 
 
 @try_out.register
-def _(config: GenerateConfig) -> Iterator[str]:
+def _(config: GenerateConfig, cuda: bool = False) -> Iterator[str]:
     if config.generates:
-        yield from _read(config.as_config().data, "train", {}, config.model.pretrain)
+        yield from _generated(config.as_config(), ["train"], {}, cuda)
 
 
 @try_out.register
-def _(config: PairConfig) -> Iterator[str]:
+def _(config: PairConfig, cuda: bool = False) -> Iterator[str]:
     for split in ("train", "eval"):
         data = config.data.as_data_config()
         lines, parts = _on_disk(data, split)
@@ -66,14 +71,13 @@ def _(config: PairConfig) -> Iterator[str]:
             pairs = find_pairs(rows, config.data)
             yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
             chats = [_chat(pair.prompt) + _chat(pair.chosen) for pair in pairs.values()]
-            yield from _opened(side_rows(rows, pairs, config.data)[0], chats, data, config.model.pretrain)
+            yield from _opened(side_rows(rows, pairs, config.data)[0], chats, data, config.model.pretrain, Counter())
 
 
 @try_out.register
-def _(config: Config) -> Iterator[str]:
+def _(config: Config, cuda: bool = False) -> Iterator[str]:
     found: dict[str, Record] = {}
-    for split in ("train", "eval"):
-        yield from _read(config.data, split, found, config.model.pretrain)
+    yield from _generated(config, ["train", "eval"], found, cuda)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
@@ -97,13 +101,40 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _read(cfg: DataConfig, split: str, found: dict[str, Record], model: str | None) -> Iterator[str]:
-    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place."""
+def _generated(config: Config, splits: list[str], found: dict[str, Record], cuda: bool) -> Iterator[str]:
+    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media."""
+    most = Counter[str]()
+    for split in splits:
+        yield from _read(config.data, split, found, config.model.pretrain, most)
+    _check_engine(config, most, cuda)
+
+
+def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
+    """Refuse an engine that would refuse rows with ``most`` media of each kind when it starts. None of its packages is
+    needed."""
+    path, engine = str(config.model.pretrain), config.rollout.engine_type
+    try:
+        model = read_config(path)
+        both_ways = modality_of(model, path).both_ways
+    except UserError:  # an error elsewhere
+        return
+    if engine == "vllm":
+        from lightrft.rollout.vllm.engine import refuse_families as refused_by_vllm
+        refused_by_vllm(model, most, both_ways and not cuda)
+    elif engine == "sglang":
+        from lightrft.rollout.sglang.media import refuse_families as refused_by_sglang
+        refused_by_sglang(model, most)
+
+
+def _read(cfg: DataConfig, split: str, found: dict[str, Record], model: str | None,
+          most: Counter[str]) -> Iterator[str]:
+    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place, and
+    the most media of a row to ``most``."""
     lines, parts = _on_disk(cfg, split)
     yield from lines
     for rows in parts:
         records = to_records(rows, cfg)
-        yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model)
+        yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model, most)
         for i, record in enumerate(records):
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), record)
@@ -122,15 +153,18 @@ def _takes(model: str | None) -> Sequence[str]:
         return KINDS
 
 
-def _opened(rows: Rows, chats: list[list[Message]], cfg: DataConfig, model: str | None) -> Iterator[str]:
+def _opened(rows: Rows, chats: list[list[Message]], cfg: DataConfig, model: str | None,
+            most: Counter[str]) -> Iterator[str]:
     """Compare the kinds of media of all rows with those that ``model`` takes, and decode those of the first row that
-    has some."""
+    has some; add the most of a row to ``most``."""
     takes, refused, seen = _takes(model), list[MediaError](), False
     for i, chat in enumerate(chats):
         try:
-            if check_kinds(rows.rows[i], cfg, chat, rows.where(i), takes) and not seen:
+            count = count_media(rows.rows[i], cfg, chat, rows.where(i), takes)
+            if count and not seen:
                 yield f"media: {_decoded(rows, i, chat, cfg)} of {rows.where(i)} can be read"
                 seen = True
+            most |= count
         except MediaError as error:
             if cfg.media_policy == "error":
                 raise

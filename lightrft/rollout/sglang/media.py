@@ -3,7 +3,7 @@
 SGLang's processors are not used. They would process every medium again, and find its places by token id, also where a
 policy has drawn such a token.
 """
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -27,7 +27,7 @@ _OTHERWISE = {
 }
 
 
-def refuse_families(config: PretrainedConfig, kinds: list[str]) -> None:
+def refuse_families(config: PretrainedConfig, kinds: Collection[str]) -> None:
     """Refuse models whose media SGLang computes in another way than the trainer.
 
     Raises:

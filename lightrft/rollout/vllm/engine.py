@@ -39,26 +39,26 @@ _OTHERWISE = {
 WITH_VIDEOS = ("gemma4", "glm4v", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
-def refuse_families(config: PretrainedConfig, kinds: list[str], causal: bool, videos: int = 0) -> None:
-    """Refuse models whose media vLLM computes in another way than the trainer; ``causal``: it attends backwards alone,
-    ``videos``: most of them in a prompt.
+def refuse_families(config: PretrainedConfig, most: Mapping[str, int], causal: bool) -> None:
+    """Refuse models whose media vLLM computes in another way than the trainer; ``most``: media of a kind in a prompt,
+    ``causal``: it attends backwards alone.
 
     Raises:
         UserError: with the engine that takes them.
     """
     if reason := _OTHERWISE.get(config.model_type):
-        refuse_media("vllm", kinds, reason)
+        refuse_media("vllm", most, reason)
     if config.model_type not in WITH_VIDEOS:
         reason = "vLLM has pictures of SmolVLM alone" if config.model_type == "smolvlm" else (
             "videos of this model were never compared")
-        refuse_media("vllm", {*kinds} & {"video"}, reason)
-    if config.model_type == "glm4v" and videos > 1:
-        refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {videos}")
+        refuse_media("vllm", {*most} & {"video"}, reason)
+    if config.model_type == "glm4v" and most.get("video", 0) > 1:
+        refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {most['video']}")
     ear: Any = getattr(config, "audio_config", None)
     if config.model_type == "qwen2_audio" and ear.max_source_positions > _HALF_MINUTE:
-        refuse_media("vllm", kinds, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
+        refuse_media("vllm", most, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
     if causal:
-        refuse_media("vllm", kinds, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
+        refuse_media("vllm", most, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
 
 
 class VLLMEngine:
@@ -272,9 +272,9 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     """
     world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
     apart = cfg.lora_sync == "adapter" and rank > 0
-    media, kinds = actor.modality.media, actor.modality.kinds
-    refuse_families(actor.hf_model.config, kinds, device.type == "cpu" and actor.modality.both_ways,
-                    media.most.get("video", 0) if media else 0)
+    media = actor.modality.media
+    refuse_families(actor.hf_model.config, media.most if media else {}, device.type == "cpu"
+                    and actor.modality.both_ways)
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
                           actor.hf_model.config.model_type)

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig
 
 from lightrft.config.cli import parse_config
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.rm_schema import RMConfig
+from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
@@ -28,6 +31,7 @@ from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of,
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
 from lightrft.trainer.sample_recorder import SampleRecorder
+from lightrft.trainer.session import check
 from lightrft.trainer.trial import try_out
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -256,3 +260,22 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
         config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
         with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
             list(try_out(config.config))
+
+
+def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
+    """Training, evaluation and inference; of the engine's package nothing is needed. vLLM lets tokens of a picture of
+    Gemma-3 see each other on GPUs alone, also on planned ones."""
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    rows, model = [hold_rows(media_runs.rows("image"))], {"pretrain": str(tmp_path)}
+    trees = {Config: {"prompt_data": rows, "reward": ["format"]}, GenerateConfig: {"prompt_data": rows},
+             EvaluateConfig: {"eval_data": rows, "pretrain": [str(tmp_path)]}}  # yapf: disable
+    for tree, given in trees.items():
+        for engine, reason in (("vllm", "on a CPU vLLM hides"), ("sglang", "SGLang hides"), ("hf", "")):
+            config = parse_config([], tree=tree, defaults=model | given | {"engine_type": engine}).config
+            with pytest.raises(UserError, match=f"--engine_type {engine}: {reason}") if reason else nullcontext():
+                list(try_out(config))
+    parsed = parse_config(["--dry_run", "--plan_gpus", "1x900"],
+                          defaults=model | trees[Config] | {"engine_type": "vllm"})
+    with pytest.raises(SystemExit) as done:
+        check(parsed)
+    assert done.value.code == 0 and "can be read" in capsys.readouterr().out
