@@ -2,6 +2,7 @@
 import logging
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file
@@ -9,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightrft import GRPO, SFT
 from lightrft.cli.export import export, main
-from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy import checkpoint
 from lightrft.strategy.checkpoint import read_global
-from lightrft.tests.support import tiny_task, tiny_vision
+from lightrft.tests.support import tiny, tiny_task, tiny_vision
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.tests.support.tiny_vision import FAMILIES
+from lightrft.trainer.model_card import _is_written, _task
 from lightrft.utils.errors import UserError
 
 SMALL = {
@@ -76,26 +78,44 @@ def warnings_of(name):
     logger.removeHandler(handler)
 
 
-def test_a_model_that_sees_is_written_with_its_processor(tmp_path, no_picture):  # noqa: F811
-    """By the run and from its checkpoint; the code on its card loads both."""
+@pytest.mark.parametrize("family, kind, task, auto", [
+    ("qwen2_5_vl", "image", "image-text-to-text", "AutoModelForImageTextToText"),
+    ("qwen2_audio", "audio", "audio-text-to-text", "AutoModelForMultimodalLM"),
+])
+def test_models_that_see_or_hear_are_written_with_their_processors(family, kind, task, auto, tmp_path, capsys,
+                                                                   no_picture):  # noqa: F811
+    """By the run and from its checkpoint; the code on its card loads both, and answers to a medium."""
     pytest.importorskip("torchvision")
-    base = tiny_vision.save_model(tmp_path / "base", "qwen2_5_vl", tied=False)
+    base, mark = tiny_vision.save_model(tmp_path / "base", family, tied=False), FAMILIES[family].placeholders[kind]
+    template = ("{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+                "{{ p.text if p.type == 'text' else '" + mark + "' }}{% endfor %}{% endif %}{% endfor %}")
+    (tmp_path / "template.jinja").write_text(template, encoding="utf-8")
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
-    run = SFT(base, rows, train_batch_size=4, max_steps=1, max_len=64, chat_template="chatml",
+    run = SFT(base, rows, train_batch_size=4, max_steps=1, max_len=64, chat_template=str(tmp_path / "template.jinja"),
               save_path=str(tmp_path / "run")).train()
     export(run.folder, tmp_path / "out")
-    picture, files = Image.new("RGB", (56, 84), "red"), {path.name for path in base.iterdir()} - {"README.md"}
-    asked = {"text": [f"x {tiny_vision.PICTURE}"], "images": [picture], "return_tensors": "pt"}
+    media = {"images": [Image.new("RGB", (56, 84), "red")]} if kind == "image" else {"audio": [np.zeros(16000)]}
+    asked, files = media | {"text": [f"x {mark}"], "return_tensors": "pt"}, {path.name for path in base.iterdir()}
     expected = AutoProcessor.from_pretrained(base)(**asked)
     for folder in (run.folder / "hf", tmp_path / "out"):
-        assert {path.name for path in folder.iterdir()} >= files | {"chat_template.jinja"}
-        code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-        exec(code, found := {})
-        assert str(folder) in code and type(found["model"]).__name__ == "Qwen2_5_VLForConditionalGeneration"
+        assert {path.name for path in folder.iterdir()} >= files - {"README.md"} | {"chat_template.jinja"}
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        capsys.readouterr()
+        exec(card.split("```python\n")[1].split("```")[0], found := {})
+        assert found["output"].shape[1] > found["inputs"]["input_ids"].shape[1] and capsys.readouterr().out
+        assert str(folder) in card and f" {auto}," in card and f"\npipeline_tag: {task}\n" in card
         inputs = found["processor"](**asked)
         assert inputs.keys() == expected.keys() and all(inputs[name].equal(expected[name]) for name in expected)
-        found["model"].generate(**inputs, max_new_tokens=2)
-        assert found["processor"].chat_template == load_tokenizer(str(base), "chatml").chat_template
+        assert found["processor"].chat_template == template
+
+
+def test_a_card_shows_no_medium_that_the_template_drops():
+    tokenizer = tiny.tokenizer()
+    for template, written in (("{{ messages[0].content }}", False), ("{{ messages[0].content[0].type }}", True),
+                              ("{{ messages[0].content[-1].text }}", False), ("{{ messages.nothing.at.all }}", False)):
+        tokenizer.chat_template = template
+        assert _is_written("image", tokenizer) is written
+    assert [_task(kinds) for kinds in ((), ("image", "audio"))] == ["text-generation", "any-to-any"]
 
 
 def test_what_is_no_checkpoint_is_an_error(home, tmp_path, capsys):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
@@ -12,6 +13,8 @@ from lightrft.config.prm_schema import PRMConfig, StepFormat
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
+from lightrft.models.architectures import modality_of
+from lightrft.models.loader import media_kinds, read_config
 from lightrft.utils.run_summary import RunSummary
 
 _CARD = """---
@@ -66,10 +69,25 @@ _RENDERED = """prompt = {prompt!r}  # one of the training, after its template
 inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")"""
 _CHAT = """messages = {messages!r}
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
-_OTHER = """from transformers import AutoProcessor, {architecture}
+_LOADED = """from transformers import {auto}, AutoProcessor
 
-model = {architecture}.from_pretrained({folder!r})
-processor = AutoProcessor.from_pretrained({folder!r})"""
+folder = {folder!r}  # or its name on the hub, once it is there
+model = {auto}.from_pretrained(folder)
+processor = AutoProcessor.from_pretrained(folder)"""
+_SHOWN = """{imports}
+{loaded}
+{medium}
+messages = [{{"role": "user", "content": [{{"type": {kind!r}, {kind!r}: medium}},
+                                         {{"type": "text", "text": "What is it?"}}]}}]
+inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
+                                       return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens={length}, do_sample=False)
+print(processor.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+_MEDIA = {
+    "image": ("from PIL import Image", 'medium = Image.new("RGB", (224, 224), "red")  # or Image.open(a file)'),
+    "audio": ("import numpy as np", "medium = np.zeros(processor.feature_extractor.sampling_rate)  # a second of your "
+              "sound, at that rate"),
+}  # by kind: what an example needs, and the example
 _SCORES = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 folder = {folder!r}  # or its name on the hub, once it is there
@@ -133,7 +151,7 @@ def model_card(config: Tree, folder: Path, title: str, rows: Sequence[dict[str, 
     shown = [name for name in sorted(last) if name.startswith(wanted) and last[name] is not None]
     return _CARD.format(base=config.model.pretrain, title=title, steps=steps_of(last["step"]), kind=config.TRAINING,
                         version=__version__, use=_use(config, folder, tokenizer, prompt), changes=_changes(summary),
-                        last="\n".join(f"| {name} | {last[name]:.4g} |" for name in shown), tags=_tags(config),
+                        last="\n".join(f"| {name} | {last[name]:.4g} |" for name in shown), tags=_tags(config, folder),
                         facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config)), options=options)
 
 
@@ -149,7 +167,7 @@ def _facts(config: Tree) -> list[tuple[str, str]]:
             for title, value in found]  # yapf: disable
 
 
-def _tags(config: Tree) -> str:
+def _tags(config: Tree, folder: Path) -> str:
     """Return the tags of the hub, and data sets by their hub ids; files have none."""
     values = _options(config)
     data = [entry.partition("@")[0] for entry in values.get("prompt_data") or values.get("train_data") or []]
@@ -157,7 +175,17 @@ def _tags(config: Tree) -> str:
     kind = "reinforcement-learning" if isinstance(config, Config) else config.METRICS[0]
     named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
     tasks = {RMConfig: "text-classification", PRMConfig: "token-classification"}
-    return f"pipeline_tag: {tasks.get(type(config), 'text-generation')}\ntags:\n- lightrft\n- {kind}\n{named}"
+    task = tasks.get(type(config)) or _task(media_kinds(str(folder)))
+    return f"pipeline_tag: {task}\ntags:\n- lightrft\n- {kind}\n{named}"
+
+
+def _task(kinds: Sequence[str]) -> str:
+    """Return the hub's name of what a model does that takes text and media of ``kinds``, and answers with text."""
+    if not kinds:
+        return "text-generation"
+    if "audio" not in kinds:
+        return "image-text-to-text"
+    return "audio-text-to-text" if len(kinds) == 1 else "any-to-any"
 
 
 def _changes(summary: RunSummary) -> str:
@@ -184,18 +212,39 @@ def _judgements(form: StepFormat, folder: Path, tokenizer: PreTrainedTokenizerBa
                          judged=_GOOD.format(words=form.reward_tokens) if form.reward_tokens else _LABELS)
 
 
+def _media(folder: Path, kind: str, tokenizer: PreTrainedTokenizerBase, length: int) -> str:
+    """Return the code that loads a model that takes media of ``kind``, and answers to one in ``length`` tokens; 0, or a
+    template that has no place for it: that loads it."""
+    path = str(folder)
+    loaded = _LOADED.format(auto=modality_of(read_config(path), path).auto_class.__name__, folder=path)
+    if not length or not _is_written(kind, tokenizer):
+        return loaded
+    imports, medium = _MEDIA[kind]
+    return _SHOWN.format(imports=imports, loaded=loaded, medium=medium, kind=kind, length=length)
+
+
+def _is_written(kind: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template has a place for a medium of ``kind``."""
+    turns = [[{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}] for parts in ([{"type": kind}], [])]
+    try:
+        shown, plain = (str(tokenizer.apply_chat_template(turn, tokenize=False)) for turn in turns)
+    except (TemplateError, TypeError, ValueError):
+        return False
+    return shown != plain and "'type'" not in shown  # which is a list of parts as text
+
+
 def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
-    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a model that
-    sees or hears, that loads it."""
+    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a process reward
+    model that sees or hears, that loads it."""
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = described["architectures"][0]
     if isinstance(config, RMConfig):
         return _scores(architecture, described["reward_model"], folder, tokenizer)
     if isinstance(config, PRMConfig) and architecture.endswith("ForCausalLM"):
         return _judgements(config.data.form, folder, tokenizer)
-    if not architecture.endswith("ForCausalLM"):
-        return _OTHER.format(architecture=architecture, folder=str(folder))
     length = config.rollout.generate_max_len if isinstance(config, Config) else 256
+    if kinds := media_kinds(str(folder)):
+        return _media(folder, kinds[0], tokenizer, 0 if isinstance(config, PRMConfig) else length)
     if prompt is not None and len(prompt) <= PROMPT:
         inputs = _RENDERED.format(prompt=prompt)
     elif tokenizer.chat_template:
