@@ -11,7 +11,7 @@ from lightrft.utils.errors import first_line, UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PROG = "lightrft merge_lora"
 
@@ -43,7 +43,7 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     """
     import torch
 
-    from lightrft.models.loader import load_exported
+    from lightrft.models.loader import load_exported, takes_media
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
     check_empty(out)
@@ -53,7 +53,9 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     if (adapter / MODEL_CONFIG).is_file():
         if not is_rm:
             raise UserError(f"--lora_path {adapter} is the adapter of a reward model; add --is_rm")
-        _merge_trained(model, adapter, adapter / MODEL_CONFIG, out, dtype)
+        _merge_trained(model, adapter, _described(adapter / MODEL_CONFIG), out, dtype)
+    elif is_rm and takes_media(model):
+        _merge_trained(model, adapter, _with_one_score(model, adapter), out, dtype)
     else:
         base = _classifier(model, adapter) if is_rm else load_exported(model, dtype=torch.float32)
         merged: Any = _merged(base, model, adapter)
@@ -72,15 +74,45 @@ def _merged(base: "PreTrainedModel", model: str, adapter: Path) -> "PreTrainedMo
     return merged
 
 
-def _merge_trained(model: str, adapter: Path, described: Path, out: Path, dtype: "torch.dtype") -> None:
-    """Write the reward model that ``lightrft rm`` trained from ``model``; its config is in the file ``described``."""
+def _described(file: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
+    return AutoConfig.for_model(**json.loads(file.read_text(encoding="utf-8")))
 
+
+def _brought(adapter: Path) -> "dict[str, torch.Tensor]":
+    """Return the tensors of an adapter, by the names of PEFT without those of its wrappers."""
+    from peft.utils.save_and_load import load_peft_weights
+    return {name.removeprefix("base_model.model."): tensor
+            for name, tensor in load_peft_weights(str(adapter), device="cpu").items()}  # yapf: disable
+
+
+def _with_one_score(model: str, adapter: Path) -> "PretrainedConfig":
+    """Return the config of the reward model that the ``adapter`` of another program makes of ``model``, which takes
+    media, and for whose family transformers has no sequence classifier.
+
+    Raises:
+        UserError: the adapter has another head than one matrix for one score.
+    """
+    from lightrft.models.loader import read_config
+    from lightrft.models.reward_model import RewardHead
+    head = {name: [*tensor.shape] for name, tensor in _brought(adapter).items() if ".lora_" not in name}
+    if [*head] != ["score.weight"] or head["score.weight"][0] != 1:
+        raise UserError(
+            f"--lora_path {adapter}: besides LoRA it has {head or 'no head'}. Of a reward model that sees or "
+            "hears an adapter is merged if lightrft rm made it, or if its head is score.weight, for one "
+            "score. Merge others with the program that trained them, and train them again with lightrft rm "
+            "to use them here")
+    config = read_config(model)
+    RewardHead().write(config)
+    return config
+
+
+def _merge_trained(model: str, adapter: Path, config: "PretrainedConfig", out: Path, dtype: "torch.dtype") -> None:
+    """Write the reward model with ``config`` that ``adapter`` makes of ``model``."""
     from lightrft.config.rm_schema import RewardModelConfig
     from lightrft.models.loader import load_reward_model
     from lightrft.models.reward_model import RewardHead
     from lightrft.strategy.export import write_model
-    config = AutoConfig.for_model(**json.loads(described.read_text(encoding="utf-8")))
     head = RewardHead.of(config, str(adapter))
     scorer = load_reward_model(
         RewardModelConfig(pretrain=model, heads_types=head.names, pooling_method=head.pooling,
@@ -97,12 +129,8 @@ def _classifier(model: str, adapter: Path) -> "PreTrainedModel":
         UserError: it is of no such family, or neither has a head.
     """
     import torch
-    from peft.utils.save_and_load import load_peft_weights
     from transformers import AutoModelForSequenceClassification as Family
-    brought = {
-        name.removeprefix("base_model.model."): tensor
-        for name, tensor in load_peft_weights(str(adapter), device="cpu").items()
-    }
+    brought = _brought(adapter)
     count = {"num_labels": len(brought["score.weight"])} if "score.weight" in brought else {}
     try:
         hf, info = Family.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **count)

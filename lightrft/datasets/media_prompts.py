@@ -56,7 +56,8 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
             two ranks.
     """
     takes = () if store is None else store.takes
-    every = {i: each for i, each in enumerate(find_media(rows, chats, cfg, takes)) if each is not None}
+    listed = find_media(rows, chats, cfg, takes, bool(takes) and cfg.system_prompt is not None)
+    every = {i: each for i, each in enumerate(listed) if each is not None}
     if store is None:
         return {i: (messages, ()) for i, (messages, _) in every.items()}
     found = {i: (messages, store.register(media)) for i, (messages, media) in every.items()}

@@ -63,9 +63,10 @@ def count_media(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
     return parts | Counter({kind: len(values) for kind, values in listed.items() if values})
 
 
-def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
-               takes: Sequence[str] = KINDS) -> list[Chat | None]:
-    """Apply :func:`find_row_media` to all rows of one spec; ``chats`` holds their messages.
+def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: Sequence[str] = KINDS,
+               new_system: bool = False) -> list[Chat | None]:
+    """Apply :func:`find_row_media` to all rows of one spec; ``chats`` holds their messages, and with ``new_system``
+    loses the system turns of the rows.
 
     Relative paths start at ``--media_root``, else at the folder of the row's file. A row whose media cannot be used is
     None under ``--media_policy skip``, and the number of such rows is logged.
@@ -74,11 +75,15 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
         MediaError: as there, under ``--media_policy error``.
         DataError: no row is left.
     """
+    for notice in other_kinds(cfg):
+        get_logger().warning(notice)
     rules, errors = MediaRules.of(cfg), []
     of_file = lru_cache(rules.for_rows_of)
     found: list[Chat | None] = []
     for i, (row, chat) in enumerate(zip(rows.rows, chats, strict=True)):
         try:
+            if new_system:
+                _check_system(row, cfg, rows.where(i))
             found.append(find_row_media(row, cfg, chat, of_file(rows.media_home(i)), rows.where(i), takes))
         except MediaError as error:
             if rules.policy == "error":
@@ -91,6 +96,23 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig,
             raise DataError(f"{text}: nothing is left")
         get_logger().warning("%s: left out", text)
     return found
+
+
+def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
+    """Refuse a row with media in its own system turn, of which ``--system_prompt`` takes the place.
+
+    Raises:
+        MediaError: it has some.
+    """
+    marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
+    chats = [value for value in row.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    for turn in (chat[0] for chat in chats if "system" in (chat[0].get("role"), chat[0].get("from"))):
+        content = turn.get("content", turn.get("value"))
+        kind = next((kind for kind, _ in _parts(content, marks, where) if kind != "text"), None)
+        if kind is not None:
+            raise MediaError(
+                f"{where}: --system_prompt takes the place of the system turn of this row, which holds media "
+                f"of kind {kind}. Write them in a user turn, or drop --system_prompt")
 
 
 def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
@@ -184,9 +206,28 @@ def _split(text: str, marks: list[str]) -> Iterator[Part]:
 
 
 def _columns(kind: str, cfg: MediaConfig) -> tuple[str, ...]:
-    """Names of the columns that may hold media of ``kind``, the one of the option first."""
-    key = {"image": cfg.images_key, "video": cfg.videos_key, "audio": cfg.audios_key}[kind]
-    return tuple(dict.fromkeys((key, *COLUMNS[kind])))
+    """Names of the columns that may hold media of ``kind``, those of options first: its own, and another one that names
+    a column of this kind."""
+    named = [(key == COLUMNS[kind][0], its != kind, key) for its, key in _keys_of_options(cfg).items()
+             if _kind_in(key, its) == kind]  # yapf: disable
+    return tuple(dict.fromkeys((*(key for *_, key in sorted(named)), *COLUMNS[kind])))
+
+
+def _kind_in(column: str, kind: str) -> str:
+    """Return the kind of the media in a column that the option of ``kind`` names: of a known column its own."""
+    return next((its for its in KINDS if column in COLUMNS[its]), kind)
+
+
+def _keys_of_options(cfg: MediaConfig) -> dict[str, str]:
+    return {"image": cfg.images_key, "video": cfg.videos_key, "audio": cfg.audios_key}
+
+
+def other_kinds(cfg: MediaConfig) -> Iterator[str]:
+    """Yield a notice for every option that names a column of another kind, as ``--images_key audio_path`` of
+    LightRFT."""
+    for kind, key in _keys_of_options(cfg).items():
+        if (other := _kind_in(key, kind)) != kind:
+            yield f"--{kind}s_key {key}: the column {key!r} holds media of kind {other}, and is read as --{other}s_key"
 
 
 def _values(value: Any) -> list[Any]:

@@ -30,6 +30,7 @@ from lightrft.utils.byte_cache import ByteCache
 from lightrft.utils.errors import first_line, install_command, UserError
 
 _MIB = 1 << 20
+_STILL = "The video has one frame: raise --fps if it is a file, write it as a picture, or remove the row"
 _SEVERAL = "+"  # ends the key of a picture that is processed as one of several
 Replaced = tuple[tuple[int, int], tuple[int, int]]
 
@@ -93,8 +94,7 @@ class MediaStore:
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
-        self._media: dict[str, Medium] = {}
-        self._kept = set[str]()
+        self._media, self._kept = dict[str, Medium](), set[str]()
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
@@ -276,9 +276,9 @@ class MediaStore:
             raise UserError(f"{self._media[key].where}: the processor makes {len(text)} characters of it, and said "
                             f"{len(known)} for its size. Read all media at the start: --media_check all")
 
-    def _refused(self, key: str, error: Exception) -> MediaError:
+    def _refused(self, key: str, error: Exception, remedy: str = "Change or remove the row") -> MediaError:
         return MediaError(f"{self._media[key].where}: the processor of the model refuses it: {first_line(error)}. "
-                          "Change or remove the row")
+                          f"{remedy}")
 
     def prefetch(self, keys: Iterable[str]) -> None:
         """Process media in the background, before they are asked for, as far as there is room."""
@@ -332,7 +332,8 @@ class MediaStore:
         try:
             return self.single.process(key.partition(":")[0], decoded, key.endswith(_SEVERAL))
         except (ValueError, RuntimeError, ArithmeticError) as error:  # e.g. Qwen's, of a picture of 1 x 300 pixels
-            raise self._refused(key, error) from error
+            still = isinstance(decoded, Video) and len(decoded.frames) == 1
+            raise self._refused(key, error, *[_STILL] * still) from error
 
     def expand(self, text: str, keys: tuple[str, ...]) -> tuple[str, list[Replaced]]:
         """Replace the placeholder of each medium in a rendered prompt by what stands for its features.

@@ -13,9 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightrft.cli.convert import convert, main
 from lightrft.cli.merge_lora import merge
+from lightrft.config.rm_schema import RewardModelConfig
+from lightrft.models.loader import load_reward_model, load_scorer
+from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
 from lightrft.strategy.foreign_checkpoints import match_names
-from lightrft.tests.support import tiny
+from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.launch import ROOT
+from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
 STAGES = (0, 2, 3)
@@ -208,3 +212,28 @@ def test_a_reward_model_without_a_trained_head_is_refused(base, tmp_path):
     assert weights(tmp_path / "out")["score.weight"].equal(model.score.weight)
     with pytest.raises(UserError, match="has score.weight, so the scores would be random.* SAVE_PATH/hf is the merged"):
         merge(str(base), tmp_path / "None", tmp_path / "other", is_rm=True)
+
+
+def test_the_head_of_another_program_on_a_model_that_sees(tmp_path):
+    """One score beside the adapter becomes a reward model of lightrft; transformers has no classifier of this family."""
+    pytest.importorskip("torchvision")
+    base = tiny_vision.save_model(tmp_path / "base", "qwen2_5_vl", tied=True)
+    save_tokenizer(load_tokenizer(str(base)), base, str(base))
+    head, ids = RewardModelConfig(pretrain=str(base)), Experience.pack([[5, 6, 7], [8, 9]], [[True] * 3, [True] * 2])
+    for name, save in (("score", ["score"]), ("other", ["score", "norm"]), ("none", None)):
+        scorer = load_reward_model(head)
+        tuned = get_peft_model(scorer.hf_model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=save))
+        with torch.no_grad():
+            for weight in tuned.parameters():
+                weight += weight.requires_grad * 0.1
+        tuned.save_pretrained(tmp_path / name)
+        if name != "score":
+            with pytest.raises(UserError,
+                               match="besides LoRA it has .*if lightrft rm made it, or if its head is score"):
+                merge(str(base), tmp_path / name, tmp_path / "never", is_rm=True)
+            continue
+        merge(str(base), tmp_path / name, tmp_path / "out", is_rm=True)
+        scorer.model = tuned.merge_and_unload()
+        with torch.no_grad():
+            expected, found = scorer.eval()(ids), load_scorer(str(tmp_path / "out"))(ids)
+        assert torch.allclose(found, expected, atol=1e-5) and expected.abs().min() > 1e-3

@@ -225,7 +225,8 @@ def _media(folder: Path, kind: str, tokenizer: PreTrainedTokenizerBase, length: 
 
 def _is_written(kind: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the chat template has a place for a medium of ``kind``."""
-    turns = [[{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}] for parts in ([{"type": kind}], [])]
+    parts: list[Any] = [{"type": kind}, {"type": "text", "text": "?"}]
+    turns: list[Any] = [[{"role": "user", "content": content}] for content in (parts, parts[1:])]
     try:
         shown, plain = (str(tokenizer.apply_chat_template(turn, tokenize=False)) for turn in turns)
     except (TemplateError, TypeError, ValueError):

@@ -180,6 +180,26 @@ def test_options_write_no_media(tokenizer, store):
                 prompts([row], tokenizer, store, **{name: text}, media_policy="skip")
 
 
+def test_a_system_prompt_takes_no_media_away(tokenizer, store):
+    """It takes the place of the system turn of a row; so a medium there is an error. A word is none."""
+    parts = [{"type": "image"}, {"type": "text", "text": "Seen?"}]
+    for content in (parts, "<image>Seen?"):
+        chat = [{"role": "system", "content": content}, {"role": "user", "content": "and <image>?"}]
+        rows = [{"prompt": chat, "answer": "1", "images": [png(0), png(1)]}, ask("<image>?", png(2))]
+        with pytest.raises(MediaError,
+                           match="row 1: --system_prompt .* media of kind image. Write them in a user turn"):
+            prompts(rows, tokenizer, store, system_prompt="Look.")
+        assert len(prompts(rows, tokenizer, store, system_prompt="Look.", media_policy="skip")) == 1
+        assert len(prompts(rows, tokenizer, store)) == 2
+        spoken = {"messages": [*chat, {"role": "assistant", "content": "1"}], "images": [png(0), png(1)]}
+        cfg = SFTDataConfig(train_data=[hold_rows([spoken])], system_prompt="Look.").as_data_config()
+        with pytest.raises(MediaError, match="row 1: --system_prompt"):
+            SFTDataset(cfg, tokenizer, 500, media=store)
+    word = {"prompt": [{"role": "system", "content": "<image> is a tag"}, {"role": "user", "content": "?"}]}
+    found = prompts([word | {"answer": "1"}], tokenizer, store, system_prompt="Look.")
+    assert "Look." in found[0].text and "tag" not in found[0].text
+
+
 PARTS_ONLY = ("{% for m in messages %}{{ m.role }}: {% for p in m.content %}{% if p.type == 'image' %}" +
               tiny_vision.PICTURE + "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}")
 

@@ -183,6 +183,19 @@ def test_two_columns_of_one_kind():
     assert find(row, images_key="image", audios_key="audio")[1] == [BLUE, TONE]
 
 
+def test_an_option_that_names_a_column_of_another_kind(capsys):
+    """LightRFT's recipe for sounds names their column with --images_key. They are read as sounds, with a notice."""
+    lightrft = {"images_key": "audio_path"}
+    assert find(ask("Q", audio_path=TONE), **lightrft) == ([user(AUDIO, text("Q"))], [TONE])
+    other = write_wav(np.full(9, 0.25, np.float32), 16_000)
+    row = ask("Q", audio=other, audio_path=TONE, images=[RED])
+    assert find(row, **lightrft)[1] == [RED, TONE], "as if --audios_key had named it"
+    assert find(row, **lightrft, audios_key="audio")[1] == [RED, other]
+    find_media(Rows([row], [("memory:1", 1)]), [row["prompt"]], MediaConfig(**lightrft))
+    told = "--images_key audio_path: the column 'audio_path' holds media of kind audio, and is read as --audios_key"
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind, values", [("image", [RED, BLUE]), ("video", [[RED], [BLUE]]), ("audio", [TONE, TONE])])
 def test_the_most_media_of_a_row(kind, values):
     row = ask("Q", **{f"{kind}s": values})

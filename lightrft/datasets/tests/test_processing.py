@@ -1,4 +1,6 @@
 """Media as the processor of a model makes them of a file: frames, their times, and the tokens of a prompt."""
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,18 @@ def test_times_of_frames_that_were_left_out(tmp_path):
     assert np.allclose(store.open(keys[0]).times, np.arange(8) / 2)
     assert [word for word in store.tensors(keys[0]).text.split("<") if "seconds" in word
             ] == [f"{seconds:.1f} seconds>" for seconds in (0.25, 1.25, 2.25, 3.25)]  # means of two frames
+
+
+def test_a_video_of_one_frame_has_a_remedy_of_its_own():
+    """Qwen3-VL's processor refuses it, Qwen2-VL's shows it twice."""
+    frame = Image.new("RGB", (56, 56))
+    for name in ("qwen2_vl", "qwen3_vl"):
+        store = MediaStore(tiny_vision.FAMILIES[name].processor(tiny_vision.FAMILIES[name].tokenizer()), MediaRules())
+        (key, ) = store.register([find_medium([frame], "video", store.rules, "row 1")])
+        refused = pytest.raises(DataError,
+                                match="row 1: .* refuses it: .*The video has one frame: raise --fps if it is")
+        with refused if name == "qwen3_vl" else nullcontext():
+            assert store.tensors(key).kind == "video"
 
 
 @pytest.mark.parametrize("name",
