@@ -47,7 +47,9 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     except UserError as error:
         raise UserError(f"{checkpoint}: {error}") from None
     tensors = foreign.read(list(names.values()))
-    _fill(model, {name: tensors[there] for name, there in names.items()}, checkpoint)
+    state = {name: tensors[there] for name, there in names.items()}
+    _check_tied(model, state, checkpoint)
+    _fill(model, state, checkpoint)
     model.save_pretrained(out)
     save_tokenizer(load_tokenizer(pretrain), out, pretrain)
 
@@ -57,6 +59,15 @@ def _computed(model: "PreTrainedModel") -> list[str]:
     and what its class ignores."""
     buffers = [f"^{re.escape(name)}$" for name, _ in model.named_buffers()]
     return [*buffers, *(model._keys_to_ignore_on_load_unexpected or ())]
+
+
+def _check_tied(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint: Path) -> None:
+    """Refuse weights that differ in ``state`` and are one in ``model``, which would drop one of them."""
+    for name, shared in model.all_tied_weights_keys.items():
+        if name in state and shared in state and not state[name].equal(state[shared]):
+            raise UserError(f"{checkpoint}: {name} differs from {shared} there, and both are one weight of --pretrain "
+                            "(tie_word_embeddings): it was trained with weights of their own. Give --pretrain a copy "
+                            'of the model whose config.json has "tie_word_embeddings": false')
 
 
 def _fill(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint: Path) -> None:

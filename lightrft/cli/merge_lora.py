@@ -42,23 +42,30 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
             ``out`` is not empty.
     """
     import torch
+    from transformers import AutoConfig
 
     from lightrft.models.loader import load_exported, takes_media
+    from lightrft.models.process_reward_model import KEY as STEPS
+    from lightrft.models.reward_model import KEY as SCORES
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
     check_empty(out)
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
     dtype = torch.bfloat16 if bf16 else torch.float32
-    if (adapter / MODEL_CONFIG).is_file():
+    described = adapter / MODEL_CONFIG
+    trained: dict[str, Any] = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    if SCORES in trained:
         if not is_rm:
             raise UserError(f"--lora_path {adapter} is the adapter of a reward model; add --is_rm")
-        _merge_trained(model, adapter, _described(adapter / MODEL_CONFIG), out, dtype)
+        _merge_trained(model, adapter, AutoConfig.for_model(**trained), out, dtype)
     elif is_rm and takes_media(model):
         _merge_trained(model, adapter, _with_one_score(model, adapter), out, dtype)
     else:
         base = _classifier(model, adapter) if is_rm else load_exported(model, dtype=torch.float32)
         merged: Any = _merged(base, model, adapter)
+        if STEPS in trained:
+            setattr(merged.config, STEPS, trained[STEPS])
         merged.to(dtype).save_pretrained(out)
     save_tokenizer(load_tokenizer(model), out, model)
 
@@ -72,11 +79,6 @@ def _merged(base: "PreTrainedModel", model: str, adapter: Path) -> "PreTrainedMo
         raise UserError(f"--lora_path {adapter}: does not fit {model}: {first_line(error)}") from error
     merged: PreTrainedModel = joined.merge_and_unload()
     return merged
-
-
-def _described(file: Path) -> "PretrainedConfig":
-    from transformers import AutoConfig
-    return AutoConfig.for_model(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def _brought(adapter: Path) -> "dict[str, torch.Tensor]":

@@ -17,9 +17,9 @@ from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.media_rows import part_media
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.prompts_dataset import UnusableRow, usable
+from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import Message, missing, silent, text_of, to_messages, truth
-from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
 from lightrft.utils.logging import get_logger

@@ -13,16 +13,12 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.pair_sources import load_entry
-from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.suites import load_suite
 from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
 
 Found = TypeVar("Found")
-
-
-class UnusableRow(DataError):
-    """Nothing can be learnt from a row; a policy decides if that stops the run."""
 
 
 def load_specs(cfg: DataConfig, split: str) -> tuple[list[Rows], list[float]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 
 Message = dict[str, Any]
 
@@ -36,7 +36,7 @@ def text_of(content: Any) -> str:
     if not isinstance(content, list):
         return "" if content is None else str(content)
     parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
-    return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
+    return "".join(f"<{part.get('type')}>" if part.get("text") is None else str(part["text"]) for part in parts)
 
 
 def missing(value: Any) -> bool:
@@ -109,7 +109,12 @@ def find_label(row: Row, key: str) -> str:
 
 
 def to_message(turn: Any, where: str) -> Message:
-    """Convert one chat turn to role / content form; ShareGPT's from / value is accepted."""
+    """Convert one chat turn to role / content form; ShareGPT's from / value is accepted.
+
+    Raises:
+        UnusableRow: a part of its content is null, or is a text that is null.
+        DataError: it is no chat turn, or the content of another turn than an answer is null.
+    """
     if isinstance(turn, dict) and "from" in turn and "value" in turn:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
@@ -117,7 +122,18 @@ def to_message(turn: Any, where: str) -> Message:
     if turn["content"] is None and turn["role"] != "assistant":  # what an answer lacks depends on who learns from it
         raise DataError(f"{where}: a chat message of {turn['role']!r} has null as its content. Write its text, or "
                         "remove it")
+    if isinstance(turn["content"], list) and any(map(_null, turn["content"])):
+        raise UnusableRow(f"{where}: a chat message of {turn['role']!r} has a part without text "
+                          f"({str(turn['content'])[:80]}). Write its text, or remove it")
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
+def _null(part: Any) -> bool:
+    """Return True for a part of a content that is null, or a text that is."""
+    if not isinstance(part, dict):
+        return part is None
+    given = {name for name, value in part.items() if value is not None}
+    return not given or part.get("type") == "text" and "text" not in given
 
 
 def to_messages(value: Any, where: str) -> list[Message]:

@@ -22,6 +22,10 @@ class DataError(UserError):
     """Data cannot be used; the message names the location, the problem and the remedy."""
 
 
+class UnusableRow(DataError):
+    """Nothing can be learnt from a row; a policy decides if that stops the run."""
+
+
 @dataclass
 class Rows:
     """Rows of one spec, and the files they came from as ``(name, rows)`` in order.

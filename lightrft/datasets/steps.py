@@ -14,9 +14,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.options import finite
 from lightrft.config.prm_schema import single_token, StepDataConfig, StepFormat
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.prompts_dataset import UnusableRow, usable
+from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import Message, missing, to_messages
-from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 
 _ADVICE = "Correct or remove the row, or use --step_policy skip"

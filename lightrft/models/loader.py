@@ -110,6 +110,7 @@ def load_reward_model(cfg: RewardModelConfig, deferred: bool = False) -> RewardM
     head.check_continues(config, path)
     loaded, modality = _reward_weights(path, config, head, torch.float32, head.new, deferred)
     hf: Any = loaded.hf
+    head.check_new(loaded.missing, loaded.unread, path)
     for name in loaded.missing:
         nn.init.zeros_(hf.get_parameter(name))
     return _defer(RewardModel(_finish(hf, cfg, True, modality), head, modality, cfg.scale_for_train), loaded)
@@ -259,10 +260,11 @@ def _quiet() -> Iterator[None]:
 
 @dataclass
 class _Loaded:
-    """A model, the names of its tensors that no file has, and, where ``places`` are known, tensors that stand in for
-    those in the files."""
+    """A model, the names of its tensors that no file has, those of the files that it does not read, and, where
+    ``places`` are known, tensors that stand in for those in the files."""
     hf: PreTrainedModel
     missing: set[str]
+    unread: set[str]
     stand_ins: StandIns | None = None
     places: dict[str, Place] | None = None
 
@@ -300,7 +302,7 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
         raise UserError(
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
-    return _Loaded(hf, set(info["missing_keys"]))
+    return _Loaded(hf, set(info["missing_keys"]), set(info["unexpected_keys"]))
 
 
 def _causal(path: str, config: PretrainedConfig, dtype: torch.dtype, deferred: bool) -> tuple[_Loaded, ActorModality]:

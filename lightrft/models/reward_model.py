@@ -1,4 +1,5 @@
 """Scalar reward models: a decoder whose head scores whole packed sequences, and the description of the head."""
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import log
@@ -18,6 +19,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.module_tensors import keep_float32
 
 KEY = "reward_model"  # entry of config.json
+_HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
 START = log(1 / 0.07)  # of the learnt scale, as in CLIP
 
 
@@ -48,7 +50,7 @@ class RewardHead:
         if known is not None:
             return cls(**known)
         name = (config.architectures or [""])[0]
-        if not name.endswith("ForSequenceClassification"):
+        if not _is_classifier(config):
             raise UserError(f"reward model {path!r} has no head ({name or 'no architecture'} in its config.json scores "
                             "nothing): train one with lightrft rm, or give a sequence classifier with one score")
         if config.num_labels != 1:
@@ -64,12 +66,39 @@ class RewardHead:
         """
         known = config_value(config, KEY, None)
         if known is None:
+            self._check_labels(config, path)
             return
         flags = ("heads_types", "pooling_method", "value_head_prefix")
         for flag, mine, stored in zip(flags, self._shape, RewardHead(**known)._shape):
             if mine != stored:
                 raise UserError(f"--{flag} {show(mine)}: the reward model {path!r} has {show(stored)}, and is trained "
                                 f"further with the head that it has; give --{flag} {show(stored)}")
+
+    def _check_labels(self, config: PretrainedConfig, path: str) -> None:
+        """Refuse other heads than those of a sequence classifier that another program trained."""
+        if not _is_classifier(config):
+            return
+        labels = [label for _, label in sorted(config.id2label.items())]
+        named = len(labels) > 1 and not all(re.fullmatch(r"LABEL_\d+", label) for label in labels)
+        if len(labels) != len(self.names) or named and labels != self.names:
+            raise UserError(f"--heads_types {show(self.names)}: the classifier {path!r} has the scores {show(labels)}, "
+                            "and is trained further with the head that it has; name as many, in this order")
+
+    def check_new(self, missing: set[str], unread: set[str], path: str) -> None:
+        """Refuse a head of zeros for a model that has one of another name.
+
+        Args:
+            missing: parameters that the checkpoint lacks.
+            unread: its tensors that the model does not read.
+
+        Raises:
+            UserError: names the head to give with ``--value_head_prefix``.
+        """
+        heads = sorted(name for name in unread if _HEAD.match(name) and name.endswith(".weight"))
+        if "score.weight" in missing and heads:
+            prefix = heads[0].removesuffix(".weight")
+            raise UserError(f"--value_head_prefix {self.prefix}: {path!r} has no {self.prefix}.weight, but {heads[0]}, "
+                            f"and would start with a new head. Give --value_head_prefix {prefix}, or remove that head")
 
     @property
     def _shape(self) -> tuple[list[str], str, str]:
@@ -88,6 +117,10 @@ class RewardHead:
     def new(self) -> tuple[str, ...]:
         """Parameters that a language model lacks."""
         return ("score.weight", "pool.weight") if self.pooling == "attn" else ("score.weight", )
+
+
+def _is_classifier(config: PretrainedConfig) -> bool:
+    return (config.architectures or [""])[0].endswith("ForSequenceClassification")
 
 
 def cut_layers(config: PretrainedConfig, layer: int) -> None:

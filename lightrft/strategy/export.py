@@ -150,8 +150,9 @@ def _prefix(model: nn.Module, hf: Pretrained) -> str:
 def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None) -> None:
     """Write the parameters of ``stream`` (:func:`adapter_names`) to ``path/adapter``, as PEFT reads them.
 
-    The base model may lack the modules that are saved whole; the config of the trained model, which describes them, is
-    written beside them as ``MODEL_CONFIG``. Nothing is gathered of a model without adapters.
+    The base model may lack the modules that are saved whole, and the format of steps of a process reward model; the
+    config of the trained model, which describes both, is written beside the adapter as ``MODEL_CONFIG``. Nothing is
+    gathered of a model without adapters.
     """
     hf = wrapped_hf(model)
     if not isinstance(hf, WithAdapters):
@@ -165,4 +166,4 @@ def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: 
     if whole:  # PEFT leaves them out: it has no wrapper around them here
         file = folder / "adapter_model.safetensors"
         save_file(load_file(file) | whole, file, metadata={"format": "pt"})
-        cast(Any, hf).get_base_model().config.to_json_file(folder / MODEL_CONFIG)
+    cast(Any, hf).get_base_model().config.to_json_file(folder / MODEL_CONFIG)

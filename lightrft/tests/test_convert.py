@@ -1,5 +1,6 @@
 """Checkpoints that DeepSpeed and torch.distributed.checkpoint wrote become Hugging Face models; adapters are merged."""
 import json
+import shutil
 import subprocess
 import sys
 
@@ -119,6 +120,22 @@ def test_a_deepspeed_folder_becomes_a_model(base, written, tmp_path, stage):
     if stage < 3:
         now = torch.load(written[stage] / "now_0.pt")
         assert all(found[name].bfloat16().equal(now[name].bfloat16()) for name in found)
+
+
+def test_a_head_of_its_own_is_not_dropped_for_a_tied_one(base, tmp_path):
+    """A copy of the model that ties nothing takes it."""
+    state = changed(base).state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight there.*"
+                       'whose config.json has "tie_word_embeddings": false'):
+        convert(tmp_path / "dcp", tmp_path / "out", str(base))
+    shutil.copytree(base, tmp_path / "own")
+    config = tmp_path / "own" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    convert(tmp_path / "dcp", tmp_path / "out", str(tmp_path / "own"))
+    assert all(tensor.equal(state[name]) for name, tensor in weights(tmp_path / "out").items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight.equal(state["lm_head.weight"])
 
 
 WANTED = {"model.layers.0.mlp.weight": 0, "lm_head.weight": 0}

@@ -76,6 +76,8 @@ BROKEN = {
     "an empty turn": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]}, "rejected answer is m"),
     "an empty turn before": ({"prompt": [ASK], "chosen": [BAD | {"content": ""}, ASK, GOOD], "rejected":
                               [BAD]}, "the chosen answer has an empty turn"),
+    "a null part": ({"prompt": [ASK], "chosen": [GOOD | {"content": ["4", None]}], "rejected": [BAD]},
+                    "a chat message of 'assistant' has a part without text"),
     "a turn of the user at the end": ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "rejected answer is missing"),
     "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
 }

@@ -168,6 +168,8 @@ def test_chat_without_a_question(build):
         build([{"messages": [{"role": "assistant", "content": "x"}], "solution": "2"}])
     with pytest.raises(DataError, match="row 1: a chat message must have role and content"):
         build([{"messages": [{"text": "x"}], "solution": "2"}])
+    with pytest.raises(DataError, match="row 1: a chat message of 'user' has a part without text"):
+        build([{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}], "solution": "2"}])
 
 
 @pytest.mark.parametrize("rows, number", [([PLAIN, {"input": "x"}], 2), ([{"input": "x", "output": ""}, PLAIN], 1)])

@@ -2,6 +2,7 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.records import text_of, to_message
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.sft_dataset import Learning, SFTDataset
 from lightrft.tests.support import tiny
@@ -124,6 +125,25 @@ def test_null_in_place_of_a_question_names_its_row(build):
     for rows in (said(None, "b"), said("a", "b", None, "c")):
         with pytest.raises(DataError, match="row 2: a chat message of 'user' has null as its content"):
             build([{"messages": said("a", "b")}, {"messages": rows}])
+
+
+NULL = {"type": "text", "text": None}
+
+
+@pytest.mark.parametrize("content", [[None], [NULL], [{"type": "text", "text": "b"}, NULL], [{"type": None}]])
+@pytest.mark.parametrize("turn,role", [(0, "user"), (1, "assistant")])
+def test_null_in_place_of_a_part_names_its_row(build, content, turn, role):
+    turns = said("a", "b")
+    turns[turn] = turns[turn] | {"content": content}
+    for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
+        with pytest.raises(DataError, match=f"row 1: a chat message of '{role}' has a part without text"):
+            build([row])
+
+
+def test_a_part_that_is_no_text_may_have_a_null_text():
+    """As tables write it, in which all parts have the same columns."""
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "a", "image": None}]
+    assert text_of(to_message({"role": "user", "content": parts}, "row 1")["content"]) == "<image>a"
 
 
 def test_row_without_prompt(build):

@@ -2,8 +2,8 @@
 import pytest
 
 from lightrft.config.prm_schema import StepDataConfig, StepFormat
-from lightrft.datasets.rows import DataError, hold_rows
-from lightrft.datasets.steps import encode_steps, split_steps, StepDataset, StepError
+from lightrft.datasets.rows import DataError, hold_rows, UnusableRow
+from lightrft.datasets.steps import encode_steps, split_steps, StepDataset
 from lightrft.tests.support import tiny
 from lightrft.utils.errors import UserError
 
@@ -67,9 +67,10 @@ def test_chats_and_other_separators():
     (TRL | {"completions": ["2", None]}, "step 2 of 2 is None, which is no text but NoneType"),
     (TRL | {"completions": [{"text": "2"}, "2"]}, "step 1 of 2 is {'text': '2'}, which is no text but dict"),
     (TRL | {"labels": [True] * 3}, "3 labels for 2 steps"),
+    (TRL | {"prompt": [{"role": "user", "content": [None]}]}, "a chat message of 'user' has a part without text"),
 ])  # yapf: disable
 def test_steps_without_a_label_each_stop_the_run_or_are_counted(row, said):
-    with pytest.raises(StepError, match=f"row 1.*{said}"):
+    with pytest.raises(UnusableRow, match=f"row 1.*{said}"):
         read(row)
     found = read(ROW, row, step_policy="skip")
     assert (len(found), found.dropped) == (1, 1)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.cli.export import export
+from lightrft.cli.merge_lora import merge
 from lightrft.config.prm_schema import PRMConfig, StepFormat
 from lightrft.models.loader import step_format
 from lightrft.tests.support import preference_runs as runs
@@ -103,6 +104,14 @@ def test_resumed_is_straight_and_a_checkpoint_is_exported(straight, home, tmp_pa
         assert step_format(str(folder)) == StepFormat("#", ["+", "-"], "\n")
     assert runs.close(runs.load_file(tmp_path / "exported" / "model.safetensors"), weights) == 0
     assert step_format(str(home / "model")) is None
+
+
+def test_the_adapter_of_a_judge_of_steps_is_merged_to_what_is_exported(home, tmp_path):
+    run(home, tmp_path, lora_rank=2, max_steps=2, eval_steps=0)
+    merge(str(home / "model"), tmp_path / "hf" / "adapter", tmp_path / "merged")
+    assert step_format(str(tmp_path / "merged")) == step_format(str(tmp_path / "hf")) == StepFormat("#", ["+", "-"])
+    own, merged = (runs.load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged"))
+    assert runs.close(own, merged) < 1e-6 < runs.close(own, runs.load_file(home / "model" / "model.safetensors"))
 
 
 def test_the_code_of_the_card_judges_steps_as_training_does(straight, home, tmp_path, capsys):

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lightrft.cli.export import export
@@ -266,6 +266,25 @@ def test_a_reward_model_is_trained_further_with_the_head_that_it_has(flag, given
     kept = {"heads_types": "preference,short"}.get(flag, has[flag])
     with pytest.raises(UserError, match=f"--{flag} {typed}: the reward model .* has {kept}, .* give --{flag} {kept}"):
         load_reward_model(RewardModelConfig(pretrain=str(tmp_path), **has | {flag: given}))
+
+
+def test_a_classifier_of_another_program_keeps_its_head_or_is_refused(base, tmp_path):
+    """Its own ``score`` is found whatever the head is called from then on; one of another name has to be named."""
+    labels = {0: "short", 1: "preference"}
+    AutoModelForSequenceClassification.from_pretrained(base, id2label=labels).save_pretrained(tmp_path)
+    load = lambda **given: load_reward_model(RewardModelConfig(pretrain=str(tmp_path), **given))  # noqa: E731
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    heads = {"heads_types": ["short", "preference"]}
+    assert load(**heads, value_head_prefix="v").hf_model.score.weight.equal(weights["score.weight"])
+    for names in (["preference", "short"], ["preference"]):
+        with pytest.raises(UserError, match=f"--heads_types {','.join(names)}: .* has the scores short,preference"):
+            load(heads_types=names)
+    save_file({name.replace("score", "v_head.summary"): one for name, one in weights.items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="has no score.weight, but v_head.summary.weight,.* --value_head_prefix v_head.s"):
+        load(**heads)
+    found = load(**heads, value_head_prefix="v_head.summary")
+    assert found.hf_model.score.weight.equal(weights["score.weight"])
 
 
 @pytest.mark.parametrize("head", [{}, {"pooling_method": "attn", "heads_types": ["preference", "short"],
