@@ -82,7 +82,7 @@ class Rig:
     def trainer_of(self, home: Path, save: Path, data: str = "", **options: Any) -> Any:
         """A trainer that is ready to fit; ``{home}`` in a value is replaced."""
         command = OFFLINE[self.command]
-        own = {name: value.format(home=home) for name, value in self.options.items()}
+        own = {name: value.replace("{home}", str(home)) for name, value in self.options.items()}
         return trainer_of(command.trainer_class(), command.tree, home, save, data or self.data, **own | options)
 
     def run(self, home: Path, save: Path, **options: Any) -> Any:
@@ -127,6 +127,7 @@ def launch(script: str, home: Path, save: Path, data: str, **options: Any) -> No
 
 EVERY = {
     "sft": ("judged", {}), "kto": ("judged", {"undesirable_loss_weight": 0.5}), "dpo": ("pairs", {"loss": "aot"}),
+    "grm": ("pairs", {"task_instruction": "{prompt} {first} {second}"}),
     "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3}),
     "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]})
 }  # yapf: disable
@@ -135,14 +136,16 @@ EVERY = {
 def run_of(command: str, home: Path, save: Path, **options: Any) -> None:
     """Run ``command`` with the data and the options of :data:`EVERY`."""
     data, own = EVERY[command]
-    own = {name: value.format(home=home) if isinstance(value, str) else value for name, value in own.items()}
+    own = {name: value.replace("{home}", str(home)) if isinstance(value, str) else value
+           for name, value in own.items()}  # yapf: disable
     Rig(command, data).run(home, save, eval_steps=0, **own, **options)
 
 
 def all_under_zero(home: Path, save: Path) -> None:
-    """Run all of :data:`EVERY`, one after the other, with DeepSpeed's stage 3."""
+    """Run all of :data:`EVERY`, one after the other, with DeepSpeed's stage 3; and the judge with FSDP2 too."""
     for command in EVERY:
         run_of(command, home, save / command, strategy="deepspeed", zero_stage=3, micro_train_batch_size=2)
+    run_of("grm", home, save / "grm, fsdp", strategy="fsdp", micro_train_batch_size=2)
 
 
 def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:

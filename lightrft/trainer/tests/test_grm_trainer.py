@@ -1,9 +1,11 @@
 """Generative judges: rows in both orders, the accuracy of what a judge says, and a judge that learns."""
 import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrft.cli.train_grm import main
@@ -14,7 +16,7 @@ from lightrft.datasets.judgements import ANSWERS, chosen_is_second, JudgementDat
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import launch, tiny
-from lightrft.tests.support.preference_runs import metrics, trainer_of
+from lightrft.tests.support.preference_runs import close, exported, metrics, naive_sums, trainer_of
 from lightrft.trainer.grm_trainer import GRMTrainer
 
 ROW = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
@@ -117,6 +119,44 @@ def judged_on_two_ranks(home):
     run = launch.launch(home / "ranks", options, 2, module="lightrft.cli.train_grm")
     assert run.wait(200) == [0, 0], run.output
     return metrics(home / "two")[-1]
+
+
+SHORT_RUN = {"task_instruction": SHORT, "max_len": 160, "eval_steps": 0}
+
+
+@pytest.fixture(name="straight", scope="module")
+def fixture_straight(home, tmp_path_factory):
+    """Three steps in one process, with a checkpoint after two."""
+    save = tmp_path_factory.mktemp("straight")
+    trainer_of(GRMTrainer, GRMConfig, home, save, "train", **SHORT_RUN, disable_ckpt=False, save_steps=2).fit()
+    return save
+
+
+def test_the_gradient_of_packed_rows_is_that_of_hugging_face_alone(home, tmp_path):
+    trainer = trainer_of(GRMTrainer, GRMConfig, home, tmp_path, "train", **SHORT_RUN, micro_train_batch_size=3)
+    rows, hf = next(trainer.loader), AutoModelForCausalLM.from_pretrained(home / "model")
+    trainer.loader.position = 0
+    loss = -naive_sums(hf, rows).sum() / sum(sum(row.loss_mask) for row in rows)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters()]).item()
+    got = trainer.train_step()
+    assert got["grm/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert got["grm/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_one_micro_batch_is_eight(home, straight, tmp_path):
+    trainer_of(GRMTrainer, GRMConfig, home, tmp_path, "train", **SHORT_RUN, micro_train_batch_size=1).fit()
+    assert close(exported(tmp_path), exported(straight)) < 1e-5
+    assert close(exported(straight), load_file(home / "model" / "model.safetensors")) > 1e-3
+
+
+def test_resumed_is_straight(home, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_000003")
+    trainer_of(GRMTrainer, GRMConfig, home, tmp_path / "resumed", "train", **SHORT_RUN, disable_ckpt=False,
+               save_steps=2, load_checkpoint=True).fit()  # yapf: disable
+    assert close(exported(straight), exported(tmp_path / "resumed")) == 0
+    assert metrics(straight) == metrics(tmp_path / "resumed")
 
 
 def test_rows_of_a_split_are_rendered_with_their_options(home):

@@ -281,7 +281,7 @@ def test_a_classifier_of_another_program_keeps_its_head_or_is_refused(base, tmp_
         with pytest.raises(UserError, match=f"--heads_types {','.join(names)}: .* has the scores short,preference"):
             load(heads_types=names)
     save_file({name.replace("score", "v_head.summary"): one for name, one in weights.items()}, file, {"format": "pt"})
-    with pytest.raises(UserError, match="has no score.weight, but v_head.summary.weight,.* --value_head_prefix v_head.s"):
+    with pytest.raises(UserError, match="has no score.weight, but v_head.summary.weight,.*_prefix v_head.s"):
         load(**heads)
     found = load(**heads, value_head_prefix="v_head.summary")
     assert found.hf_model.score.weight.equal(weights["score.weight"])
