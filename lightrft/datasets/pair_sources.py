@@ -143,6 +143,32 @@ def hpdv3() -> PairSource:
                                              (value(row, "path1"), value(row, "path2")), "first"))
 
 
+_BETTER = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
+_MEDIUM = re.compile(r"\s*<(?:image|video|audio)>")
+
+
+def _judged(row: Row) -> Row:
+    """Return a pair with the judgement of a chat, in which ``Image 1`` and ``Image 2`` are the candidates."""
+    turns, media = value(row, "conversations"), value(row, "images")
+    if len(turns) < 2 or len(media) != 2:
+        raise ValueError(f"{len(turns)} turns and {len(media)} pictures are no question with a judgement of two")
+    said = str(value(turns[-1], "value"))
+    if (found := _BETTER.search(said)) is None:
+        raise ValueError(f"the judgement ends with {said[-60:]!r}, and not <answer>Image 1 is better</answer> or 2")
+    first = found[1] == "1"
+    names = {"1": "{chosen}", "2": "{rejected}"} if first else {"1": "{rejected}", "2": "{chosen}"}
+    pair = media_pair("image", _MEDIUM.sub("", str(value(turns[0], "value"))).strip(), (media[0], media[1]),
+                      "first" if first else "second")
+    return pair | {"judgement": re.sub(r"\bImage ([12])\b", lambda name: names[name[1]], said)}
+
+
+@PAIR_SOURCES.register("imagegen-cot-reward-5k")
+def imagegen_cot_reward() -> PairSource:
+    """Read ImageGen-CoT-Reward-5K (arXiv:2505.03318), a JSON list: images (two paths), conversations (ShareGPT), whose
+    first turn asks and whose last one judges, with ``Image 1 is better`` in ``<answer>`` tags at its end."""
+    return PairSource(_judged)
+
+
 @PAIR_SOURCES.register("imagerewarddb")
 def imagerewarddb() -> PairSource:
     """Read ImageRewardDB (arXiv:2304.05977): pictures with prompt_id, prompt, image_path and rank (1 is the best).

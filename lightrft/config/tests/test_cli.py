@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, ELSEWHERE, REFUSED
 from lightrft.config.options import ConfigError, Option
@@ -286,11 +287,11 @@ def test_exit_code_of_a_real_process() -> None:
 
 
 def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
-    known = options(Config)
+    known, offline = options(Config), {name for command in OFFLINE.values() for name in options(command.tree)}
     for name, text in ELSEWHERE.items():
         assert name not in known and name not in REFUSED
         for flag in re.findall(r"--(\w+)", text):
-            assert flag in known or flag in options(SFTConfig) or flag in ("nproc", "nnodes"), f"{name}: {flag}"
+            assert flag in known or flag in offline or flag in ("nproc", "nnodes"), f"{name}: {flag}"
 
 
 @pytest.mark.parametrize("tree,words,said", [

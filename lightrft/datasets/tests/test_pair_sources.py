@@ -103,7 +103,18 @@ def with_first_picture(home):
     return rapidata(home, prompt_asset={"bytes": (home / "first.png").read_bytes(), "path": "x.png"})
 
 
+def imagegen(home):
+    """Two judged pairs; the second picture is better in the second one."""
+    files(home, "images/a.png", "images/b.png")
+    said = "<think>Image 1 is sharp, Image 2 is not; see Image 12.</think>\n<answer>Image {} is better</answer>"
+    return jsonish(home / "train.json", [{
+        "images": ["images/a.png", "images/b.png"], "conversations": [
+            {"from": "human", "value": "<image><image>\nWhich one is a cat"},
+            {"from": "gpt", "value": said.format(better)}]} for better in (1, 2)])  # yapf: disable
+
+
 LAYOUTS = {
+    "imagegen-cot-reward-5k": (imagegen, ["ab", "ba"], "images"),
     "hpdv3": (hpdv3, ["ab"], "images"),
     "imagerewarddb": (imagerewarddb, ["ba", "bc"], "images"),
     "omnirewardbench-t2i": (omni("image"), ["ba", "tie"], "images"),
@@ -114,6 +125,22 @@ LAYOUTS = {
     "videogen-rewardbench": (videogen, ["ba", "tie", "ab"], "videos"),
     "audio-alpaca": (alpaca, ["ab"], "audios"),
 }
+
+
+def test_a_judgement_names_the_candidates_in_the_order_of_the_request(tmp_path):
+    """The pictures are drawn in both orders, and the text follows."""
+    rows = load_entry(f"imagegen-cot-reward-5k:{imagegen(tmp_path)}")
+    cfg = JudgeDataConfig(task_instruction="{prompt}: {first} or {second}?")
+    for row, sharp in zip(rows.rows, (True, False)):
+        for second in (False, True):
+            found = to_judgement(row, cfg, second, "row 1")
+            one, other = (2, 1) if second == sharp else (1, 2)
+            assert found.text == (f"<think>Response {one} is sharp, Response {other} is not; see Image 12.</think>\n"
+                                  f"<answer>Response {1 + second} is better</answer>")
+            assert found.request == "Which one is a cat: <image> or <image>?"
+    (tmp_path / "train.json").write_text((tmp_path / "train.json").read_text().replace("is better", "wins"))
+    with pytest.raises(DataError, match="row 1: imagegen-cot-reward-5k: the judgement ends with .*Image 1 wins"):
+        load_entry(f"imagegen-cot-reward-5k:{tmp_path / 'train.json'}")
 
 
 def named(medium):
