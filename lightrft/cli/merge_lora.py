@@ -46,7 +46,7 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
 
     from lightrft.models.loader import load_exported, takes_media
     from lightrft.models.process_reward_model import KEY as STEPS
-    from lightrft.models.reward_model import KEY as SCORES
+    from lightrft.models.reward_model import JUDGE, KEY as SCORES
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
     check_empty(out)
@@ -64,8 +64,8 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     else:
         base = _classifier(model, adapter) if is_rm else load_exported(model, dtype=torch.float32)
         merged: Any = _merged(base, model, adapter)
-        if STEPS in trained:
-            setattr(merged.config, STEPS, trained[STEPS])
+        for key in {STEPS, JUDGE} & trained.keys():
+            setattr(merged.config, key, trained[key])
         merged.to(dtype).save_pretrained(out)
     save_tokenizer(load_tokenizer(model), out, model)
 

@@ -16,7 +16,7 @@ def serve(parsed: ParsedConfig) -> None:
     """Serve with parsed options until SIGTERM or Ctrl-C."""
     # imported after the command line is read: --help and mistakes do not wait for torch
     from lightrft.rewards.manager import RewardManager
-    from lightrft.rewards.neural import ScorerSetup
+    from lightrft.rewards.placement import ScorerSetup
     from lightrft.rewards.server import RewardServer
     from lightrft.trainer.session import training_session
     from lightrft.utils.logging import get_logger
@@ -25,7 +25,7 @@ def serve(parsed: ParsedConfig) -> None:
     with training_session(parsed) as session:
         setup = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
         rewards = RewardManager(config.as_reward_config(), setup=setup)
-        tokenizers = [model.renderer.tokenizer for model in rewards.neural.values()]
+        tokenizers = [model.reader.renderer.tokenizer for model in rewards.neural.values()]
         ends = {str(end) for each in tokenizers for end in (each.eos_token, each.pad_token) if end}
         server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)))
         get_logger().info(f"serving {', '.join(rewards.neural)}: POST {server.url}/get_reward")

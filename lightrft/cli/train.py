@@ -31,7 +31,7 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     from lightrft.datasets.prompts_dataset import PromptsDataset
     from lightrft.models.tokenizer import load_tokenizer
     from lightrft.rewards.manager import RewardManager
-    from lightrft.rewards.neural import ScorerSetup
+    from lightrft.rewards.placement import ScorerSetup
     from lightrft.trainer.hub_files import fetch_once
     from lightrft.trainer.model_media import open_media
     from lightrft.trainer.pretraining_loss import read_pretraining
@@ -45,8 +45,8 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         media = open_media(path, tokenizer, data, session.strategy)
         prompts = PromptsDataset(data, tokenizer, limit, media=media)
         held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
-        models, setup = build_models(config, session.strategy), ScorerSetup.of(config, session.strategy.device)
-        rewards = RewardManager(config.reward, functions, setup)
+        models, strategy = build_models(config, session.strategy), session.strategy
+        rewards = RewardManager(config.reward, functions, ScorerSetup.of(config, strategy.device, strategy, media))
         SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
                        media=media, pretraining=read_pretraining(config, tokenizer, media)).fit()
 

@@ -216,7 +216,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset_path": "--prompt_data | --train_data",
     "report_to": "--use_tensorboard, --use_wandb or --use_trackio",
     "run_name": "--wandb_run_name",
-    "rlhf_type": "the name of the command: lightrft dpo (also orpo, simpo, cpo), kto, rm, kd (gkd) or train (grpo, ppo)",
+    "rlhf_type": "the name of the command: lightrft dpo (orpo, simpo, cpo), kto, rm, kd (gkd) or train (grpo, ppo)",
     "train_type": _LORA,
     "tuner_type": _LORA,
     "sft_type": _LORA,

@@ -7,6 +7,19 @@ from lightrft.config.sft_schema import SFTTrainConfig
 from lightrft.config.tree import group
 
 
+@dataclass(frozen=True)
+class JudgeFormat:
+    """Format of the requests to a judge; ``config.json`` of a trained one has it.
+
+    Attributes:
+        instruction: text of the request, with {prompt}, {first} and {second}.
+        system_prompt, input_template: as the options of these names.
+    """
+    instruction: str
+    system_prompt: str | None = None
+    input_template: str | None = None
+
+
 @dataclass
 class JudgeDataConfig(OfflineDataConfig):
     """Pairs of candidates with a judgement, and their rendering."""

@@ -13,10 +13,12 @@ class ScoringConfig:
     judge_model: str | None = option(None, "name of the judge's model on its server", needs="judge_url URL")
     judge_template: str | None = option(
         None, "text file of the request to the judge, with {response} and, where wanted, {prompt}, {reference} or a "
-        "{COLUMN} of the row (default: asks for a score from 0 to 10)", needs="judge_url URL")
+        "{COLUMN} of the row (default: asks for a score from 0 to 10); a language model among the reward models grades "
+        "responses by it")
     judge_score: str = option(
         r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)", "regular expression whose group is the score; the last one in the "
-        "judge's answer counts", needs="judge_url URL")
+        "judge's answer counts")
+    judge_max_len: int = option(512, "longest answer of a generative reward model, in tokens", within=COUNT)
     judge_key_env: str = option("OPENAI_API_KEY",
                                 "environment variable that holds the judge's API key, if it needs one",
                                 needs="judge_url URL", free=True)
@@ -43,8 +45,9 @@ class RewardConfig(ScoringConfig):
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
     reward_pretrain: list[str] = option(
         [],
-        "reward models, PATH or NAME=PATH: of lightrft rm or prm, or sequence classifiers with one score; each is a "
-        "part NAME (rm; several: rm1, rm2 ...) of weight 1, or of the weight in --reward or --reward_recipe")
+        "reward models, PATH or NAME=PATH: of lightrft rm, prm or grm, sequence classifiers with one score, or "
+        "language models with --judge_template; each is a part NAME (rm; several: rm1, rm2 ...) of weight 1, or of the "
+        "weight in --reward or --reward_recipe")
     reward_recipe: list[str] = option(
         [],
         "SOURCE:part=weight+part=weight: the parts that score the rows of a label or data source, in place of others")
@@ -53,6 +56,8 @@ class RewardConfig(ScoringConfig):
         needs="reward_pretrain PATH")
     reward_offload: bool = option(False, "keep reward models in host memory except while they score",
                                   needs="reward_pretrain PATH", free=True)
+    reward_shard: bool = option(False, "divide reward models over the ranks, as --strategy divides the policy",
+                                needs="reward_pretrain PATH", free=True)
     step_reward: str = option(
         "min",
         "reward of a process reward model, from the probabilities that the steps are good; per_step: each is the "

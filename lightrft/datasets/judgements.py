@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lightrft.config.grm_schema import JudgeDataConfig
+from lightrft.config.grm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie
@@ -61,6 +61,16 @@ def verdict(text: str) -> str:
     return next(reversed(_IN_TAGS.findall(text)), "").strip()
 
 
+def judge_format(cfg: JudgeDataConfig) -> JudgeFormat:
+    """Return the format of the requests of a training."""
+    return JudgeFormat(cfg.task_instruction or INSTRUCTION, cfg.system_prompt, cfg.input_template)
+
+
+def request(instruction: str, prompt: str, first: str, second: str) -> str:
+    """Fill the text of a request to compare two candidates."""
+    return _filled(instruction, {"prompt": prompt, "first": first, "second": second})
+
+
 def chosen_is_second(seed: int, uid: str) -> bool:
     """Draw the order of the candidates of a row: it depends on the seed and the name of the row alone."""
     return random.Random(f"{seed} {uid}").random() < 0.5
@@ -87,8 +97,7 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str) -> Ju
     if verdict(said) != ANSWERS[right]:
         raise DataError(f"{where}: the judgement ends with {verdict(said)!r}, and {ANSWERS[right]!r} is right in this "
                         "order. Write {chosen} and {rejected} for the names of the candidates")
-    request = _filled(cfg.task_instruction or INSTRUCTION, {"prompt": prompt, "first": first, "second": last})
-    return Judgement(request, said, right, media)
+    return Judgement(request(judge_format(cfg).instruction, prompt, first, last), said, right, media)
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

@@ -112,6 +112,10 @@ class MediaStore:
         self._media.update(zip(keys, found))
         return keys
 
+    def adopt(self, other: "MediaStore", keys: Iterable[str]) -> tuple[str, ...]:
+        """Make the media of one row known that ``other``, the store of another model, has under ``keys``."""
+        return self.register(other._media[key] for key in keys)
+
     def keep(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Count the media of the rows that a data set keeps, for :attr:`most`; forget those that no data set keeps."""
         for keys in rows:

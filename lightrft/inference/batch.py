@@ -14,7 +14,7 @@ from lightrft.inference.prompts import content_of, generate, identity, scoring
 from lightrft.inference.responses import read_responses, score_responses
 from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.neural import ScorerSetup
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.types import Prompt

@@ -11,7 +11,7 @@ from lightrft.inference.accuracy import differences, group_answers, Measure, mea
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.prompts import content_of, generate, identity, scoring
 from lightrft.inference.row_files import Row, RowFiles, write_rows
-from lightrft.rewards.neural import ScorerSetup
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.utils.logging import get_logger

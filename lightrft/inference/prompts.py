@@ -12,7 +12,7 @@ from lightrft.inference.generation import BatchGenerator
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.neural import ScorerSetup
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.rollout.engine import SamplingParams
 from lightrft.trainer.samples import stop_token_ids
 from lightrft.types import Prompt

@@ -17,14 +17,14 @@ from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
+from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
-from lightrft.models.process_reward_model import KEY as STEPS, ProcessRewardModel
-from lightrft.models.reward_model import cut_layers, reward_class, RewardHead, RewardModel
+from lightrft.models.process_reward_model import ProcessRewardModel
+from lightrft.models.reward_model import cut_layers, reward_class, RewardHead, RewardKind, RewardModel
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, install_command, UserError
@@ -71,10 +71,9 @@ def load_process_reward_model(cfg: PolicyModelConfig, form: StepFormat, classes:
     return _defer(ProcessRewardModel(model, form, classes, _chunk_mib(cfg), modality), loaded)
 
 
-def step_format(path: str) -> StepFormat | None:
-    """Return the format of steps of the trained process reward model at ``path``; None: it is another model."""
-    known = config_value(read_config(path), STEPS, None)
-    return None if known is None else StepFormat(**known)
+def reward_kind(path: str) -> RewardKind:
+    """Read the kind of the reward model at ``path`` from its config.json."""
+    return RewardKind.of(read_config(path))
 
 
 def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, dtype: torch.dtype = torch.float32,

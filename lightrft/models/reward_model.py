@@ -9,18 +9,53 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
+from lightrft.config.grm_schema import JudgeFormat
 from lightrft.config.options import show
+from lightrft.config.prm_schema import StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import PackedModel, with_score
+from lightrft.models.process_reward_model import KEY as STEPS
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 from lightrft.utils.module_tensors import keep_float32
 
 KEY = "reward_model"  # entry of config.json
+JUDGE = "generative_reward_model"  # entry of config.json, the fields of JudgeFormat
+SPEAKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of language models
 _HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
 START = log(1 / 0.07)  # of the learnt scale, as in CLIP
+
+
+@dataclass(frozen=True)
+class RewardKind:
+    """Kind of a reward model, as its config.json tells it.
+
+    Attributes:
+        steps: format of a process reward model.
+        judge: format of the requests to a judge of ``lightrft grm``.
+        language: another causal language model; False, with no format: a model with a head, or none that scores.
+    """
+    steps: StepFormat | None = None
+    judge: JudgeFormat | None = None
+    language: bool = False
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "RewardKind":
+        """Read the kind of the model of ``config``."""
+        name = (config.architectures or [""])[0]
+        if (steps := config_value(config, STEPS, None)) is not None:
+            return cls(steps=StepFormat(**steps))
+        if config_value(config, KEY, None) is not None or not name.endswith(SPEAKS):
+            return cls()
+        judge = config_value(config, JUDGE, None)
+        return cls(language=True) if judge is None else cls(judge=JudgeFormat(**judge))
+
+    @property
+    def generates(self) -> bool:
+        """True if the model writes its judgement."""
+        return self.judge is not None or self.language
 
 
 @dataclass
@@ -78,7 +113,7 @@ class RewardHead:
         """Refuse other heads than those of a sequence classifier that another program trained."""
         if not _is_classifier(config):
             return
-        labels = [label for _, label in sorted(config.id2label.items())]
+        labels = [label for _, label in sorted((config.id2label or {}).items())]
         named = len(labels) > 1 and not all(re.fullmatch(r"LABEL_\d+", label) for label in labels)
         if len(labels) != len(self.names) or named and labels != self.names:
             raise UserError(f"--heads_types {show(self.names)}: the classifier {path!r} has the scores {show(labels)}, "

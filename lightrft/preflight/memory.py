@@ -15,6 +15,7 @@ from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight.cost import GIB, known_model, MIB
 from lightrft.preflight.hardware import Device
+from lightrft.preflight.reward_rules import known_kinds
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
 from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, moment_width, reduced_gradients,
@@ -99,10 +100,9 @@ def _(config: Config, world_size: int, size: ModelSize, device: Device) -> dict[
     reference *= config.algorithm.init_kl_coef > 0 and not m.lora_rank
     taught = _teacher(config, m.teacher_model, world_size, device)
     passes = by_phase(config, (taught, ) * 4) if not m.teacher_offload else (0, taught, 0, 0, 0)
-    scoring = (2 if m.bf16 else 4) * reward_parameters(config.reward) * (not config.reward.reward_offload)
     bucket = min(config.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
     rows: dict[str, ByPhase] = {"reference": by_phase(config, (reference, ) * 4), "teacher": passes,
-                                "reward models": (scoring, ) * 5,
+                                "reward models": _reward_models(config, world_size),
                                 "bucket of full weights": (0, 0, 0, 0, bucket)}  # yapf: disable
     return rows | engine_memory(config, world_size, size, device.total, device.cuda)
 
@@ -147,10 +147,25 @@ def _reference(config: Tree, m: ReferenceModelConfig, world_size: int, size: Mod
     return {"reference": (0, held, resident, resident, 0)}
 
 
-def reward_parameters(cfg: RewardConfig) -> int:
-    """Count the parameters of the reward models whose size is known here."""
-    sizes = [known_model(path)[0] for path in parse_models(cfg.reward_pretrain).values()]
-    return sum(size.total for size in sizes if size)
+def reward_sizes(cfg: RewardConfig) -> dict[str, ModelSize]:
+    """Return the sizes of the reward models, by name, of those that are known here."""
+    sizes = {name: known_model(path)[0] for name, path in parse_models(cfg.reward_pretrain).items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _reward_models(config: Config, world_size: int) -> ByPhase:
+    """Return the bytes of the reward models; those in host memory visit the device one at a time, when generation and
+    log-probs are over. A judge that generates needs a divided model whole meanwhile."""
+    r, sizes, paths = config.reward, reward_sizes(config.reward), parse_models(config.reward.reward_pretrain)
+    width, shard_size = 2 if config.model.bf16 else 4, config.strategy.fsdp_shard_size
+    held = {name: _frozen(config, world_size, size, shard_size) if r.reward_shard else width * size.total
+            for name, size in sizes.items()}  # yapf: disable
+    kinds = known_kinds(paths.values()) if r.reward_shard else {}
+    generating = {name for name, path in paths.items() if path in kinds and kinds[path].generates}
+    visit = max((held[name] * r.reward_offload + width * size.total * (name in generating)
+                 for name, size in sizes.items()), default=0.0)  # yapf: disable
+    resting = sum(held.values()) * (not r.reward_offload)
+    return (resting, resting + visit, resting, resting, resting)
 
 
 def micro_batch_tokens(config: Tree, world_size: int) -> tuple[int, bool]:

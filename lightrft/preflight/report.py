@@ -17,9 +17,11 @@ from lightrft.models.activations import ModelShape
 from lightrft.preflight.cost import batch_summary, known_model, time_line
 from lightrft.preflight.engine_rules import missing_engine
 from lightrft.preflight.hardware import Machine
-from lightrft.preflight.memory import memory_lines, micro_batch_tokens
+from lightrft.preflight.memory import memory_lines, micro_batch_tokens, reward_sizes
 from lightrft.preflight.planned import verdict
+from lightrft.preflight.reward_rules import known_kinds
 from lightrft.preflight.validate import warnings
+from lightrft.rewards.spec import parse_models
 from lightrft.strategy.memory import ModelSize
 
 
@@ -83,8 +85,26 @@ def _(config: Config, machine: Machine) -> list[str]:
     size, shape = known_model(config.model.pretrain, machine.device.cuda)
     return [
         *_memory(config, machine, size, shape),
-        time_line(config, machine.ranks, size, machine.gpu, trains_critic(config)), *_unchecked(config)
+        time_line(config, machine.ranks, size, machine.gpu, trains_critic(config)),
+        *_reward_models(config, machine.ranks), *_unchecked(config)
     ]
+
+
+def _reward_models(config: Config, ranks: int) -> list[str]:
+    """Say of every reward model what it does, how large it is and where it rests."""
+    r, paths = config.reward, parse_models(config.reward.reward_pretrain)
+    if not paths:
+        return []
+    from lightrft.rewards.reward_models import description
+    kinds, sizes = known_kinds(paths.values()), reward_sizes(r)
+    place = f"divided over {config.strategy.fsdp_shard_size or ranks} ranks" if r.reward_shard else "whole on each rank"
+    place += ", in host memory except while it scores" if r.reward_offload else ""
+    lines = []
+    for name, path in paths.items():
+        does = description(kinds[path], r) if path in kinds else "is read when the run starts"
+        held = f", {sizes[name].total:,} parameters" if name in sizes else ""
+        lines.append(f"reward model {name}: {path} {does}{held}, {place}")
+    return lines
 
 
 def _verdict(config: Tree, machine: Machine) -> list[str]:

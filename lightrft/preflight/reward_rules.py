@@ -1,18 +1,32 @@
 """Checks of the options of rewards: parts, files, servers and the judge."""
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.shared_rules import folder
 from lightrft.rewards.spec import parse_models, parse_recipe
 from lightrft.utils.errors import did_you_mean, UserError
 
+if TYPE_CHECKING:  # torch is imported with the first reward model
+    from lightrft.models.reward_model import RewardKind
+
 
 def reward_problems(c: Config) -> Iterator[str]:
     """Yield every problem with the options of the rewards."""
-    r = c.reward
+    yield from _written(c.reward)
+    models = {*parse_models(c.reward.reward_pretrain).values()}
+    kinds = known_kinds(models)
+    if models and len(kinds) == len(models):  # else those on the hub are checked when they are loaded
+        from lightrft.rewards.reward_models import model_problems
+        yield from model_problems(c.reward, kinds)
+
+
+def _written(r: RewardConfig) -> Iterator[str]:
+    """Yield the problems of the options as they are written."""
     for url in r.remote_rm_url:
         yield from _url("remote_rm_url", url)
     for part in r.reward:
@@ -28,12 +42,44 @@ def reward_problems(c: Config) -> Iterator[str]:
     yield from _judge_forms(r)
 
 
+def known_kinds(paths: Iterable[str]) -> "dict[str, RewardKind]":
+    """Read the kinds of the reward models in folders of this machine, by path."""
+    here = [path for path in paths if (Path(path).expanduser() / "config.json").is_file()]
+    if not here:
+        return {}
+    from lightrft.models.loader import reward_kind
+    return {path: reward_kind(path) for path in here}
+
+
+def placed_problems(c: Config, world_size: int) -> Iterator[str]:
+    """Yield problems of reward models with the strategy and the estimator."""
+    r = c.reward
+    if r.reward_shard and not c.strategy.divides_weights(world_size):
+        yield (
+            f"--reward_shard: --strategy {c.strategy.resolved(world_size)} on {world_size} rank"
+            f"{'s' if world_size > 1 else ''} divides no weights; drop it, or use --strategy fsdp, or deepspeed with "
+            "--zero_stage 3")
+    if c.algorithm.advantage_estimator not in ADVANTAGES:
+        return  # an error of its own
+    judges = [path for path, kind in known_kinds(parse_models(r.reward_pretrain).values()).items() if kind.judge]
+    if judges and ADVANTAGES.get(c.algorithm.advantage_estimator).needs_greedy:
+        yield (f"--reward_pretrain {judges[0]}: a judge of lightrft grm compares responses of a group, and "
+               f"{c.algorithm.advantage_estimator} subtracts the reward of a response outside of it; use "
+               "--advantage_estimator group_norm or rloo, or another reward model")
+
+
 def served_problems(c: ServeConfig) -> Iterator[str]:
     """Yield the problems of the models of a server, and of their weights."""
     if not c.model.reward_pretrain:
         yield "--reward_pretrain is missing: give an HF folder or hub id of a reward model"
-    yield from reward_problems(Config(reward=c.as_reward_config()))
+    yield from _written(c.as_reward_config())
     models = parse_models(c.model.reward_pretrain)
+    for path, kind in known_kinds(models.values()).items():
+        if kind.generates:
+            yield (f"--reward_pretrain {path}: its config.json tells of a generative model, and this command serves "
+                   "models with a head for scores. A judge of lightrft grm compares the responses to a prompt, which "
+                   "come here in different requests: give it to the run (--reward_pretrain), or serve the model with "
+                   "vLLM and ask it with --reward judge")
     for entry in c.model.reward:
         name = entry.partition("=")[0]
         if name not in models:
@@ -67,9 +113,19 @@ def _judge(r: RewardConfig) -> Iterator[str]:
         yield (
             f"--judge_url {','.join(r.judge_url)}: has no effect without --reward judge; add it, with the weight that "
             "makes its scores as large as those of other parts, e.g. --reward judge=0.1")
+    if not r.reward_pretrain:
+        yield from _unread(r, ("judge_template", "judge_score") * (not r.judge_url), "--judge_url or --reward_pretrain")
+        yield from _unread(r, ("judge_max_len", ), "--reward_pretrain")
     for name, value in (("judge_url", r.judge_url), ("judge_model", r.judge_model)):
         if chosen and not value:
             yield f"--reward judge: needs --{name}, e.g. --judge_url http://host:8000/v1 --judge_model MODEL"
+
+
+def _unread(r: RewardConfig, names: Iterable[str], needed: str) -> Iterator[str]:
+    """Yield a sentence for each of the options ``names`` that is set, where nothing reads it."""
+    for name in names:
+        if (value := getattr(r, name)) != getattr(RewardConfig, name):
+            yield f"--{name} {value}: has no effect without {needed}; add it, or drop --{name}"
 
 
 def _judge_forms(r: RewardConfig) -> Iterator[str]:

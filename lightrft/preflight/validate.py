@@ -23,7 +23,7 @@ from lightrft.preflight.engine_rules import (engine_problems, missing_engine, ov
                                              shared_engine)
 from lightrft.preflight.inference_rules import engine_of_task, evaluation_problems, output_problems, score_problems
 from lightrft.preflight.offline_rules import own_problems
-from lightrft.preflight.reward_rules import reward_problems, served_problems
+from lightrft.preflight.reward_rules import placed_problems, reward_problems, served_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
                                              nearest_divisors, per_rank, shared_problems, sources, suites)
 
@@ -69,6 +69,7 @@ def _(config: OfflineConfig, world_size: int, cuda: bool, local_ranks: int) -> I
 def _(config: Config, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     for check in (_data, _rollout, reward_problems, _train, _eval, algorithm_problems):
         yield from check(config)
+    yield from placed_problems(config, world_size)
     yield from _reference(config.model, world_size)
     yield from _batches(config, world_size)
     yield from engine_problems(config, world_size, cuda)

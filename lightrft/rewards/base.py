@@ -7,7 +7,8 @@ from lightrft.utils.registry import Registry
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response with all data of its row. ``response`` never contains the prompt."""
+    """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
+    messages, in order."""
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -15,6 +16,7 @@ class RewardInput:
     label: str = ""
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
 
 
 @dataclass

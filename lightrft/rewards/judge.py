@@ -1,7 +1,9 @@
 """A language model as judge: a chat request per response to an OpenAI-compatible server; its answer has the score."""
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -27,16 +29,47 @@ number from 0 (useless) to 10 (correct and complete)."""
 _NEEDED = "{response}"
 
 
-class Judge:
-    """Asks the model for a score; :meth:`ask` is the request of a :class:`~lightrft.rewards.remote.RemoteReward`.
+class JudgeForm:
+    """Form of the request for a grade, and of the answer.
 
     Raises:
         UserError: the template cannot be read or does not show the response.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
-        self.model, self.score = cfg.judge_model, re.compile(cfg.judge_score)
+        self.score = re.compile(cfg.judge_score)
         self.template = TEMPLATE if cfg.judge_template is None else _read(Path(cfg.judge_template).expanduser())
+
+    def prompt(self, item: RewardInput, said: Callable[[Any], str] = str) -> str:
+        """Fill the template: ``{prompt}``, ``{response}``, ``{reference}`` and columns of the row by name.
+
+        The prompt is what the messages say, without the marks of the chat template.
+
+        Args:
+            said: returns the text of the content of a message.
+        """
+        asked = "\n\n".join(f"{turn['role']}: {said(turn['content'])}" for turn in item.messages) or item.prompt
+        values = item.columns | {
+            "prompt": asked, "response": item.response, "reference":
+            "" if item.reference is None else item.reference
+        }  # yapf: disable
+        return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), self.template)
+
+    def read(self, text: str) -> Outcome:
+        """Return the last score of an answer; without one the response is unscored."""
+        found = [match[1] for match in self.score.finditer(text)]
+        try:
+            return Outcome(float(found[-1]))
+        except (IndexError, ValueError):
+            return Outcome(None, "no_score", f"--judge_score {self.score.pattern} finds no number in: {text[-300:]!r}")
+
+
+class Judge(JudgeForm):
+    """Asks the model for a score; :meth:`ask` is the request of a :class:`~lightrft.rewards.remote.RemoteReward`."""
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        super().__init__(cfg)
+        self.model = cfg.judge_model
         self.arguments = {"temperature": 0, "max_tokens": 1024} | native_arguments(cfg.judge_args)
         key = os.environ.get(cfg.judge_key_env, "")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -52,26 +85,6 @@ class Judge:
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed("wrong_json", f"{url}: expected a chat completion, got {str(answer)[:300]}") from error
         return [self.read(str(text or ""))]
-
-    def prompt(self, item: RewardInput) -> str:
-        """Fill the template: ``{prompt}``, ``{response}``, ``{reference}`` and columns of the row by name.
-
-        The prompt is what the messages say, without the marks of the chat template.
-        """
-        asked = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in item.messages) or item.prompt
-        values = item.columns | {
-            "prompt": asked, "response": item.response, "reference":
-            "" if item.reference is None else item.reference
-        }  # yapf: disable
-        return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), self.template)
-
-    def read(self, text: str) -> Outcome:
-        """Return the last score of an answer; without one the response is unscored."""
-        found = [match[1] for match in self.score.finditer(text)]
-        try:
-            return Outcome(float(found[-1]))
-        except (IndexError, ValueError):
-            return Outcome(None, "no_score", f"--judge_score {self.score.pattern} finds no number in: {text[-300:]!r}")
 
 
 def _read(path: Path) -> str:

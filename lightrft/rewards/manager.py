@@ -18,7 +18,8 @@ from lightrft.rewards.remote import RemoteReward
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported with the first reward model
-    from lightrft.rewards.neural import ModelReward, ScorerSetup
+    from lightrft.rewards.neural import QueuedReward
+    from lightrft.rewards.placement import ScorerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class RewardManager:
         self.cfg, self.functions, self.setup = cfg, functions or {}, setup
         self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
         self.models = parse_models(cfg.reward_pretrain)
-        self.neural: dict[str, ModelReward] = {}
+        self.neural: dict[str, QueuedReward] = {}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
@@ -79,8 +80,10 @@ class RewardManager:
         self._waited_s = 0.0
         try:
             if self.models:
-                from lightrft.rewards.steps import check_step_options
-                check_step_options(cfg, self.models.values())
+                from lightrft.rewards.reward_models import check_models
+                check_models(cfg, self.models.values())
+            for name in self.models if cfg.reward_shard else ():  # all ranks load them together, in this order
+                self._part(name)
             self._fixed = self._configured()
         except ValueError:
             self.shutdown()
@@ -150,10 +153,16 @@ class RewardManager:
         return self._recipes[key]
 
     def wait(self, handle: Handle) -> list[Score]:
-        """Wait and return scores as :meth:`collect` does, without counting."""
+        """Wait and return scores as :meth:`collect` does, without counting.
+
+        Raises:
+            RuntimeError: a reward model that the ranks divide has not scored yet, see :meth:`flush`.
+        """
         self._budgets = {}  # all of this step is begun: later responses are tried again
-        for model in self.neural.values():
-            model.flush()
+        if not self.divided:
+            self.flush()
+        elif any(model.waiting for model in self.neural.values()):
+            raise RuntimeError("the ranks divide the reward models: call flush() on all of them before wait()")
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -163,6 +172,22 @@ class RewardManager:
         recipes = {id(recipe): recipe for _, recipe, _ in rows}
         weights = {key: {part.name: weight for part, weight in recipe} for key, recipe in recipes.items()}
         return [self._total(weights[id(recipe)], outcomes) for _, recipe, outcomes in rows]
+
+    @property
+    def divided(self) -> bool:
+        """True if the ranks divide the reward models."""
+        return self.cfg.reward_shard and self.setup is not None and self.setup.strategy is not None
+
+    def flush(self) -> None:
+        """Let the reward models score what is submitted; a collective where the ranks divide them."""
+        for model in self.neural.values():
+            model.flush()
+
+    def score(self, items: list[RewardInput]) -> list[Score]:
+        """Submit responses and wait for their scores, without counting; a collective as :meth:`flush` is."""
+        handle = self.submit(items)
+        self.flush()
+        return self.wait(handle)
 
     def shutdown(self) -> None:
         """Kill the workers and stop the requests to servers. Responses under way come back unscored."""
@@ -195,10 +220,10 @@ class RewardManager:
         if name in self.functions:
             return function_part(name, self.functions[name], self.pool)
         if name in self.models:
-            from lightrft.rewards.neural import ScorerSetup
-            from lightrft.rewards.steps import reward_model
-            self.neural[name] = reward_model(self.models[name], self.cfg, self.setup or ScorerSetup())
-            return RewardPart(name, submit=self.neural[name].submit)
+            from lightrft.rewards.placement import ScorerSetup
+            from lightrft.rewards.reward_models import reward_model
+            model = self.neural[name] = reward_model(self.models[name], self.cfg, self.setup or ScorerSetup())
+            return RewardPart(name, submit=model.submit, together=model.together)
         if name == "judge":
             self.judge = judge_reward(self.cfg)
             return remote_part(self.judge, name)

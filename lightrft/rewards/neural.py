@@ -1,93 +1,115 @@
 """Reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from math import isfinite
-from typing import Generic, TypeVar
+from typing import Generic, Protocol
 
 import torch
 
-from lightrft.config.schema import Config, DataConfig, RewardConfig
-from lightrft.datasets.records import Message
-from lightrft.datasets.rendering import Renderer
+from lightrft.config.schema import RewardConfig
 from lightrft.datasets.sft_dataset import answered, encode_all, Encoded
 from lightrft.models.loader import context_of, load_scorer
-from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import RewardModel
-from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.placement import Load, Model, Placement, ScorerSetup
+from lightrft.rewards.prompt_reader import PromptReader
 from lightrft.rewards.timeouts import GroupBudget
-from lightrft.strategy.host_buffers import VisitingWeights
-from lightrft.strategy.mixed_precision import round_frozen
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
-
-@dataclass(frozen=True)
-class ScorerSetup:
-    """Device and type of reward models, the most tokens of one pass, and the longest text (0: the positions of the
-    model); each rank holds the models whole."""
-    device: torch.device = torch.device("cpu")
-    bf16: bool = False
-    max_tokens: int = 16384
-    max_len: int = 0
-
-    @classmethod
-    def of(cls, config: Config, device: torch.device) -> "ScorerSetup":
-        """Return the setup that the options ask for."""
-        return cls(device, bool(config.model.bf16), config.train.max_tokens_per_micro_batch)
+Media = tuple[str, ...]
+_DUMMY: Encoded = ([0, 0], [False, True])  # for a pass of a rank that has nothing left
 
 
-Model = TypeVar("Model", bound=PackedModel)
+def positions_of(path: str, setup: ScorerSetup) -> int:
+    """Return the most tokens that a reward model reads; 0: any number."""
+    return min((limit for limit in (context_of(path), setup.max_len) if limit), default=0)
+
+
+class QueuedReward(Protocol):
+    """Reward model that scores a queue of responses at once.
+
+    Attributes:
+        together: it compares the responses that are submitted together.
+    """
+    path: str
+    together: bool
+    reader: PromptReader
+
+    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
+        """Queue responses, and return a future for each; :meth:`flush` scores them."""
+
+    def flush(self) -> None:
+        """Score all that is queued; a collective of a model that ranks divide."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued entries."""
 
 
 class ModelReward(ABC, Generic[Model]):
-    """Reward model that scores a queue of responses at once, when the first score is waited for.
+    """Reward model that scores each queued response in packed passes.
 
     Args:
         path: folder or hub id of the model.
-        model: that model, frozen.
-        cfg: whether models rest in host memory between passes.
+        load: loads that model, frozen.
+        cfg: where it rests between passes.
     """
+    together = False
 
-    def __init__(self, path: str, model: Model, cfg: RewardConfig, setup: ScorerSetup) -> None:
-        self.path, self.model, self.setup = path, model.eval(), setup
-        self.most = min((limit for limit in (context_of(path), setup.max_len) if limit), default=0)  # tokens; 0: any
-        if setup.bf16:
-            round_frozen(self.model)
-        self.weights = VisitingWeights(self.model) if cfg.reward_offload else None
-        if self.weights is None:
-            self.model.to(setup.device)
-        self.renderer = Renderer(DataConfig(), load_tokenizer(path))
+    def __init__(self, path: str, load: Load[Model], cfg: RewardConfig, setup: ScorerSetup) -> None:
+        self.path, self.setup, self.most = path, setup, positions_of(path, setup)
+        self.place = Placement(load, cfg, setup)
+        self.reader = PromptReader(path, setup)
+        self.model.modality.media = self.reader.store
         self._queue: list[tuple[RewardInput, Future[list[Outcome]]]] = []
 
-    @abstractmethod
-    def encode(self, items: list[RewardInput]) -> list[Encoded]:
-        """Tokenize prompts and responses; the mask is True where :meth:`judge` reads the model.
-
-        Raises:
-            UserError: a prompt has pictures or sounds.
-        """
+    @property
+    def model(self) -> Model:
+        """The model, wherever it is."""
+        return self.place.model
 
     @abstractmethod
-    def judge(self, exp: Experience) -> list[Outcome]:
+    def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
+        """Tokenize prompts with their ``media`` and responses; the mask is True where :meth:`judge` reads the model."""
+
+    @abstractmethod
+    def judge(self, model: Model, exp: Experience) -> list[Outcome]:
         """Return the outcomes of packed sequences, in order; ``exp.loss_mask`` is the mask of :meth:`encode`."""
 
+    @property
+    def waiting(self) -> int:
+        """Implement :attr:`QueuedReward.waiting`."""
+        return len(self._queue)
+
     def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
-        """Queue responses; :meth:`flush` scores them."""
+        """Implement :meth:`QueuedReward.submit`.
+
+        Raises:
+            UserError: a prompt has media that the model does not read.
+        """
         futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
-        self._queue += zip(inputs, futures, strict=True)
+        for item, future in zip(inputs, futures):
+            refused = self.reader.refusal(item)
+            if refused is None:
+                self._queue.append((item, future))
+            else:
+                future.set_result([refused])
         return futures
 
     def flush(self) -> None:
-        """Score all that is queued. A response that is too long for the model stays unscored."""
+        """Implement :meth:`QueuedReward.flush`. A response that is too long for the model stays unscored."""
         queue, self._queue = self._queue, []
-        if not queue:
+        if not self.place.most(len(queue)):
             return
-        rows = self.encode([item for item, _ in queue])
+        items = [item for item, _ in queue]
+        media = [self.reader.media(item) for item in items]
+        rows = self.encode(items, media)
         fitting = [i for i, (ids, _) in enumerate(rows) if len(ids) <= (self.most or len(ids))]
-        found = dict(zip(fitting, self.score([rows[i] for i in fitting])))
+        found = dict(zip(fitting, self.score([rows[i] for i in fitting], [media[i] for i in fitting])))
         for i, (item, future) in enumerate(queue):
             future.set_result([self.placed(item, self._outcome(found.get(i), len(rows[i][0])))])
 
@@ -105,17 +127,24 @@ class ModelReward(ABC, Generic[Model]):
         return found
 
     @torch.no_grad()
-    def score(self, rows: list[Encoded]) -> list[Outcome]:
-        """Return the outcomes of tokenized sequences."""
+    def score(self, rows: list[Encoded], media: Sequence[Media] = ()) -> list[Outcome]:
+        """Return the outcomes of tokenized sequences with the media of their prompts; a collective of a model that
+        ranks divide."""
         found: list[Outcome] = []
-        if self.weights is not None:
-            self.weights.to(self.setup.device)
-        for part in _cut([len(ids) for ids, _ in rows], self.setup.max_tokens):
-            exp = Experience.pack([rows[i][0] for i in part], [rows[i][1] for i in part])
-            found += self.judge(exp.to(self.setup.device))
-        if self.weights is not None:
-            self.weights.to(torch.device("cpu"))
+        parts = [*_cut([len(ids) for ids, _ in rows], self.setup.max_tokens)]
+        with self.place.here() as model:
+            for number in range(self.place.most(len(parts))):
+                part = parts[number] if number < len(parts) else []
+                exp = _packed([rows[i] for i in part], [media[i] for i in part] if media else [()] * len(part))
+                found += self.judge(model, exp.to(self.setup.device))[:len(part)]
         return found
+
+
+def _packed(rows: list[Encoded], media: list[Media]) -> Experience:
+    """Pack sequences; what is before the first token that is read is the prompt, which responses of a group share."""
+    rows, media = rows or [_DUMMY], media or [()]
+    prompts = [mask.index(True) if True in mask else len(mask) for _, mask in rows]
+    return Experience.pack([ids for ids, _ in rows], [mask for _, mask in rows], media=media, prompt_lens=prompts)
 
 
 class NeuralReward(ModelReward[RewardModel]):
@@ -126,31 +155,25 @@ class NeuralReward(ModelReward[RewardModel]):
     """
 
     def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
-        super().__init__(path, load_scorer(path), cfg, setup)
+        super().__init__(path, partial(load_scorer, path), cfg, setup)
         head = self.model.head
         if cfg.normalize_reward and not head.measured:
             raise UserError(f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: train it "
                             "with --eval_data, or drop the option")
         self.mean, self.std = (head.mean, head.std) if cfg.normalize_reward else (0.0, 1.0)
 
-    def encode(self, items: list[RewardInput]) -> list[Encoded]:
+    def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
         """Implement :meth:`ModelReward.encode`: with the model's own template, up to the end token of the response."""
-        chats = [answered(prompt_of(item, self.path), item.response, self.renderer, "a response") for item in items]
-        ends = [(ids, mask, len(mask) - mask[::-1].index(True)) for ids, mask in encode_all(chats, self.renderer, None)]
+        reader = self.reader
+        chats = [replace(answered(reader.prompt(item), item.response, reader.renderer, "a response"), media=keys)
+                 for item, keys in zip(items, media)]  # yapf: disable
+        ends = [(ids, mask, len(mask) - mask[::-1].index(True))
+                for ids, mask in encode_all(chats, reader.renderer, reader.store)]  # yapf: disable
         return [(ids[:end], mask[:end]) for ids, mask, end in ends]
 
-    def judge(self, exp: Experience) -> list[Outcome]:
+    def judge(self, model: RewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`: one score per sequence."""
-        return [Outcome(score) for score in ((self.model(exp)[:, 0] - self.mean) / self.std).tolist()]
-
-
-def prompt_of(item: RewardInput, path: str) -> str | list[Message]:
-    """Return the prompt as text or messages; raise a :class:`UserError` if it has pictures or sounds."""
-    if any(isinstance(turn.get("content"), list) and any(part.get("type") != "text" for part in turn["content"])
-           for turn in item.messages):  # yapf: disable
-        raise UserError(f"--reward_pretrain {path}: reward models in a run read text only, and a prompt has pictures, "
-                        "videos or sounds; give them with --reward and a file of your own")
-    return item.messages or item.prompt
+        return [Outcome(score) for score in ((model(exp)[:, 0] - self.mean) / self.std).tolist()]
 
 
 def _cut(lens: list[int], limit: int) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """Process reward models as reward parts: a response is split into steps, whose judgements make one reward."""
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from lightrft.config.prm_schema import line_breaks, StepFormat
@@ -8,11 +9,12 @@ from lightrft.config.schema import RewardConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.sft_dataset import Encoded
 from lightrft.datasets.steps import encode_steps, split_steps, step_ends
-from lightrft.models.loader import load_process_reward_model, step_format
+from lightrft.models.loader import load_process_reward_model
 from lightrft.models.process_reward_model import ProcessRewardModel
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
-from lightrft.rewards.neural import ModelReward, NeuralReward, prompt_of, ScorerSetup
+from lightrft.rewards.neural import Media, ModelReward
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
@@ -43,21 +45,24 @@ class StepReward(ModelReward[ProcessRewardModel]):
             raise UserError(f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; "
                             "drop the option")
         tokenizer = load_tokenizer(path)
-        model = load_process_reward_model(PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer), False)
-        super().__init__(path, model, cfg, setup)
+        load = partial(load_process_reward_model, PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer),
+                       False)
+        super().__init__(path, load, cfg, setup)
         self.form, self.placeholder, self.reduce = form, form.placeholder_id(tokenizer), REDUCTIONS[cfg.step_reward]
         self.apart = cfg.step_reward == "per_step"
         self.separator = form.step_separator if cfg.step_separator is None else line_breaks(cfg.step_separator)
 
-    def encode(self, items: list[RewardInput]) -> list[Encoded]:
+    def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
         """Implement :meth:`ModelReward.encode`: as in training, a placeholder after every step."""
-        heads = [ids for _, ids in self.renderer.encode([prompt_of(item, self.path) for item in items])]
+        reader = self.reader
+        prompts = reader.renderer.encode([reader.prompt(item) for item in items])
+        heads = [reader.ids(text, ids, keys) for (text, ids), keys in zip(prompts, media)]
         steps = [split_steps(item.response, self.form, self.separator) for item in items]
-        return encode_steps(heads, steps, self.placeholder, self.renderer.tokenizer)
+        return encode_steps(heads, steps, self.placeholder, reader.renderer.tokenizer)
 
-    def judge(self, exp: Experience) -> list[Outcome]:
+    def judge(self, model: ProcessRewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`; the number of steps goes to the metrics."""
-        (good, ) = self.model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
+        (good, ) = model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
         steps, judged = iter(good.tolist()), exp.host.loss_mask.split(exp.lens)
         found = [[next(steps) for _ in range(int(mask.sum()))] for mask in judged]
         return [self._joined(each) for each in found]
@@ -72,20 +77,3 @@ class StepReward(ModelReward[ProcessRewardModel]):
             return outcome
         ends = step_ends(item.response, self.form, self.separator)
         return replace(outcome, steps=tuple((end, reward) for end, (_, reward) in zip(ends, outcome.steps)))
-
-
-def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> ModelReward:
-    """Load the reward model at ``path``: a process reward model, or one with a head that scores whole responses."""
-    form = step_format(path)
-    return NeuralReward(path, cfg, setup) if form is None else StepReward(path, form, cfg, setup)
-
-
-def check_step_options(cfg: RewardConfig, paths: Iterable[str]) -> None:
-    """Refuse options of process reward models where none of the reward models at ``paths`` is one."""
-    given = [("--step_reward", cfg.step_reward, RewardConfig.step_reward),
-             ("--step_separator", cfg.step_separator, None)]
-    unread = [f"{flag} {value}" for flag, value, default in given if value != default]
-    if unread and all(step_format(path) is None for path in paths):
-        raise UserError(
-            f"{', '.join(unread)}: no model of --reward_pretrain is a process reward model. Remedy: name one "
-            "that lightrft prm has trained, or drop the option")

@@ -50,7 +50,7 @@ def bad_answer(row: RewardInput) -> str:
 
 def _probe_row(manager: RewardManager, row: RewardInput) -> None:
     answers = [*good_answers(manager, row), bad_answer(row)]
-    scores = manager.wait(manager.submit([replace(row, response=answer) for answer in answers]))
+    scores = manager.score([replace(row, response=answer) for answer in answers])
     errors = sorted({score.error for score in scores if score.error is not None})
     if all(score.total is None for score in scores):
         raise RewardProbeError(

@@ -232,7 +232,7 @@ def test_a_reward_model_without_a_trained_head_is_refused(base, tmp_path):
 
 
 def test_the_head_of_another_program_on_a_model_that_sees(tmp_path):
-    """One score beside the adapter becomes a reward model of lightrft; transformers has no classifier of this family."""
+    """One score beside the adapter becomes a reward model of lightrft: this family has no classifier."""
     pytest.importorskip("torchvision")
     base = tiny_vision.save_model(tmp_path / "base", "qwen2_5_vl", tied=True)
     save_tokenizer(load_tokenizer(str(base)), base, str(base))

@@ -72,11 +72,12 @@ class Evaluator:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
-        scores = self.rewards.collect(
-            self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples]))
+        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples])
+        self.rewards.flush()
+        scores = self.rewards.collect(handle)
         local = [
-            Answer(sample.prompt.data_source or "default", sample.response_len,
-                   ScoredSample.of(sample, score, shown), sample if shown else None)
+            Answer(sample.prompt.data_source or "default", sample.response_len, ScoredSample.of(sample, score, shown),
+                   sample if shown else None)
             for sample, score, shown in zip(samples, scores, map(self._shown, samples))
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]

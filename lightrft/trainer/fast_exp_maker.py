@@ -77,6 +77,7 @@ class RewardListener:
 
     def scores(self) -> list[Score]:
         """Wait for the scores of the last generation, group by group, in the order of the samples' indices."""
+        self.rewards.flush()
         return [score for handle in self.handles for score in self.rewards.collect(handle)]
 
 
@@ -104,10 +105,13 @@ class GreedyBaseline:
         prompts = list({sample.group_id: sample.prompt for sample in samples}.items())
         greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
         handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
-        return lambda: {
-            sample.group_id: (score.total, sample.response_len)
-            for sample, score in zip(greedy, self.rewards.wait(handle))
-        }
+
+        def wait() -> dict[int, tuple]:
+            self.rewards.flush()
+            return {sample.group_id: (score.total, sample.response_len)
+                    for sample, score in zip(greedy, self.rewards.wait(handle))}  # yapf: disable
+
+        return wait
 
 
 class GenerationRun:

@@ -3,13 +3,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.grm_schema import GRMConfig
 from lightrft.config.schema import RolloutConfig
-from lightrft.datasets.judgements import ANSWERS, JudgedExample, JudgementDataset, TIE, verdict
+from lightrft.datasets.judgements import ANSWERS, judge_format, JudgedExample, JudgementDataset, TIE, verdict
 from lightrft.datasets.media_store import MediaStore
 from lightrft.models.loader import context_of
+from lightrft.models.packed_model import PackedModel
+from lightrft.models.reward_model import JUDGE
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -30,6 +33,13 @@ class GRMTrainer(SFTTrainer):
              media: MediaStore | None) -> JudgementDataset:
         """Read judgements."""
         return JudgementDataset(config.data, tokenizer, split, media, config.train.seed)
+
+    @classmethod
+    def load(cls, config: Any) -> nn.Module:
+        """Extend :meth:`SFTTrainer.load`: exports have the format of the requests, by which rewards recognise them."""
+        model = super().load(config)
+        setattr(cast(PackedModel, model).config, JUDGE, vars(judge_format(config.data)))
+        return model
 
     def evaluate(self) -> dict[str, float]:
         """Extend :meth:`OfflineTrainer.evaluate` by the accuracy; a collective."""

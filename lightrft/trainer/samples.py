@@ -36,7 +36,7 @@ def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple
 def reward_input(prompt: Prompt, response: str) -> RewardInput:
     """Build the input of a reward; ``response`` never contains the prompt."""
     return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
-                       label=prompt.label, reference=prompt.reference, columns=prompt.columns)
+                       label=prompt.label, reference=prompt.reference, columns=prompt.columns, media=prompt.media)
 
 
 @dataclass

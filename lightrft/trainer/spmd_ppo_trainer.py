@@ -12,11 +12,12 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import Config
 from lightrft.config.stages import check_total
 from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
 from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.neural import ScorerSetup
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_spread, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
@@ -159,7 +160,9 @@ class SPMDPPOTrainer(PPOTrainer):
         for each in models_used:
             cast(PackedModel, each.model).share_prompts = config.shares_prompts
         timer = timer or Timer()
-        rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device))
+        store = media if isinstance(media, MediaStore) else None
+        rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device, strategy,
+                                                                               store))
         _try_rewards(config, rewards, prompts)
         offloader = ModelOffloader(config, strategy, models_used[:-1] if teacher and teacher.offloads else models_used,
                                    timer)

@@ -13,7 +13,9 @@ from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
+from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.preferences import find_pairs, side_rows
 from lightrft.datasets.prompts_dataset import load_specs
@@ -22,12 +24,17 @@ from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import media_kinds, read_config
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import good_answers, quoted
+from lightrft.trainer.model_media import open_media
 from lightrft.utils.errors import UserError
 
-EXCUSED = (None, "none", "unreachable")  # scored; the function declines to judge; the server does not run yet
+Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its place
+EXCUSED = (None, "none", "unreachable", "no_rival")
+"""Scored; the function declines to judge; the server does not run yet; a judge will compare it with others."""
 
 
 @singledispatch
@@ -76,17 +83,26 @@ def _(config: PairConfig, cuda: bool = False) -> Iterator[str]:
 
 @try_out.register
 def _(config: Config, cuda: bool = False) -> Iterator[str]:
-    found: dict[str, Record] = {}
+    found: Found = {}
     yield from _generated(config, ["train", "eval"], found, cuda)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
-    rewards = RewardManager(config.reward)
+    store = _store(config) if config.reward.reward_pretrain else None
+    tried = {where: record if store is None else with_media(rows, [record], config.data, store)[1][0]
+             for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
+    rewards = RewardManager(config.reward, setup=ScorerSetup(media=store, data=config.data))
     try:
-        for where, record in list(found.items())[:1]:
+        for where, record in tried.items():
             yield _scored(rewards, record, where)
     finally:
         rewards.shutdown()
+
+
+def _store(config: Config) -> MediaStore | None:
+    """Open the media of the prompts for the reward models; None where the policy takes text only."""
+    path = str(config.model.pretrain)
+    return open_media(path, load_tokenizer(path, config.data.chat_template), config.data)
 
 
 def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
@@ -101,7 +117,7 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _generated(config: Config, splits: list[str], found: dict[str, Record], cuda: bool) -> Iterator[str]:
+def _generated(config: Config, splits: list[str], found: Found, cuda: bool) -> Iterator[str]:
     """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media."""
     most = Counter[str]()
     for split in splits:
@@ -126,7 +142,7 @@ def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
         refused_by_sglang(model, most)
 
 
-def _read(cfg: DataConfig, split: str, found: dict[str, Record], model: str | None,
+def _read(cfg: DataConfig, split: str, found: Found, model: str | None,
           most: Counter[str]) -> Iterator[str]:
     """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place, and
     the most media of a row to ``most``."""
@@ -137,7 +153,7 @@ def _read(cfg: DataConfig, split: str, found: dict[str, Record], model: str | No
         yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model, most)
         for i, record in enumerate(records):
             if not missing(record.reference) or i + 1 == len(rows):
-                found.setdefault(rows.where(i), record)
+                found.setdefault(rows.where(i), (rows.pick([i]), record))
                 break
 
 
@@ -198,7 +214,8 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
     """
     chat = record.prompt if isinstance(record.prompt, list) else []
     prompt = "\n".join(text_of(turn["content"]) for turn in chat) if chat else str(record.prompt)
-    row = RewardInput(prompt, "", chat, record.data_source, record.label, record.reference, record.columns)
+    row = RewardInput(prompt, "", chat, record.data_source, record.label, record.reference, record.columns,
+                      record.media)
     known = not missing(record.reference)
     row = replace(row, response=good_answers(rewards, row)[0] if known else "")
     (score, ) = rewards.wait(rewards.submit([row]))

@@ -7,7 +7,7 @@ import pytest
 
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.manager import RewardManager
-from lightrft.tests.support.scorers import OTHER, save_scorer
+from lightrft.tests.support.scorers import OTHER, save_scorer, train_judge
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,12 @@ def scorers(tmp_path_factory):
     """Two reward models; the second one has another template, and knows its moments."""
     home = tmp_path_factory.mktemp("scorers")
     return save_scorer(home / "a", 1), save_scorer(home / "b", 2, OTHER, mean=0.5, std=2.0)
+
+
+@pytest.fixture(scope="session")
+def judge(tmp_path_factory):
+    """A judge that ``lightrft grm`` has trained."""
+    return train_judge(tmp_path_factory.mktemp("judge"))
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import torch
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config, RewardConfig
-from lightrft.preflight.memory import reward_parameters
+from lightrft.preflight.memory import reward_sizes
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.neural import NeuralReward, ScorerSetup
+from lightrft.rewards.neural import NeuralReward
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC
 from lightrft.tests.support.launch import torchrun
@@ -96,9 +97,9 @@ def test_what_does_not_fit_is_unscored_and_what_cannot_score_is_refused(scorers,
     assert fits.total is not None and unfit.total is None and unfit.error == "too_long" and manager.counters[
         "too_long"] == 1
     picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
-    with pytest.raises(UserError, match="read text only, and a prompt has pictures"):
+    with pytest.raises(UserError, match="reads text only, and a prompt has image"):
         manager.collect(manager.submit([picture]))
-    with pytest.raises(UserError, match="has no head"):
+    with pytest.raises(UserError, match="tells of a language model, which has no head"):
         manager_of(str(tiny.save_model(tmp_path / "causal")))
     with pytest.raises(ConfigError, match="--reward_pretrain /nowhere: no such folder"):
         validate(parse_config([], defaults={"reward_pretrain": ["/nowhere"]}, tree=Config).config, 1)
@@ -108,14 +109,15 @@ def test_bfloat16_rounds_the_model_and_not_its_head(scorers):
     reward = NeuralReward(scorers[0], RewardConfig(), ScorerSetup(bf16=True))
     types = {name: param.dtype for name, param in reward.model.named_parameters()}
     assert types.pop("model.score.weight") == torch.float32 and set(types.values()) == {torch.bfloat16}
-    rough = [outcome.value for outcome in reward.score(reward.encode(ITEMS))]
+    rough = [outcome.value for outcome in reward.score(reward.encode(ITEMS, [()] * len(ITEMS)))]
     assert rough == pytest.approx(plain(scorers[0], ITEMS), abs=0.2) and rough != pytest.approx(plain(
         scorers[0], ITEMS))
 
 
 def test_the_plan_counts_their_weights(scorers):
     held = sum(param.numel() for param in NeuralReward(scorers[0], RewardConfig(), ScorerSetup()).model.parameters())
-    assert reward_parameters(RewardConfig(reward_pretrain=list(scorers))) == 2 * held
+    sizes = reward_sizes(RewardConfig(reward_pretrain=list(scorers)))
+    assert [size.total for size in sizes.values()] == [held, held]
 
 
 @pytest.mark.dist

@@ -9,8 +9,8 @@ from lightrft.models.process_reward_model import KEY
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
-from lightrft.rewards.neural import ScorerSetup
-from lightrft.rewards.steps import check_step_options
+from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.reward_models import check_models
 from lightrft.tests.support import tiny
 from lightrft.tests.support.scorers import save_judge
 from lightrft.utils.errors import UserError
@@ -78,9 +78,9 @@ def test_what_cannot_be_a_reward_is_refused(judge, tmp_path):
         scores(judge, ITEMS, normalize_reward=True)
     for option, value in (("step_reward", "mean"), ("step_separator", ";")):
         with pytest.raises(UserError, match=f"--{option} {value}: no model of --reward_pretrain is a process reward"):
-            check_step_options(RewardConfig(**{option: value}), [tiny.save_model(tmp_path / f"plain_{option}")])
+            check_models(RewardConfig(**{option: value}), [str(tiny.save_model(tmp_path / f"plain_{option}"))])
     picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
-    with pytest.raises(UserError, match="read text only, and a prompt has pictures"):
+    with pytest.raises(UserError, match="reads text only, and a prompt has image"):
         scores(judge, [picture])
     long = scores(judge, [ITEMS[0], RewardInput("", "4" * 600, CHAT)])
     assert long[0].total is not None and long[1].error == "too_long"

@@ -322,6 +322,8 @@ SHOWN: dict[str, str] = {
     "step_reward": _R + "test_steps.py::test_rewards_are_those_of_hugging_face",
     "step_separator": _R + "test_steps.py::test_another_separator_and_no_step_at_all",
     "reward_offload": _R + "test_neural.py::test_offloaded_models_visit_the_device",
+    "reward_shard": _R + "test_divided.py::test_fsdp_and_zero_score_as_whole_models_do",
+    "judge_max_len": _R + "test_generative.py::test_no_answer_is_no_reward",
     "remote_rm_url": _R + "test_remote.py::test_the_faster_server_gets_more_and_both_work",
     **dict.fromkeys(["judge_url", "judge_model"],
                     _R + "test_judge.py::test_the_judge_is_asked_and_its_last_score_counts"),

@@ -1,11 +1,16 @@
 """Tiny reward models that Hugging Face reads too, and rewards by Hugging Face alone."""
-import torch
-from transformers import AutoModelForSequenceClassification
+import json
 
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrft.config.grm_schema import GRMConfig
 from lightrft.models.process_reward_model import KEY as STEPS
 from lightrft.models.reward_model import KEY, RewardHead
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import tiny
+from lightrft.tests.support.preference_runs import trainer_of
+from lightrft.trainer.grm_trainer import GRMTrainer
 
 OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
 
@@ -29,6 +34,25 @@ def save_judge(folder, **form):
     tiny.save_model(folder, seed=3, initializer_range=0.4)
     tiny.change_json(folder / "config.json", **{STEPS: {"placeholder_token": "#", "step_separator": "\n"} | form})
     return str(folder)
+
+
+def train_judge(folder):
+    """A tiny judge of two candidates, trained to find the letter a better than b."""
+    tiny.save_model(folder / "model", initializer_range=0.1)
+    rows = [{"prompt": f"{i}", "chosen": "a" * (1 + i % 3), "rejected": "b" * (1 + i % 2)} for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    trainer_of(GRMTrainer, GRMConfig, folder, folder / "run", "train", max_steps=80, learning_rate=2e-2, max_len=160,
+               task_instruction="{prompt} {first} {second}").fit()
+    return str(folder / "run" / "hf")
+
+
+def says(path, text, most=60):
+    """What a judge says to a request, by Hugging Face's generate."""
+    hf, tokenizer = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(path)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                          return_tensors="pt", return_dict=False)
+    said = hf.generate(asked, max_new_tokens=most, do_sample=False, attention_mask=torch.ones_like(asked))
+    return tokenizer.decode(said[0, asked.shape[1]:], skip_special_tokens=True)
 
 
 def plain(path, items):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.cli.export import export
 from lightrft.cli.merge_lora import merge
 from lightrft.config.prm_schema import PRMConfig, StepFormat
-from lightrft.models.loader import step_format
+from lightrft.models.loader import reward_kind
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.runs import no_picture
@@ -101,15 +101,15 @@ def test_resumed_is_straight_and_a_checkpoint_is_exported(straight, home, tmp_pa
     for folder in (save / "hf", tmp_path / "exported"):
         if not folder.exists():
             export(save, folder)
-        assert step_format(str(folder)) == StepFormat("#", ["+", "-"], "\n")
+        assert reward_kind(str(folder)).steps == StepFormat("#", ["+", "-"], "\n")
     assert runs.close(runs.load_file(tmp_path / "exported" / "model.safetensors"), weights) == 0
-    assert step_format(str(home / "model")) is None
+    assert reward_kind(str(home / "model")).language
 
 
 def test_the_adapter_of_a_judge_of_steps_is_merged_to_what_is_exported(home, tmp_path):
     run(home, tmp_path, lora_rank=2, max_steps=2, eval_steps=0)
     merge(str(home / "model"), tmp_path / "hf" / "adapter", tmp_path / "merged")
-    assert step_format(str(tmp_path / "merged")) == step_format(str(tmp_path / "hf")) == StepFormat("#", ["+", "-"])
+    assert all(reward_kind(str(tmp_path / name)).steps == StepFormat("#", ["+", "-"]) for name in ("merged", "hf"))
     own, merged = (runs.load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged"))
     assert runs.close(own, merged) < 1e-6 < runs.close(own, runs.load_file(home / "model" / "model.safetensors"))
 

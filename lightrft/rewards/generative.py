@@ -1,0 +1,267 @@
+"""Language models of the run as judges: they answer a request about responses, and the answer makes the reward.
+
+A judge of ``lightrft grm`` says which of two candidates is better, so responses to one prompt are compared with each
+other. Another language model grades each response, as the text of ``--judge_template`` asks it to.
+"""
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from lightrft.config.grm_schema import JudgeFormat
+from lightrft.config.schema import DataConfig, RewardConfig, RolloutConfig
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict
+from lightrft.datasets.media import KINDS
+from lightrft.datasets.records import Message, text_of
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.models.loader import load_actor
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.judge import JudgeForm
+from lightrft.rewards.neural import Media, positions_of
+from lightrft.rewards.placement import Placement, ScorerSetup
+from lightrft.rewards.prompt_reader import PromptReader
+from lightrft.rewards.rules import reference_answers
+from lightrft.rewards.timeouts import GroupBudget
+from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.hf.engine import build_hf_engine
+from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.utils.errors import UserError
+from lightrft.utils.progress import phase
+
+POINTS = {ANSWERS[0]: (1.0, 0.0), ANSWERS[1]: (0.0, 1.0), ANSWERS[TIE]: (0.5, 0.5)}  # of the first and the second
+_MARK = re.compile(f"\ufdd0({'|'.join(KINDS)})\ufdd1")  # a medium in the text of a request; both are no characters
+Asked = tuple[str, Media]  # text of a request, with marks, and its media
+
+
+def marked(content: Any) -> str:
+    """Return the text of a message, with a mark for each medium."""
+    if not isinstance(content, list):
+        return plain(text_of(content))
+    kinds = [str(part.get("type", "text")) for part in content]
+    return "".join(f"\ufdd0{kind}\ufdd1" if kind in KINDS else plain(text_of([part]))
+                   for kind, part in zip(kinds, content))  # yapf: disable
+
+
+def plain(text: str) -> str:
+    """Remove what would be read as a mark."""
+    return text.replace("\ufdd0", "").replace("\ufdd1", "")
+
+
+def chat_of(text: str) -> list[Message]:
+    """Return the user's turn that a request is, with a part for each mark."""
+    pieces = _MARK.split(text)  # texts and, between them, kinds
+    if len(pieces) == 1:
+        return [{"role": "user", "content": text}]
+    parts = [{"type": piece} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)]
+    return [{"role": "user", "content": [part for part in parts if part.get("text", part["type"])]}]
+
+
+class GenerativeReward(ABC):
+    """Language model that judges a queue of responses by generating, greedily, one answer per request.
+
+    Args:
+        rendering: of its requests.
+
+    Raises:
+        UserError: answers of ``--judge_max_len`` tokens are longer than the model reads.
+    """
+    together: bool
+
+    def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup, rendering: DataConfig) -> None:
+        self.path, self.cfg, self.setup = path, cfg, setup
+        most = positions_of(path, setup)
+        if 0 < most <= cfg.judge_max_len:
+            raise UserError(f"--judge_max_len {cfg.judge_max_len}: {path!r} has {most} positions for a request and its "
+                            f"answer; nearest valid value: a number well below {most}")
+        self.room = most - cfg.judge_max_len  # tokens of a request; negative: any number
+        self.place = Placement[ActorLanguage](partial(load_actor, PolicyModelConfig(pretrain=path), train=False), cfg,
+                                              setup)
+        self.reader = PromptReader(path, setup, rendering)
+        self.place.model.modality.media = self.reader.store
+        self._engine: RolloutEngine | None = None
+        self._queue: list[tuple[list[RewardInput], list[Future[list[Outcome]]]]] = []
+
+    @abstractmethod
+    def ask(self, items: list[RewardInput]) -> list[Asked]:
+        """Write the requests about responses that were submitted together."""
+
+    @abstractmethod
+    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
+        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None where the request is too long."""
+
+    @property
+    def waiting(self) -> int:
+        """Implement :attr:`QueuedReward.waiting`."""
+        return len(self._queue)
+
+    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
+        """Implement :meth:`QueuedReward.submit`.
+
+        Raises:
+            UserError: a prompt has media that the model does not read.
+        """
+        futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
+        refused = [self.reader.refusal(item) for item in inputs]
+        for future, outcome in zip(futures, refused):
+            if outcome is not None:
+                future.set_result([outcome])
+        readable = [i for i, outcome in enumerate(refused) if outcome is None]
+        self._queue.append(([inputs[i] for i in readable], [futures[i] for i in readable]))
+        return futures
+
+    def flush(self) -> None:
+        """Implement :meth:`QueuedReward.flush`."""
+        queue, self._queue = self._queue, []
+        asked = [self.ask(items) for items, _ in queue]
+        if not self.place.most(sum(map(len, asked))):
+            said: Iterator[str | None] = iter(())
+        else:
+            said = iter(self.answers([*chain.from_iterable(asked)]))
+        for (items, futures), some in zip(queue, asked):
+            for future, outcome in zip(futures, self.read(items, [next(said) for _ in some]), strict=True):
+                future.set_result([outcome])
+
+    def encoded(self, asked: list[Asked]) -> list[list[int]]:
+        """Tokenize requests, up to the start of the answer."""
+        rendered = self.reader.renderer.encode([chat_of(text) for text, _ in asked])
+        return [self.reader.ids(text, ids, media) for (text, ids), (_, media) in zip(rendered, asked)]
+
+    def answers(self, asked: list[Asked]) -> list[str | None]:
+        """Generate the answers to requests; None where a request leaves no room. A collective of a divided model."""
+        ids, decode = self.encoded(asked), self.reader.renderer.tokenizer.decode
+        fitting = [i for i, row in enumerate(ids) if not 0 <= self.room < len(row)]
+        with self.awake() as engine:
+            bar = phase(len(fitting), "judging", "request")
+
+            def finished(i: int, completions: list[Completion]) -> None:
+                bar.update(1)
+
+            done = engine.generate([Request(ids[i], [0], asked[i][1]) for i in fitting],
+                                   SamplingParams(self.cfg.judge_max_len, 0.0), finished)
+            bar.close()
+        found: list[str | None] = [None] * len(asked)
+        for i, (each, ) in zip(fitting, done):
+            found[i] = str(decode(each.token_ids, skip_special_tokens=True))
+        return found
+
+    @contextmanager
+    def awake(self) -> Iterator[RolloutEngine]:
+        """Context of an engine with the weights: on the model itself, or on a whole copy of a divided one, whose memory
+        is there in this context alone."""
+        place, setup = self.place, self.setup
+        with place.here() as model:
+            if self._engine is None:
+                self._engine = build_hf_engine(RolloutConfig(), model, setup.device, self.reader.renderer.tokenizer,
+                                               setup.bf16)
+            self._engine.wake()
+            if place.prepared is not None and setup.strategy is not None:
+                sync_weights(setup.strategy, place.prepared, self._engine, 0)
+            yield self._engine
+            self._engine.sleep()
+            if place.weights is not None:  # graphs of its steps hold addresses that the weights will not have again
+                self._engine = None
+
+
+class GradingJudge(GenerativeReward):
+    """Language model that grades each response, as the judge behind ``--judge_url`` does."""
+    together = False
+
+    def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
+        self.form = JudgeForm(cfg)
+        super().__init__(path, cfg, setup, DataConfig())
+
+    def ask(self, items: list[RewardInput]) -> list[Asked]:
+        """Implement :meth:`GenerativeReward.ask`: one request per response."""
+        texts = [self.form.prompt(replace(item, response=plain(item.response)), marked) for item in items]
+        return [(text, self.reader.media(item) if _MARK.search(text) else ()) for text, item in zip(texts, items)]
+
+    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
+        """Implement :meth:`GenerativeReward.read`: the score that the answer has."""
+        return [_too_long(self) if text is None else self.form.read(text) for text in said]
+
+
+@dataclass
+class Standing:
+    """Points of one response in its comparisons, by its place in the request; None: the answer is none of those known.
+    """
+    points: dict[str, float | None] = field(default_factory=dict)
+    error: Outcome | None = None
+
+    def outcome(self) -> Outcome:
+        """Return the mean of the points; without any, the response is unscored."""
+        known = {place: value for place, value in self.points.items() if value is not None}
+        extra = {"answered": len(known) / len(self.points), **known} if self.points else {}
+        if not known:
+            error = self.error or Outcome(None, "no_rival", "the only response to its prompt, and no reference answer")
+            return Outcome(None, error.error, error.detail, extra)
+        return Outcome(sum(known.values()) / len(known), extra=extra)
+
+
+class ComparingJudge(GenerativeReward):
+    """Judge of ``lightrft grm``. The reward of a response is the mean of its points: 1 where it is better, 1/2 where
+    both are equally good, 0 where the other one is better.
+
+    The responses to a prompt form a ring: each is compared with the one after it. So each comes first once and second
+    once, and a judge that prefers a place favours none. A single response is compared, in both orders, with the
+    reference answer of its row.
+    """
+    together = True
+
+    def __init__(self, path: str, form: JudgeFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
+        self.form = form
+        super().__init__(path, cfg, setup,
+                         DataConfig(system_prompt=form.system_prompt, input_template=form.input_template))
+
+    def ask(self, items: list[RewardInput]) -> list[Asked]:
+        """Implement :meth:`GenerativeReward.ask`: one request per comparison of different texts."""
+        return [(request(self.form.instruction, _text(items[min(one)]), plain(first),
+                         plain(second)), self.reader.media(items[min(one)]))
+                for one, (first, second) in _comparisons(items) if first != second]
+
+    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
+        """Implement :meth:`GenerativeReward.read`; equal texts are equally good."""
+        standings, answers = [Standing() for _ in items], iter(said)
+        for pair, (first, second) in _comparisons(items):
+            text = next(answers) if first != second else f"<answer>{ANSWERS[TIE]}</answer>"
+            points = POINTS.get(verdict(text or ""))
+            for place, index in zip(("first", "second"), pair):
+                if index < len(items):
+                    standings[index].points[place] = None if points is None else points[place == "second"]
+                    if points is None:
+                        standings[index].error = _too_long(self) if text is None else Outcome(
+                            None, "no_answer", f"{self.path!r} said none of {', '.join(ANSWERS)}: {text[-300:]!r}")
+        return [standing.outcome() for standing in standings]
+
+
+Comparison = tuple[tuple[int, int], tuple[str, str]]  # indices of both candidates and their texts
+
+
+def _comparisons(items: list[RewardInput]) -> Iterator[Comparison]:
+    """Yield the comparisons of responses; a reference answer has an index behind them all."""
+    groups: dict[tuple[str, str, Media], list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault((item.prompt, repr(item.messages), item.media), []).append(i)
+    for group in groups.values():
+        for i, j in zip(group, group[1:] + group[:1]) if len(group) > 1 else ():
+            yield (i, j), (items[i].response, items[j].response)
+        known = reference_answers(items[group[0]].reference) if len(group) == 1 else []
+        for text in known[:1]:
+            yield (group[0], len(items)), (items[group[0]].response, text)
+            yield (len(items), group[0]), (text, items[group[0]].response)
+
+
+def _text(item: RewardInput) -> str:
+    """Return the prompt as the training of a judge writes it: what all of its turns say."""
+    return "\n".join(marked(turn["content"]) for turn in item.messages) or plain(item.prompt)
+
+
+def _too_long(judge: GenerativeReward) -> Outcome:
+    return Outcome(
+        None, "too_long", f"a request to {judge.path!r} has more than {judge.room} tokens, its positions "
+        f"without --judge_max_len {judge.cfg.judge_max_len}")
