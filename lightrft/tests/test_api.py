@@ -13,6 +13,7 @@ from lightrft.rewards.workers.pool import LoadError
 from lightrft.tests.support import tiny_task
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils.errors import UserError
 
 SMALL = {
@@ -158,7 +159,7 @@ def test_the_same_file_runs_alone_and_under_torchrun(home, tmp_path, ranks):
     options = SMALL | {"strategy": "auto"}
     (tmp_path / "ten.py").write_text(PROGRAM.format(model=home / "model", save=tmp_path / "run", options=options))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *launcher, "ten.py"], cwd=tmp_path, capture_output=True, text=True,
+    environ = os.environ | warm_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([warm_python(), *launcher, "ten.py"], cwd=tmp_path, capture_output=True, text=True,
                           timeout=300, env=environ)  # yapf: disable
     assert done.stdout.count("last [1, 2]") == ranks, done.stderr[-3000:]

@@ -1,4 +1,5 @@
 """The command ``lightrft``: its commands, and what a user sees when several processes fail."""
+import os
 import signal
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import pytest
 
 from lightrft.cli import main as command
 from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils.env import World
 
 
 def run(*words):
     """Run ``lightrft`` in a process."""
-    code = "import sys; from lightrft.cli.main import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    return subprocess.run([warm_python(), "-m", "lightrft.cli.main", *words], capture_output=True, text=True,
+                          timeout=200, cwd=ROOT, env=os.environ | warm_environ())  # yapf: disable
 
 
 def test_every_command_shows_its_options(capsys):

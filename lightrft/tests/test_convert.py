@@ -1,8 +1,8 @@
 """Checkpoints that DeepSpeed and torch.distributed.checkpoint wrote become Hugging Face models; adapters are merged."""
 import json
 import shutil
+import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from lightrft.strategy.foreign_checkpoints import match_names
 from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.launch import ROOT
 from lightrft.types import Experience
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils.errors import UserError
 
 STAGES = (0, 2, 3)
@@ -98,11 +99,11 @@ def written(base, tmp_path_factory):
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
     (folder / "step.py").write_text(DEEPSPEED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, "step.py", str(base), str(folder), *map(str, STAGES)], cwd=folder, text=True,
                           capture_output=True, timeout=250,
-                          env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
-                               "HOME": str(folder), "OMP_NUM_THREADS": "1"})  # yapf: disable
+                          env=os.environ | warm_environ() | environ)  # yapf: disable
     assert done.returncode == 0, done.stderr[-3000:]
     return {stage: folder / str(stage) for stage in STAGES}
 

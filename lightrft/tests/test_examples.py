@@ -3,7 +3,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from lightrft.tests.support import tiny
 from lightrft.tests.support.browser import opened
 from lightrft.tests.support.launch import free_port, run_script
+from lightrft.tests.support.warm import warm_environ
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
@@ -40,7 +40,7 @@ CANONICAL = [
 
 def shell(environment):
     """The environment of a person who works in another folder."""
-    return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return os.environ | warm_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
 
 
 def launch(*command, cwd, timeout=200, **environment):

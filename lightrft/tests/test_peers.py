@@ -1,6 +1,7 @@
 """The comparisons with TRL's trainer (``make peers`` and vl_peer.py), where TRL is installed: a step of each."""
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightrft
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(lightrft.__file__).parents[1]
 SCRIPT, PACKAGES = ROOT / "benchmarks" / "peers.py", Path(sys.prefix) / "oracles"
@@ -15,7 +17,8 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="installed without i
 
 
 def run(script: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True, timeout=280)
+    return subprocess.run([warm_python(), script, *map(str, words)], capture_output=True, text=True, timeout=280,
+                          env=os.environ | warm_environ(nested=True))  # yapf: disable
 
 
 def test_it_says_so_where_trl_is_not_installed(tmp_path: Path) -> None:

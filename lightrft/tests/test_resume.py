@@ -1,11 +1,11 @@
 """A run that was killed and continued leaves, byte for byte, what the uninterrupted run leaves."""
 import json
+import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
 from lightrft.tests.support.tiny_task import OPTIONS, write_home
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
@@ -237,15 +238,16 @@ def test_torchrun_killed_and_continued(home: Path, straight: dict[int, Path]) ->
     """The same with the real launcher: its agent dies with its ranks, and the next one continues."""
     folder = home / "torchrun"
     words = flags(options_of(home, folder, load_checkpoint=True))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:]]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:]]
     folder.mkdir()
-    first = subprocess.Popen([*command, *words], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
-                             stderr=subprocess.DEVNULL)
+    first = subprocess.Popen([*command, *words], cwd=ROOT, env=os.environ | warm_environ(), start_new_session=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     path, end = folder / "run" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < end and not (path.exists() and '"step": 3,' in path.read_text()):
         time.sleep(0.01)
     first.kill()
     first.wait()
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *words], cwd=ROOT, env=os.environ | warm_environ(), capture_output=True, text=True,
+                          timeout=120)  # yapf: disable
     assert done.returncode == 0, done.stderr
     assert_bitwise(folder, straight[2])

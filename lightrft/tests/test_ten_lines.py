@@ -3,12 +3,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightrft.tests.support.launch import finish, ROOT, run_script
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 PAGE, PREPARE = ROOT / "docs" / "python.md", ROOT / "examples" / "quickstart" / "prepare.py"
 ENVIRON = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -20,8 +20,8 @@ pytestmark = [
 
 def python(*words: object, cwd: Path) -> str:
     """Run Python to its end; returns what it printed."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=ENVIRON, capture_output=True, text=True,
-                          timeout=500)  # yapf: disable
+    done = subprocess.run([warm_python(), *map(str, words)], cwd=cwd, env=ENVIRON | warm_environ(), text=True,
+                          capture_output=True, timeout=500)  # yapf: disable
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return done.stdout
 

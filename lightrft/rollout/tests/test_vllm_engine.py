@@ -1,10 +1,6 @@
 """The vLLM engine on a CPU, the real one: against the trainer's own forward, the HF engine, and its errors."""
 import gc
-import math
-import os
 import resource
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,10 +12,9 @@ from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
-from lightrft.tests.support import runs, tiny, turns, vllm_ranks
+from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
                                                refuses_requests, requests, reports_responses_as_they_end, tokens)
-from lightrft.tests.support.launch import finish
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
 
@@ -287,36 +282,3 @@ def test_arguments_of_its_own_must_exist(tmp_path):
     with pytest.raises(ValueError,
                        match="--engine_args max_logprob: vLLM has no such argument .did you mean max_logprobs"):
         launch.start_engine({"model": "x", "max_logprob": 3}, torch.device("cpu"))
-
-
-def torchrun(*words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=280)
-    assert done.returncode == 0, done.stderr[-8000:]
-
-
-@pytest.mark.dist
-def test_two_ranks_run_one_engine(tmp_path):
-    torchrun("-m", vllm_ranks.__name__, tiny.save_model(tmp_path / "model", **SIZES), 2, "early")
-
-
-@pytest.mark.dist
-def test_two_ranks_train(tmp_path):
-    """One engine each; the first step's facts hold, and the responses are those of one rank."""
-    home = runs.write_home(tmp_path)
-    tiny.save_model(home / "model", num_hidden_layers=1, **SIZES)
-    (home / "judge.py").write_text("def score(queries, prompts, labels):\n"
-                                   "    return [sum(map(ord, query)) % 7 / 7 for query in queries]\n")
-    options = runs.BASE | {
-        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "judge.py:score",
-        "engine_type": "vllm", "engine_kv_mib": 16, "max_steps": 2, "save_trajectories": True
-    }  # yapf: disable
-    said = {}
-    for ranks in (1, 2):
-        run = finish(tmp_path / str(ranks), options | {"save_path": tmp_path / str(ranks)}, ranks, limit_s=280)
-        assert "step-1 facts hold" in run.output
-        lines = runs.read_lines(tmp_path / str(ranks) / "metrics.jsonl")
-        assert len(lines) == 2 and all(math.isfinite(line["policy/grad_norm"]) for line in lines)
-        said[ranks] = [row["response"] for row in runs.read_lines(tmp_path / str(ranks) / "rollouts" / "step_1.jsonl")]
-    assert said[1] == said[2]

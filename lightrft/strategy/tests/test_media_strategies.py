@@ -1,4 +1,5 @@
 """Models that see and hear under every strategy: text, media and both, on one and on two ranks."""
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,17 @@ from lightrft.tests.support.launch import torchrun
 pytest.importorskip("torchvision")
 
 
+@pytest.fixture(name="folder", scope="module")
+def fixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the models; the first run leaves there what one process finds."""
+    folder = tmp_path_factory.mktemp("media")
+    for name, family in media_strategies.RIGS.items():
+        family.save(folder / name, tied=False)
+    return folder
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_strategy_trains_the_same(ranks: int, tmp_path) -> None:
-    for name, family in media_strategies.RIGS.items():
-        family.save(tmp_path / name, tied=False)
-    torchrun(media_strategies.__name__, tmp_path, ranks=ranks, limit_s=500)
+def test_every_strategy_trains_the_same(ranks: int, folder: Path) -> None:
+    torchrun(media_strategies.__name__, folder, ranks=ranks, limit_s=500)

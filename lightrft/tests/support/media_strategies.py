@@ -40,6 +40,7 @@ RIGS = {
     "tiles": FAMILIES["llava_onevision"], "hears": SOUNDS["qwen2_audio"],
     "does both": FAMILIES["qwen2_5_omni_thinker"], "bare": FAMILIES["gemma3"]
 }  # yapf: disable
+OF_RIG = {"hears": ("media", "mixed"), "tiles": ("mixed", )}  # text alone: one tower that it does not use is enough
 KINDS = {"kinds": [(0, 5), (7, 1)]}  # picture and videos; sound and text
 MICRO_BATCHES, ROWS = 4, 2  # of a step; those with all rows of the data
 RELATIVE = 1e-5
@@ -83,8 +84,8 @@ REFERENCES: dict[tuple[Any, ...], Any] = {}
 
 
 def alone(case: MediaCase, what: str, find: Callable[[MediaCase], Any], *options: Any, bf16: bool = False) -> Any:
-    """The same in one process, once for all strategies: the result ``what`` of ``find``."""
-    key = what, case.rig.folder, case.data, case.blind, *options
+    """The same in one process, once for all strategies and numbers of ranks: the result ``what`` of ``find``."""
+    key = what, case.rig.folder.name, case.data, case.blind, *options
     if key not in REFERENCES:
         strategy = SingleProcessStrategy(StrategyConfig(), bf16=bf16)
         twin = replace(case, strategy=strategy, cache=None)
@@ -286,8 +287,9 @@ def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes |
 
 def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, rigs: dict[str,
                                                                                                    MediaRig]) -> None:
-    """All checks for one strategy; for tiles and sounds those that a tower of another form could change, most of them
-    on several ranks alone."""
+    """All checks for one strategy; for tiles and sounds those that a tower of another form could change. On one rank
+    FSDP and ZeRO do what they do on two, but for the collectives: they are compared on each kind of data there."""
+    gc.freeze()  # what the last one imported too
     strategy = get_strategy(cfg)
     if sizes is not None:
         setattr(strategy, "sizes" if isinstance(sizes, Sizes) else "wrap", sizes)
@@ -296,31 +298,41 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
     own.mkdir(parents=True, exist_ok=True)
     sees, tiles, hears = rigs["sees"], rigs["tiles"], rigs["hears"]
     try:
-        for rig in (hears, tiles, sees) if strategy.world_size > 1 else (hears, sees):
-            case = MediaCase(strategy, own / rig.folder.name, rig=rig)
+        several, cases = strategy.world_size > 1, {}
+        for rig in (hears, tiles, sees) if several else (hears, sees):
+            case = cases[rig.folder.name] = MediaCase(strategy, own / rig.folder.name, rig=rig)
             case.folder.mkdir(exist_ok=True)
-            for data in DATA if rig is not tiles else ("mixed", ):
+            for data in OF_RIG.get(rig.folder.name, DATA):
                 same_steps(replace(case, data=data), 2 if rig is tiles else 10)
-            if strategy.world_size > 1 or rig is sees:
-                tower = "audio" if rig is hears else "visual"
-                same_gradients(case, lora_rank=2, target_modules=["all-linear", tower])
-                features_are_kept(case, [tower, "projector"])
-                resumes_bitwise(case)
         same_steps(replace(case, rig=rigs["does both"], data="kinds"))
-        adapts_a_matrix(replace(case, rig=rigs["bare"]))
-        same_gradients(case, freeze_prefix=["visual"])
-        unread_towers_stay(case)
-        same_gradients(case, freeze_prefix=["language", "projector"])
-        recomputes(case)
-        rounds_alike(case)
+        resumes_bitwise(case)
+        features_are_kept(case, ["visual", "projector"])
+        if several:
+            features_are_kept(cases["hears"], ["audio", "projector"])
+            same_gradients(cases["hears"], lora_rank=2, target_modules=["all-linear", "audio"])
+        if several or name == "single":
+            of_parts(case, rigs["bare"])
         if isinstance(sizes, WrapPolicy):
             assert len(units(case.prepare().model)) == 1 + 2 + 2, "the root, blocks of the tower and of the decoder"
     finally:
         strategy.teardown()
 
 
+def of_parts(case: MediaCase, bare: MediaRig) -> None:
+    """Adapters, frozen parts, unread towers, gradient checkpointing and bfloat16."""
+    same_gradients(case, lora_rank=2, target_modules=["all-linear", "visual"])
+    adapts_a_matrix(replace(case, rig=bare))
+    same_gradients(case, freeze_prefix=["visual"])
+    same_gradients(case, freeze_prefix=["language", "projector"])
+    unread_towers_stay(case)
+    recomputes(case)
+    rounds_alike(case)
+
+
 def main(folder: Path) -> None:
-    """Run every variant on as many ranks as were started."""
+    """Run every variant on as many ranks as were started. What one process finds is left in ``folder`` for others."""
+    if (known := folder / "alone.pt").exists():
+        REFERENCES.update(torch.load(known))
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all variants share this group
     if holder.world_size > 1:
@@ -329,6 +341,8 @@ def main(folder: Path) -> None:
     found = variants(holder.world_size)
     for name, options in found.items():
         run(name, *options, folder, rigs)
+    if holder.is_main:
+        torch.save(REFERENCES, known)
     holder.teardown()
     print(json.dumps({"passed": list(found)}))
 

@@ -15,6 +15,7 @@ from unittest import mock
 from torch.distributed.run import parse_args
 
 from lightrft.cli import main as lightrft_command
+from lightrft.tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[3]
 SHOWN = ("lightrft", "examples", "benchmarks", "docs", "constraints", "Makefile", "setup.py")
@@ -130,7 +131,7 @@ class Workplace:
         (folder / "home").mkdir()
         self.bin.mkdir()
         for name, text in PROGRAMS.items():
-            (self.bin / name).write_text(text.format(python=sys.executable), encoding="utf-8")
+            (self.bin / name).write_text(text.format(python=warm_python()), encoding="utf-8")
             (self.bin / name).chmod(0o755)
 
     def shell(self, command: str, records: bool = False) -> str:
@@ -143,7 +144,7 @@ class Workplace:
             AssertionError: it failed.
         """
         own = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.folder / "home"), "PYTHONPATH": str(ROOT),
-               "RECORD": str(self.words) if records else ""}  # yapf: disable
+               "PYTHON_EXEC": warm_python(), "RECORD": str(self.words) if records else ""}  # yapf: disable
         rest = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "RECORD"))}
         done = subprocess.run(["bash", "-ec", command], cwd=self.folder, env=rest | own, text=True, timeout=250,
                               capture_output=True)  # yapf: disable

@@ -373,7 +373,7 @@ def own_files():
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
     """It reports the scheduler's own error. Sockets are closed: the garbage collector would wait for them for ever."""
     before, children, files = state(), multiprocessing.active_children(), own_files()
-    with pytest.raises(UserError, match="SGLang cannot run .*: ValueError: Unsupported activation: relu6"):
+    with forked(), pytest.raises(UserError, match="SGLang cannot run .*: ValueError: Unsupported activation: relu6"):
         Rig(tiny.save_model(tmp_path, hidden_act="relu6", **SIZES))
     gc.collect()
     assert state() == before and multiprocessing.active_children() == children and own_files() == files

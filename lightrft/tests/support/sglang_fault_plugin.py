@@ -1,14 +1,13 @@
 """A plugin under which SGLang fails in the middle of a response; ``FAULT`` is that of fault_plugin.
 
 Of "raise" and "kill" the calls are passes of the model, and a rank is a scheduler's: of the first rank of an engine and
-those after it. Of "long" and "die" they are calls of ``generate``. It leaves a file ``fault``.
+those after it. Of "die" they are calls of ``generate``. It leaves a file ``fault``.
 ``FAULT=scheduler`` kills the scheduler of rank 1 in the middle of the rollout after the 20th update, once, and leaves
 the file that ``FAULT_MARK`` names.
 """
 import os
 import signal
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ def _strikes(folder: Path = Path()) -> str:
 
 
 def _harmed(engine: SGLangEngine, requests: Any, *args: Any) -> Any:
-    if not _IN_MODEL and _strikes() == "long":
-        requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
+    if not _IN_MODEL:
+        _strikes()
     return _generate(engine, requests, *args)
 
 

@@ -3,7 +3,7 @@
     python -m lightrft.tests.support.vllm_media FOLDER [FAMILY ...]
 
 prints the largest differences in nats, of text alone and of prompts with one medium, three, and none, in one batch.
-test_vllm_families runs those that differ most; LLaVA and Mistral need mistral_common.
+test_vllm_ranks runs those that differ most; LLaVA and Mistral need mistral_common.
 """
 import sys
 from dataclasses import replace

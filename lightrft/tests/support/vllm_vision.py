@@ -1,4 +1,4 @@
-"""Program of test_vllm_families in a separate process: models that see, in vLLM."""
+"""Program of test_vllm_ranks in a separate process: models that see, in vLLM."""
 import dataclasses
 import sys
 from functools import partial

@@ -1,9 +1,7 @@
 """Oversampling: every prompt is trained once, whole and in time, with the log-probs of the weights that drew it."""
 import json
 import re
-from collections import Counter
 from dataclasses import asdict
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -242,18 +240,3 @@ def test_two_ranks_train_the_same_responses(tmp_path):
         _, rows = of_ranks(home, tmp_path / f"ranks_{ranks}", ranks)
         found[ranks] = sorted((row["uid"], row["index"], row["response"], row["reward"]) for row in rows)
     assert found[1] == found[2]
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_two_ranks_share_an_engine(tmp_path):
-    """Every prompt is trained once in each episode, whole, and every token has the log-prob that it was drawn with."""
-    home = tiny_task.write_home(tmp_path / "home")
-    tiny.save_model(home / "model", hidden_size=128, initializer_range=0.06)
-    lines, rows = of_ranks(home, tmp_path / "run", 2, engine_type="vllm", engine_tp_size=2, engine_kv_mib=16)
-    once = [(row["uid"], row["index"]) for row in rows]
-    assert Counter(once) == dict.fromkeys(once, 2) and len(set(once)) == 20 * 4
-    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
-    assert all(line["rollout/mismatch/abs_logp_mean"] < 2e-6 for line in lines)

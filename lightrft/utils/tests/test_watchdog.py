@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from lightrft.tests import support
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils import watchdog
 from lightrft.utils.watchdog import Watchdog
 
@@ -25,12 +26,12 @@ def launch(mode: str):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+        warm_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
         "--master-port",
         str(port),
         str(WORKER), mode
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, **warm_environ(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

@@ -2,7 +2,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.memory import gathered_weights, ModelSize
 from lightrft.tests.support.tiny_lm import TinyLM
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 
 @pytest.mark.dist
@@ -19,8 +19,8 @@ def test_what_the_options_do(tmp_path: Path) -> None:
     activations are recomputed, no more weights are whole than the plan counts. Nothing is written, compiled or said."""
     home = tmp_path / "home"
     home.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(home)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
+    environment = {**os.environ, **warm_environ(), "OMP_NUM_THREADS": "1", "HOME": str(home)}
+    command = [warm_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
                "lightrft.tests.support.deepspeed_ranks", str(tmp_path / "found")]  # yapf: disable
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=home)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
