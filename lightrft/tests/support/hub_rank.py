@@ -1,4 +1,4 @@
-"""One rank that lets :func:`fetch_once` fetch a model, and then reads it; the hub sees which rank asks."""
+"""One rank that lets :func:`fetch_once` fetch models, and then reads each; the hub sees which rank asks."""
 import os
 import sys
 
@@ -15,10 +15,11 @@ if __name__ == "__main__":
     from lightrft.utils.errors import UserError
     strategy = get_strategy(StrategyConfig())
     strategy.setup()
-    fetch_once(strategy, build(Config, {"pretrain": sys.argv[1]}), DataConfig())
-    try:
-        load_tokenizer(sys.argv[1], None)
-        AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    except UserError as error:
-        print(f"refused: {error}")
+    for name in sys.argv[1:]:
+        fetch_once(strategy, build(Config, {"pretrain": name}), DataConfig())
+        try:
+            load_tokenizer(name, None)
+            AutoModelForCausalLM.from_pretrained(name)
+        except UserError as error:
+            print(f"refused: {error}")
     strategy.teardown()

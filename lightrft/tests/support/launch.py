@@ -3,6 +3,7 @@
 Processes are forked from one server that has imported everything, so a start takes a fraction of a second; otherwise
 they are what torchrun starts (environment, store, process groups of their own, output in files).
 """
+import gc
 import multiprocessing
 import os
 import re
@@ -29,7 +30,7 @@ _PRELOAD = [
     "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2", "lightrft.cli.train",
     "lightrft.models.lora", "lightrft.preflight.checks.run_plan", "lightrft.preflight.report",
     "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp.fsdpv2_strategy",
-    "lightrft.trainer.session"
+    "lightrft.trainer.session", "lightrft.trainer.spmd_ppo_trainer"
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
@@ -53,8 +54,11 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, log: str, limits: dict[int,
                                                                                                       int]) -> None:
-    """Become the process that ``python -m MODULE`` would be, or ``python SCRIPT``."""
+    """Become the process that ``python -m MODULE`` would be, or ``python SCRIPT``; curves are not drawn, and what the
+    server has imported is not searched for garbage. Each of the two can take longer than a run."""
     os.setpgid(0, 0)
+    gc.freeze()
+    import_module("lightrft.trainer.run_log").plot_curve = lambda *args: None  # the server has imported it
     for which, most in limits.items():
         resource.setrlimit(which, (most, most))
     os.environ.update(environ)

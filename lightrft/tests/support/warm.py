@@ -4,6 +4,7 @@ Everything else is as in a fresh process: arguments, environment, folder, files,
 that is not a module or a script, or whose environment differs in what imports read, gets a fresh Python.
 """
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from typing import Any
 
 from lightrft.tests.support.launch import _CONTEXT, ROOT
 
-_AT_IMPORT = re.compile(r"(CUDA|HF_|LD_|MKL|OMP_|PYTHON(?!PATH|_EXEC)|TORCH(?!ELASTIC)|TRANSFORMERS|VLLM|SGLANG)")
+_AT_IMPORT = re.compile(r"(CUDA|HF_|LD_|MKL|OMP_|PYTHON(?!PATH|_EXEC|$)|TORCH(?!ELASTIC)|TRANSFORMERS|VLLM|SGLANG)")
 _CLIENT = Path(__file__).with_name("warm_client.py")
 
 
@@ -59,7 +60,7 @@ def _serve(client: socket.socket) -> None:
         size = int.from_bytes(said[:8], "big")
         while len(said) < 8 + size:
             said += client.recv(1 << 20)
-        process = _CONTEXT.Process(target=_become, args=(json.loads(said[8:]), _Files(files)))
+        process = _CONTEXT.Process(target=_become, args=(json.loads(said[8:]), _Files(files)), daemon=True)
         process.start()
         for file in files:
             os.close(file)
@@ -117,6 +118,7 @@ def _can_run(program: list[str], environ: dict[str, str]) -> bool:
 
 def _take(environ: dict[str, str], silent: bool) -> None:
     """Set what an interpreter finds at its start."""
+    gc.freeze()  # or it would search for garbage in what is imported already
     os.environ.clear()
     os.environ.update(environ)
     if "WARM_NESTED" in environ:
@@ -125,6 +127,7 @@ def _take(environ: dict[str, str], silent: bool) -> None:
         warnings.simplefilter("ignore")
     sys.stdin = open(0, closefd=False)
     multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
 
 
 def _code_of(words: list[str]) -> int:

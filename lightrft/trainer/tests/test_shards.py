@@ -1,6 +1,6 @@
 """A rollout batch that is spread over ranks: every sequence is where it is needed, whole, and nothing is lost."""
+import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from lightrft.rollout.engine import Completion
 from lightrft.strategy.base import Prepared
 from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.dynamic_sampling import ScoredGroups
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
@@ -294,7 +295,8 @@ def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
 def test_the_memory_benchmark_finds_the_same_advantages_with_less_traffic():
     script = Path(__file__).parents[3] / "benchmarks" / "gather_memory.py"
     shape = ["--ranks", "2", "--prompts", "8", "--samples", "2", "--tokens", "256"]
-    done = subprocess.run([sys.executable, str(script), *shape], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([warm_python(), str(script), *shape], capture_output=True, text=True, timeout=240,
+                          env=os.environ | warm_environ(nested=True))  # yapf: disable
     assert done.returncode == 0, done.stderr[-2000:]
     gathered, moved = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:])
     assert gathered[4] == moved[4] == "equal" and float(moved[3]) < float(gathered[3])
