@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed and torch.distributed.checkpoint wrote become Hugging Face models; adapters are merged."""
 import json
-import shutil
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -20,8 +20,8 @@ from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
 from lightrft.strategy.foreign_checkpoints import match_names
 from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.launch import ROOT
-from lightrft.types import Experience
 from lightrft.tests.support.warm import warm_environ, warm_python
+from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
 STAGES = (0, 2, 3)
