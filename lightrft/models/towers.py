@@ -22,6 +22,7 @@ from lightrft.utils.transfer import upload
 
 Tensors = dict[str, Tensor]
 _SIZES = ("image_sizes", )  # read on the host alone
+_VIDEO = 2  # kind of a token, as Hugging Face numbers them
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
@@ -325,17 +326,21 @@ def _all_of(media: list[MediaTensors], *names: str) -> Tensors:
 
 def rope_of_grids(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors]) -> Tensor:
     """M-RoPE of Qwen-VL and GLM-V: the patches of a medium span time, height and width, and what follows counts on from
-    the largest of their positions.
+    the largest of their positions. Frames of Qwen2.5-VL are as far apart as they were shot, which transformers before
+    5.19 rounds to seconds.
 
     From transformers 5.3 on it counts on from height and width alone (its issue 45381): text after a long video of
     Qwen2-VL or Qwen2.5-VL would have the positions of frames.
     """
     given = _all_of(media, "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    if "second_per_grid_ts" in given:
-        given["second_per_grid_ts"] = given["second_per_grid_ts"].double()  # rounded as in vLLM
+    seconds = iter(given.pop("second_per_grid_ts", torch.empty(0)).double().tolist())
+    pace = config_value(hf.config.vision_config, "tokens_per_second", 1)  # positions from one second to the next
     found, following = hf.model.get_rope_index(ids[None], kinds[None].int(), **given)[0][:, 0], 0
     starts = [0, *((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
     for start, end in zip(starts, starts[1:]):
+        if kinds[start] == _VIDEO and (apart := next(seconds, None)) is not None:
+            frame = (found[0, start:end] - found[0, start]) // pace
+            found[0, start:end] = found[0, start] + (frame * (pace * apart)).long()  # rounded as in vLLM
         found[:, start:end] += following - found[0, start]
         following = int(found[:, start:end].max()) + 1
     return found

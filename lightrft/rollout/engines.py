@@ -30,15 +30,15 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
-    return build(cfg, actor, strategy.device, tokenizer, bf16)
+    return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.dist_timeout_s)
 
 
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
     """Return the bytes of the engine by purpose and phase.
 
-    Asleep, engines keep neither weights nor cache, except that those other than hf do on a CPU. Their CUDA graphs stay
-    and are not counted. The engine sleeps from the end of generation to the weight sync, where canaries run a short
-    generation. That takes little with hf, whose cache is only as large as needed.
+    Asleep, engines keep neither weights nor cache, except that those other than hf do on a CPU. The engine sleeps from
+    the end of generation to the weight sync, where canaries run a short generation. That takes little with hf, whose
+    cache is only as large as needed. ``lightrft.preflight.overhead`` has CUDA graphs, which stay.
 
     Args:
         total: memory of the device in bytes; ``cuda``: it is a GPU.

@@ -1,5 +1,6 @@
 """Ranks that run one engine together: each brings its own prompts, all generate all of them, each keeps its own."""
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -73,9 +74,13 @@ def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
     return bool(number.item())
 
 
-def group_of(size: int, world: World) -> dist.ProcessGroup | None:
-    """CPU process group of this rank among ``size`` consecutive ones; None for 1. A collective of all ranks."""
-    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, world.world_size, size)
+def group_of(size: int, world: World, limit_s: int) -> dist.ProcessGroup | None:
+    """CPU process group of this rank among ``size`` consecutive ones; None for 1. A collective of all ranks.
+
+    ``limit_s``: seconds after which a collective of the group that does not finish is an error.
+    """
+    limit = timedelta(seconds=limit_s)
+    groups = [dist.new_group(range(first, first + size), limit, "gloo") for first in range(0, world.world_size, size)
               if size > 1]  # yapf: disable
     return groups[world.rank // size] if groups else None
 

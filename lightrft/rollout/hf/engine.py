@@ -200,8 +200,8 @@ class HFEngine:
             self.model = nn.Module()
 
 
-def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
-                    bf16: bool) -> HFEngine:
+def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
+                    limit_s: int) -> HFEngine:
     """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config."""
     source = actor.hf_model
     sharded = not all(map(is_whole, source.parameters()))

@@ -194,9 +194,13 @@ class SGLangEngine:
             self.native = None
 
 
-def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
-                        bf16: bool) -> SGLangEngine:
+def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
+                        limit_s: int) -> SGLangEngine:
     """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
+
+    Args:
+        limit_s: seconds after which a collective of the ranks of one engine that does not finish is an error. SGLang's
+            own processes keep its limit: between two rollouts they wait for each other as long as an update takes.
 
     Raises:
         UserError: SGLang cannot be this model's engine.
@@ -205,7 +209,7 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
     refuse_families(config, actor.modality.kinds)
     world, weights = World.from_env(), manifest(actor)
     weights = weights._replace(names=checkpoint_names(actor.hf_model, weights.shapes))
-    group, native = group_of(cfg.engine_tp_size, world), None
+    group, native = group_of(cfg.engine_tp_size, world, limit_s), None
     arguments = engine_arguments(cfg, config, device, bf16, world)
     longest = cfg.prompt_max_len + cfg.generate_max_len
     if world.rank % cfg.engine_tp_size == 0:

@@ -19,6 +19,7 @@ from lightrft.rollout.weight_sync.sync import checked
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
+LIMIT_S = 77  # of a collective
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -35,11 +36,12 @@ def gpu_memory(monkeypatch):
 
 
 def arguments(device=CUDA, bf16=False, world=World(), config=PretrainedConfig(name_or_path="folder"), **rollout):
-    return engine_arguments(RolloutConfig(**rollout), config, device, bf16, world)
+    return engine_arguments(RolloutConfig(**rollout), config, device, bf16, world, LIMIT_S)
 
 
 def test_options_reach_vllm():
     plain = arguments()
+    assert plain["distributed_timeout_seconds"] == plain["cpu_distributed_timeout_seconds"] == LIMIT_S
     assert plain["model"] == "folder" and plain["max_model_len"] == 2048 and plain["dtype"] == "float32"
     assert plain["kv_cache_memory_bytes"] is None and plain["quantization"] is None and not plain["enforce_eager"]
     changes = [
@@ -179,7 +181,7 @@ def test_media_that_an_engine_cannot_take_are_refused_before_it_starts(engine, f
     actor = SimpleNamespace(modality=modality, lora_rank=0, hf_model=SimpleNamespace(config=config))
     build = {"vllm": build_vllm_engine, "sglang": build_sglang_engine}[engine]
     with pytest.raises(UserError, match=f"--engine_type {engine}: .*{message}.*--engine_type hf"):
-        build(RolloutConfig(engine_type=engine), actor, CPU, None, False)
+        build(RolloutConfig(engine_type=engine), actor, CPU, None, False, LIMIT_S)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "llava_next", "llava_onevision", "mistral3"])
@@ -196,7 +198,7 @@ def test_what_vllm_may_leave_out_is_what_nothing_is_computed_with(family, tmp_pa
 
 
 def test_limits_of_media_reach_vllm():
-    seeing = engine_arguments(RolloutConfig(), Qwen2_5_VLConfig(name_or_path="folder"), CPU, False, World(),
+    seeing = engine_arguments(RolloutConfig(), Qwen2_5_VLConfig(name_or_path="folder"), CPU, False, World(), LIMIT_S,
                               {"image": 3})  # yapf: disable
     assert seeing["limit_mm_per_prompt"] == {"image": 3, "video": 0, "audio": 0}
     assert "limit_mm_per_prompt" not in arguments()

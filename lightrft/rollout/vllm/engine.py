@@ -263,9 +263,12 @@ def end_native(native: "LLMEngine", owns_world: bool) -> None:
     gc.unfreeze()
 
 
-def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any,
-                      bf16: bool) -> VLLMEngine:
+def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
+                      limit_s: int) -> VLLMEngine:
     """Start vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
+
+    Args:
+        limit_s: seconds after which a collective of the ranks of one engine that does not finish is an error.
 
     Raises:
         UserError: vLLM cannot be this model's engine; it is ended again.
@@ -275,7 +278,8 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
     media = actor.modality.media
     refuse_families(actor.hf_model.config, media.most if media else {}, device.type == "cpu"
                     and actor.modality.both_ways)
-    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, media.most if media else None)
+    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, limit_s,
+                                 media.most if media else None)
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
                           actor.hf_model.config.model_type)
     group = None

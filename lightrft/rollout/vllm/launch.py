@@ -33,10 +33,13 @@ _ENVIRONMENT = {
 
 
 def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch.device, bf16: bool, world: World,
-                     media: dict[str, int] | None = None) -> dict[str, Any]:
+                     limit_s: int, media: dict[str, int] | None = None) -> dict[str, Any]:
     """Arguments that start vLLM for the model of ``config``. Its weights are random until the first sync.
 
-    ``media``: most media of each kind in a prompt; vLLM keeps no memory for other kinds.
+    Args:
+        limit_s: seconds of a collective. Without it vLLM has torch's own limits: ten minutes with NCCL, in which a rank
+            may wait for the rewards of another.
+        media: most media of each kind in a prompt; vLLM keeps no memory for other kinds.
     """
     cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
     arguments: dict[str, Any] = {
@@ -52,6 +55,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         "enable_chunked_prefill": False,  # between chunks a seeded generator is set back by a guess, on CPUs not at all
         "tensor_parallel_size": cfg.engine_tp_size,
         "distributed_executor_backend": "external_launcher" if world.world_size > 1 else "uni",
+        "distributed_timeout_seconds": limit_s,
+        "cpu_distributed_timeout_seconds": limit_s,
         "enable_sleep_mode": cuda and cfg.engine_sleep,
         "enforce_eager": not cuda,
         "disable_log_stats": True,

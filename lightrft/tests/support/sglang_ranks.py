@@ -19,7 +19,7 @@ from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.faulty_sync import TARGET, break_sync
 from lightrft.tests.support.sglang_rig import verifier
 from lightrft.tests.support.turns import turns_of_a_group
-from lightrft.tests.support.vllm_ranks import GREEDY, REQUESTS, SAMPLED, check
+from lightrft.tests.support.vllm_ranks import GREEDY, LIMIT_S, REQUESTS, SAMPLED, check, limit_of
 from lightrft.tests.support.weight_sync_ranks import changed
 from lightrft.types import Experience
 
@@ -35,7 +35,7 @@ class Ranks:
         cfg, self.tokenizer = ModelConfig(pretrain=folder), load_tokenizer(folder)
         self.alone = load_actor(cfg)
         self.reference = HFEngine(self.alone.hf_model, {self.tokenizer.eos_token_id}, 1 << 22)
-        self.strategy = get_strategy(StrategyConfig())
+        self.strategy = get_strategy(StrategyConfig(dist_timeout_s=LIMIT_S))
         self.strategy.setup()
         self.prepared = self.strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
         self.mine = slice(self.strategy.rank, None, self.strategy.world_size)  # three requests on rank 0, two on rank 1
@@ -45,6 +45,7 @@ class Ranks:
         """SGLang and the proof of its syncs."""
         cfg = RolloutConfig(engine_tp_size=tp_size, **OPTIONS)
         engine = get_engine(cfg, self.prepared.model, self.strategy, self.tokenizer)
+        assert tp_size == 1 or limit_of(engine.group) == LIMIT_S
         return engine, verifier(cfg, self.strategy, self.prepared, engine)
 
     def sync(self, engine, proof):

@@ -25,7 +25,13 @@ REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)])
 GREEDY = SamplingParams(12, 0.0, stop_token_ids=(7, 9, 80))
 SAMPLED = SamplingParams(12, 0.8)
 FIRE = SamplingParams(24, 0.7, stop_token_ids=tuple(range(30, 60)), first_temperature=8.0)
+LIMIT_S = 1234  # of a collective
 OPTIONS = {"engine_type": "vllm", "prompt_max_len": 32, "generate_max_len": 32, "engine_kv_mib": 32}
+
+
+def limit_of(group) -> float:
+    """Seconds after which a collective of a CPU group is an error."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def check(left, right) -> None:
@@ -109,11 +115,12 @@ def main(folder: str, tp: int, early: bool) -> None:
     cfg, tokenizer = ModelConfig(pretrain=folder), load_tokenizer(folder)
     alone = load_actor(cfg)
     reference = HFEngine(alone.hf_model, {tokenizer.eos_token_id}, 1 << 22)
-    strategy = get_strategy(StrategyConfig())
+    strategy = get_strategy(StrategyConfig(dist_timeout_s=LIMIT_S))
     strategy.setup()
     prepared = strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
     with scheduled_ahead() if early else nullcontext():
         engine = get_engine(RolloutConfig(engine_tp_size=tp, **OPTIONS), prepared.model, strategy, tokenizer)
+    assert tp == 1 or limit_of(engine.group) == LIMIT_S
     mine = slice(strategy.rank, None, strategy.world_size)  # three requests on rank 0, two on rank 1
     for version in (1, 2):
         sync_weights(strategy, prepared, engine, version, 1)
