@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelShape:
     """Widths of a decoder: of the residual stream, of the MLP (of the experts of a token together), of the queries and
-    of the keys of all heads. ``towers``: those of what sees or hears."""
+    of the keys of all heads. ``towers``: those of what sees or hears; ``vocabulary``: tokens that have a logit."""
     layers: int
     hidden: int
     mlp: int
@@ -25,6 +25,7 @@ class ModelShape:
     keys: int
     heads: int
     towers: "tuple[TowerShape, ...]" = ()
+    vocabulary: int = 0
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
@@ -38,7 +39,8 @@ class ModelShape:
         experts = values.get("num_experts_per_tok") or 1
         return cls(values["num_hidden_layers"], hidden, width * experts, heads * head,
                    (values.get("num_key_value_heads") or heads) * head, heads,
-                   TowerShape.all_of(config) if config.get_text_config() is not config else ())
+                   TowerShape.all_of(config) if config.get_text_config() is not config else (),
+                   values.get("vocab_size") or 0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight.cost import GIB, known_model, MIB
 from lightrft.preflight.hardware import Device
+from lightrft.preflight.overhead import overhead
 from lightrft.preflight.reward_rules import known_kinds
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
@@ -261,7 +262,7 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
     """Format the estimate as lines of text; the phases of a rollout are shown where there is one."""
     if size is None:
         return ["memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"]
-    held = memory(config, world_size, size, device, critic, shape)
+    held = memory(config, world_size, size, device, critic, shape) | overhead(config, world_size, device, shape)
     together = tuple(map(sum, zip(*held.values())))
     tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""
     shown = slice(None) if together[0] or together[-1] else slice(1, -1)

@@ -25,6 +25,7 @@ from lightrft.preflight.checks.run_plan import check_disk, check_memory, memory_
 from lightrft.preflight.cost import GIB, count_parameters, model_size
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory
+from lightrft.preflight.overhead import COMMUNICATOR, CONTEXT
 from lightrft.rollout.engines import largest_hf_cache
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
@@ -273,7 +274,11 @@ def needed_by(phase: int, **options: Any) -> int:
 def test_one_byte_decides():
     options = {"engine_kv_mib": 1024, "grad_sync": "last", "logprob_chunk_mib": 256}
     needed = needed_by(2, **options)
-    assert verdict_for(needed + 1, **options).verdict == "ok"
+    beside = CONTEXT + COMMUNICATOR  # estimated, of one process on one of several GPUs
+    assert verdict_for(needed + beside + 1, **options).verdict == "ok"
+    for free in (needed + beside - 1, needed + 1):
+        found = verdict_for(free, **options)
+        assert found.verdict == "warn" and found.text.startswith("by what is estimated does not fit: it takes")
     found = verdict_for(needed - 1, **options)
     assert found.verdict == "fail" and "in the phase backward" in found.text
 

@@ -66,5 +66,5 @@ def test_shapes_of_other_configs() -> None:
     """Experts of a token count together; a config without the usual names has no estimate."""
     moe = AutoConfig.for_model("qwen3_moe", hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
                                num_hidden_layers=3, moe_intermediate_size=5, num_experts_per_tok=2)
-    assert ModelShape.of(moe) == ModelShape(3, 8, 10, 8, 4, 2)
+    assert ModelShape.of(moe) == ModelShape(3, 8, 10, 8, 4, 2, vocabulary=151936)
     assert ModelShape.of(AutoConfig.for_model("gpt2")) is None

@@ -16,11 +16,12 @@ from lightrft.preflight.checks.machine import existing
 from lightrft.preflight.cost import GIB, batch_summary, model_size
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory, peak, uncounted
+from lightrft.preflight.overhead import overhead
 from lightrft.rollout.engines import ByPhase, engine_cache, engine_weights, largest_hf_cache, PHASES
 from lightrft.strategy.memory import ModelSize, moment_width
 
 REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
-MARGIN = 0.1  # share of the plan, for what is not counted: contexts, communication, fragmentation
+MARGIN = 0.1  # share of the plan, for what is not counted, as fragmentation, and for what is estimated
 LESS: tuple[dict[str, Any], ...] = ({"gradient_checkpointing":
                                      True}, {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096})
 ON_HOST = {"strategy": "fsdp", "fsdp_cpu_offload": True, "adam_offload": False}
@@ -66,21 +67,24 @@ def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Devi
 
 def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool,
                    shape: ModelShape | None) -> Finding:
-    """Compare the estimate with a device: fail if it exceeds what is free, warn if it comes near."""
+    """Compare the plan with a device: fail if what is counted exceeds what is free; warn if it does together with the
+    :func:`~lightrft.preflight.overhead.overhead`, or if that comes near."""
     name = f"memory {device.name}"
     for text, remedy in no_cache(config, ranks, size, device):
         return Finding("fail", name, text, remedy)
-    held = memory(config, ranks, size, device, critic, shape)
-    phase, together, largest = peak(held)
+    counted = memory(config, ranks, size, device, critic, shape)
+    held = counted | overhead(config, ranks, device, shape)
+    verdict, words = ("fail", "does") if device.free < peak(counted)[1] else ("warn", "by what is estimated does")
+    phase, together, largest = peak(counted if verdict == "fail" else held)
     text = (f"it takes {together / GIB:.2f} GiB per rank in the phase {phase}{uncounted(shape)}, and "
             f"{device.free / GIB:.2f} are free; largest: {largest} {held[largest][PHASES.index(phase)] / GIB:.2f} GiB")
     if device.free < together:
-        return Finding("fail", name, f"does not fit: {text}", _remedy(config, ranks, size, device, critic, shape))
+        return Finding(verdict, name, f"{words} not fit: {text}", _remedy(config, ranks, size, device, critic, shape))
     for lacking, remedy in short_cache(config, ranks, shape, device, held):
         return Finding("warn", name, f"fits, but not with {lacking}: {text}", remedy)
     if shape and device.free - together < MARGIN * together:
         return Finding("warn", name, f"fits by less than {MARGIN:.0%}: {text}",
-                       "CUDA's context, communication and fragmentation take more: lower --max_tokens_per_micro_batch")
+                       "fragmentation takes more: lower --max_tokens_per_micro_batch")
     return Finding("ok", name, f"fits: {text}")
 
 
@@ -119,9 +123,12 @@ def _(config: Config, ranks: int, shape: ModelShape | None, device: Device,
 
 def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool, shape: ModelShape | None) -> str:
     """Name the first change with which the run fits; if there is none, the one that saves most."""
-    together = peak(memory(config, ranks, size, device, critic, shape))[1]
-    plans = [(words, peak(memory(changed, ranks, size, device, critic, shape))[1])
-             for words, changed in _changes(config, ranks, device)]
+
+    def needed_by(plan: Tree) -> float:
+        return peak(memory(plan, ranks, size, device, critic, shape) | overhead(plan, ranks, device, shape))[1]
+
+    together = needed_by(config)
+    plans = [(words, needed_by(changed)) for words, changed in _changes(config, ranks, device)]
     for words, needed in plans:
         if needed <= device.free:
             return f"{words} brings it to {needed / GIB:.2f} GiB"

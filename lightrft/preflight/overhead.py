@@ -1,0 +1,105 @@
+"""Memory on CUDA beside the tensors that a plan counts, estimated: contexts, NCCL, CUDA graphs, passes of the engine.
+
+The figures are reports of others, and their sources are named; ``make gpu`` measures what a device has in use. So they
+can warn of a run, and refuse none.
+"""
+from functools import singledispatch
+from math import ceil
+
+from lightrft.config.engines import native_arguments
+from lightrft.config.schema import Config, RolloutConfig
+from lightrft.config.shared_schema import Tree
+from lightrft.models.activations import Activations, ModelShape
+from lightrft.preflight.cost import MIB
+from lightrft.preflight.hardware import Device
+from lightrft.rollout.engines import ByPhase, largest_hf_cache, sequences_at_once
+
+# Of a process: the driver and the kernels that it has loaded. About 300 MB with lazy loading (pytorch issue 107667),
+# 200 to 700 MB before (28113); it grows with the GPU and with the libraries.
+CONTEXT = 512 * MIB
+# Of a communicator of NCCL: 24 channels to two neighbours of a ring, with a buffer of 4 MiB (NCCL_BUFFSIZE) and 2 MiB
+# for its two other protocols. Topologies with more connections take more (NCCL issues 864, 986).
+COMMUNICATOR = 24 * 2 * 6 * MIB
+# Of a CUDA graph of vLLM, per layer: vLLM's pull request 22897 logs 26 MiB per batch size, for 32 layers; 11349 has
+# half of that for 16.
+GRAPH_LAYER, USUAL_LAYERS = 0.8 * MIB, 32
+LOGIT = 16  # bytes: in float32 the logit, the scaled one and its probability; in vLLM also a count of the token
+PREFILL = 8192  # tokens of prompts in a pass of an engine
+_UNGRAPHED = ("enforce_eager", "disable_cuda_graph")  # --engine_args of vLLM and SGLang
+
+
+def overhead(config: Tree, world_size: int, device: Device, shape: ModelShape | None = None) -> dict[str, ByPhase]:
+    """Estimate the bytes by purpose and phase; none on a CPU. Passes are counted where the ``shape`` is known."""
+    if not device.cuda:
+        return {}
+    trained = (world_size > 1) + (0 < config.strategy.fsdp_shard_size < world_size)
+    rows = {"CUDA context, estimated": in_phases(config, CONTEXT),
+            "buffers of NCCL, estimated": in_phases(config, trained * COMMUNICATOR)}  # yapf: disable
+    for name, values in of_engine(config, world_size, device, shape).items():
+        rows[name] = tuple(map(sum, zip(values, rows.get(name, (0, ) * 5))))  # type: ignore[assignment]  # five again
+    return {name: values for name, values in rows.items() if any(values)}
+
+
+@singledispatch
+def in_phases(config: Tree, size: float) -> ByPhase:
+    """Return what is there all the time; each tree with a rollout registers its own."""
+    return (0, size, size, size, 0)
+
+
+@in_phases.register
+def _(config: Config, size: float) -> ByPhase:
+    return (size, ) * 5
+
+
+@singledispatch
+def of_engine(config: Tree, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
+    """Return the rows of a rollout engine; each tree that has one while it trains registers its own."""
+    return {}
+
+
+@of_engine.register
+def _(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
+    r = config.rollout
+    if r.engine_type == "hf":
+        rows = hf_rows(config, world_size, device, shape)
+        return {"passes and decode graph of the engine, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}
+    sequences = sequences_at_once(r, world_size, device.total)
+    graphs = graph_bytes(r, sequences, shape.layers if shape else USUAL_LAYERS)
+    within = r.engine_type == "vllm" and not r.engine_kv_mib  # vLLM measures both, and takes them from its share
+    awake, canary = not r.engine_sleep, r.sync_proof in ("canary", "both")
+    inside = [within and there for there in (True, awake or r.overlap_passes, awake, awake, awake or canary)]
+    first, *others = (graphs * (not counted) for counted in inside)
+    passes, own = 0.0 if within else pass_bytes(config, sequences, shape), r.engine_type == "sglang"
+    return {"CUDA graphs of the engine, estimated": (first, *others),  # type: ignore[dict-item]  # five
+            "passes of the engine, estimated": (passes, 0, 0, 0, passes * canary),
+            "CUDA context, estimated": (CONTEXT * own, ) * 5,
+            "buffers of NCCL, estimated": (2 * COMMUNICATOR * (r.engine_tp_size > 1), ) * 5}  # yapf: disable
+
+
+def graph_bytes(cfg: RolloutConfig, sequences: int, layers: int) -> float:
+    """Return the bytes of the graphs of an engine other than hf: at the batch sizes that vLLM captures, of 1, 2, 4,
+    every 8 to 256 and every 16 from there. They stay while the engine sleeps."""
+    if any(native_arguments(cfg.engine_args).get(name) for name in _UNGRAPHED):
+        return 0.0
+    most = min(2 * sequences, max(512, sequences))
+    return (3 + ceil(min(most, 256) / 8) + ceil(max(0, most - 256) / 16)) * layers * GRAPH_LAYER
+
+
+def pass_bytes(config: Config, sequences: int, shape: ModelShape | None) -> float:
+    """Return the bytes of the passes of an engine beside its cache: of prompts, and of a step of ``sequences``, whose
+    logits the GPU keeps in the graph of the hf engine."""
+    if shape is None:
+        return 0.0
+    return Activations(shape, PREFILL, 2 if config.model.bf16 else 4).forward + sequences * shape.vocabulary * LOGIT
+
+
+def hf_rows(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> int:
+    """Return how many sequences the hf engine runs at once: those of a rank, as far as its cache has room."""
+    r = config.rollout
+    rows = ceil(r.rollout_batch_size * r.n_samples_per_prompt * max(r.oversample, 1.0) / world_size)
+    if shape is not None:
+        cache = r.engine_kv_mib * MIB or largest_hf_cache(config, world_size, shape, device.total)
+        longest = 2 * shape.layers * shape.keys * (2 if config.model.bf16 else 4) * (r.prompt_max_len +
+                                                                                     r.generate_max_len)
+        rows = min(rows, max(1, int(cache / longest)))
+    return min(rows, r.engine_max_seqs or rows)
