@@ -65,7 +65,7 @@ peers: $(VENV)/oracles/.installed
 # The engine, DeepSpeed, Liger's kernels, TRL and pytest are installed in an environment of their own, one per ENGINE.
 # With PYTHON, the Python at hand measures and nothing is installed. OUT: folder of the results and the page.
 gpu: $(if $(PYTHON),,$(GPU)/.installed)
-	$(or $(PYTHON),$(GPU)/bin/python) -m benchmarks.gpu --minutes $(or $(MINUTES),30) $(if $(OUT),--out "$(OUT)") $(ARGS)
+	$(or $(PYTHON),$(GPU)/bin/python) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 # TRL takes part where `make oracles` has put it. ENGINE=sglang measures in the environment of the tests of SGLang, whose
 # kernels have a stand-in there.

@@ -14,6 +14,7 @@ class Setting:
         size: shape of the model, a key of ``models.SHAPES``.
         tp: ranks that run one engine together.
         recompute: gradient checkpointing.
+        liger: Liger's kernels, where they are installed.
         reduced: tiny shapes, for the CPU.
         models: folder that keeps the random models between measurements.
         scratch: empty folder, removed afterwards.
@@ -22,6 +23,7 @@ class Setting:
     engine: str = "hf"
     tp: int = 1
     recompute: bool = False
+    liger: bool = True
     reduced: bool = False
     models: str = ""
     scratch: str = ""
@@ -86,11 +88,12 @@ MEASUREMENTS = (
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
     Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
     Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
-    Measurement("update-0.5b", "training:update", (UPDATE, ), 60, reduced=False),
-    Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 60, Setting(recompute=True), reduced=False),
+    Measurement("update-0.5b", "training:update", (UPDATE, ), 50, reduced=False),
+    Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
+    _run("7b", "vllm", 300, tp=2),
     Measurement("engine-hf-0.5b-fsdp2", "rollout:engine", ENGINE, 60, ranks=2, reduced=False),
     Measurement("update-0.5b-fsdp2", "training:update", (UPDATE, ), 80, ranks=2),
-    _run("7b", "vllm", 300, tp=2),
 )  # yapf: disable
 """In the order in which they run: what is most worth knowing first, but the short ones at the end, because one starts
 only if its limit, twice its time, fits into the call. SGLang and vLLM do not fit into one environment."""

@@ -159,6 +159,7 @@ def trainer_flags(setting: Setting, prompts: int, samples: int, new_tokens: int,
     flags += ["--engine_tp_size", str(setting.tp)] if setting.tp > 1 else []
     flags += ["--lora_rank", "16"] if setting.size in LARGE else []
     flags += ["--gradient_checkpointing"] if setting.recompute else []
+    flags += [] if setting.liger else ["--use_liger", "false"]
     if setting.reduced:
         return [*flags, "--engine_kv_mib", "64"]
     # a large engine starts while the trainer's weights are on the device

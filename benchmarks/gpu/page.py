@@ -11,9 +11,9 @@ TITLE = """# Measured on a GPU
 
 `make gpu` measures all of this on one GPU in about 30 minutes and writes this page. It first installs vLLM,
 DeepSpeed, Liger's kernels, TRL and pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a
-second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and adds ten minutes. A second GPU adds
-eight minutes: a call starts only what surely ends in its 30 minutes and names what is left, which the next call runs;
-with `MINUTES=40` one call runs all.
+second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and adds ten minutes. With a second GPU
+a call takes 40 minutes and measures FSDP2 and tensor parallelism too. A call starts only what surely ends in its time
+and names what is left, which the next call runs.
 `make gpu PYTHON=python3` uses the Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
 and the next call continues; with `OUT=FOLDER` results and page go there. Each measurement is a process of its own:
 one that fails is listed below with its error, and the others run. `make gpu-reduced` runs the same code on a CPU with
@@ -33,10 +33,11 @@ and the engine against the trainer. The names are those of [the metrics](metrics
     catalog.SLEEP: "GiB in use on the whole device.",
     catalog.SYNC: "All weights from the trainer to the engine, with the proof, against a copy of as many bytes.",
     catalog.ROLLOUT: """Tokens per second of the engine through the library, and of the same vLLM engine called on its
-own. The way from asleep to the first token includes the weight sync.""",
-    catalog.UPDATE: """One optimizer step on one packed micro-batch per rank. MFU counts 6 FLOPs per parameter and token
-(LoRA: 4, because frozen weights have no gradient), without recomputed activations; the second one adds the attention
-scores.""",
+own. Both use vLLM's prefix cache, and begin with an empty one, as after the weight sync of a step. The way from asleep
+to the first token includes the weight sync.""",
+    catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. MFU
+counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights have no gradient), without recomputed
+activations; the second one adds the attention scores.""",
     catalog.ATTENTION: """Forward and backward in bfloat16 over packed sequences; FLOPs of the causal half. The backward
 pass counts 2.5 times the forward pass, as in FlashAttention, because it computes the scores again.""",
     catalog.LOGPROBS: """`chunked_logprobs` against `log_softmax` over the whole [N, V]: forward and backward of

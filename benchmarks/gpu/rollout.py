@@ -123,6 +123,8 @@ def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) ->
     params = SamplingParams(trainer.config.rollout.generate_max_len)
 
     def through_the_library() -> int:
+        if setting.engine == "vllm":  # as after the sync of a step
+            trainer.engine.native.reset_prefix_cache()  # type: ignore[attr-defined]  # of vLLM's engine
         return sum(len(one.token_ids) for group in trainer.engine.generate(requests, params) for one in group)
 
     ways = {"tokens/s": through_the_library}

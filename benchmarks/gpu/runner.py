@@ -179,11 +179,17 @@ def choose(args: argparse.Namespace) -> list[Measurement]:
     return [one for one in all_of_them if not args.only or one.name in args.only]
 
 
+def usual_minutes(count: int) -> float:
+    """Return the minutes of a call that measures all on ``count`` GPUs: several are also measured together."""
+    return 40 if count > 1 else 30
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="start nothing that could end later than this")
+    parser.add_argument("--minutes", type=float, help="start nothing that could end later than this (default: 30, with "
+                        "several GPUs 40)")  # yapf: disable
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these measurements alone")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="measure these again")
     parser.add_argument("--reduced", action="store_true", help="tiny shapes on the CPU, one to two minutes")
@@ -208,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.again:
             (out / f"{name}.json").unlink(missing_ok=True)
         models = args.models.absolute() / MODELS
-        left = Runner(store, models, args.reduced).run(chosen, args.minutes)
+        left = Runner(store, models, args.reduced).run(chosen, args.minutes or usual_minutes(len(gpus())))
         if not unfinished(store, args.reduced):
             shutil.rmtree(models, ignore_errors=True)
     records = store.read()

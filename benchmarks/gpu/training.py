@@ -87,7 +87,8 @@ def update(setting: Setting) -> Tables:
 
 def row(trainer: SPMDPPOTrainer, tokens: int, longest: int) -> Row:
     """Measure one size; a size that does not fit is a result too."""
-    found: Row = {"tokens per rank": tokens, "of sequences of": longest, "ranks": trainer.strategy.world_size}
+    found: Row = {"tokens per rank": tokens, "of sequences of": longest, "ranks": trainer.strategy.world_size,
+                  "Liger": "on" if trainer.config.model.use_liger else "off"}  # yapf: disable
     cuda = trainer.strategy.device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
