@@ -32,7 +32,7 @@ class MediaConfig:
         0, "shrink larger pictures and frames to this many pixels, before the processor's own resizing; 0: no limit",
         within=NON_NEGATIVE)
     min_pixels: int = option(0, "enlarge smaller pictures and frames to this many pixels; 0: no limit",
-                             within=NON_NEGATIVE)
+                             within="[0, 64000000]", why="a picture of a row has no more")
     media_cache_mib: int = option(
         1024, "MiB of processed pictures, videos and sounds that each rank keeps, and "
         "of those that wait for their first use, also decoded for vLLM; 0: nothing is processed ahead",

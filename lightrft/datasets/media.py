@@ -225,12 +225,15 @@ def _source(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
     if kind == "video" and (isinstance(value, (list, tuple)) or isinstance(value, np.ndarray) and value.ndim == 4):
         return _frames(value, rules, where)
     problem = "it is empty" if value is None else f"{type(value).__name__} is not a form of it that is known"
-    raise MediaError(f"{where}: {problem}. Write the encoded bytes or the path of a file")
+    remedy = ". Several pictures of a row are one list, not lists in a list; the frames of a video belong in a column "
+    remedy = remedy + "of videos" if isinstance(value, (list, tuple)) and kind == "image" else ""
+    raise MediaError(f"{where}: {problem}. Write the encoded bytes or the path of a file{remedy}")
 
 
 def _frames(values: Any, rules: MediaRules, where: str) -> tuple[Medium, ...]:
     if not 0 < len(values) <= rules.max_frames:
-        raise MediaError(f"{where}: {len(values)} pictures; a video has 1 to {rules.max_frames}. Leave some out")
+        remedy = "Leave some out" if len(values) else "Write its frames, or remove the row"
+        raise MediaError(f"{where}: {len(values)} pictures; a video has 1 to {rules.max_frames}. {remedy}")
     return tuple(find_medium(value, "image", rules, f"{where}, frame {i}") for i, value in enumerate(values, start=1))
 
 

@@ -273,8 +273,9 @@ def _fill(turns: list[list[Part]], kind: str, values: list[Any], first: int, rul
     if not empty and values and _keys(values, kind, rules, where) == _keys(parts, kind, rules, where):
         return turns  # the column repeats what the messages hold
     if empty != len(values):
+        frames = "; the frames of one video are a list in the list: [[frame, frame]]" * (kind == "video")
         raise MediaError(f"{where}: {len(values)} {kind}s for {empty} placeholders (<{kind}> or {{'type': '{kind}'}}). "
-                         "Write one placeholder for each, or none, which puts them first")
+                         f"Write one placeholder for each, or none, which puts them first{frames}")
     rest = iter(values)
     return [[(its, next(rest) if its == kind and value is None else value) for its, value in turn] for turn in turns]
 

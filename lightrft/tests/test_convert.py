@@ -237,7 +237,8 @@ def test_the_head_of_another_program_on_a_model_that_sees(tmp_path):
     pytest.importorskip("torchvision")
     base = tiny_vision.save_model(tmp_path / "base", "qwen2_5_vl", tied=True)
     save_tokenizer(load_tokenizer(str(base)), base, str(base))
-    head, ids = RewardModelConfig(pretrain=str(base)), Experience.pack([[5, 6, 7], [8, 9]], [[True] * 3, [True] * 2])
+    head = RewardModelConfig(pretrain=str(base))
+    exp = Experience.pack([[5, 6, 7], [8, 9]], [[True] * 3, [True] * 2])
     for name, save in (("score", ["score"]), ("other", ["score", "norm"]), ("none", None)):
         scorer = load_reward_model(head)
         tuned = get_peft_model(scorer.hf_model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=save))
@@ -253,5 +254,5 @@ def test_the_head_of_another_program_on_a_model_that_sees(tmp_path):
         merge(str(base), tmp_path / name, tmp_path / "out", is_rm=True)
         scorer.model = tuned.merge_and_unload()
         with torch.no_grad():
-            expected, found = scorer.eval()(ids), load_scorer(str(tmp_path / "out"))(ids)
+            expected, found = scorer.eval()(exp), load_scorer(str(tmp_path / "out"))(exp)
         assert torch.allclose(found, expected, atol=1e-5) and expected.abs().min() > 1e-3

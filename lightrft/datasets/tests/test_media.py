@@ -295,8 +295,8 @@ def test_refused_sounds(value, message, rules):
 
 
 def test_refused_videos(rules):
-    for value, message in (([], "0 pictures"), ([PNG] * 4, "4 pictures; a video has 1 to 3"),
-                           ([PNG, None], "frame 2.*empty"), ([PNG, [PNG]], "list is not a form")):
+    for value, message in (([], "0 pictures.* Write its frames"), ([PNG] * 4, "4 pictures; a video has 1 to 3"),
+                           ([PNG, None], "frame 2.*empty"), ([PNG, [PNG]], "list is not a form.*a column of videos")):
         with pytest.raises(MediaError, match=message):
             find(value, replace(rules, max_frames=3), "video")
 

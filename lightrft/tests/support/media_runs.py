@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {
     "micro_train_batch_size": 4, "init_kl_coef": 0.01, "use_kl_loss": True, "engine_kv_mib": 4,
     "apply_chat_template": True
 }  # yapf: disable
-_COLUMNS = {"image": "images", "audio": "audios"}
+_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 
 
 def picture(seed: int) -> dict[str, Any]:
@@ -25,6 +25,11 @@ def picture(seed: int) -> dict[str, Any]:
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
     return {"bytes": file.getvalue(), "path": None}
+
+
+def video(seed: int) -> list[dict[str, Any]]:
+    """Four pictures."""
+    return [picture(10 * seed + i) for i in range(4)]
 
 
 def sound(seed: int) -> dict[str, Any]:
@@ -40,19 +45,27 @@ def sound(seed: int) -> dict[str, Any]:
 def rows(kind: str) -> list[dict[str, Any]]:
     """Prompts with one medium, none, two and the first one again."""
     texts = [("<m>How many?", [0]), ("plain text", []), ("<m> or <m>", [1, 2]), ("and <m>?", [0])]
-    of = {"image": picture, "audio": sound}[kind]
+    of: Any = {"image": picture, "video": video, "audio": sound}[kind]
     return [{"id": str(i), "prompt": [{"role": "user", "content": text.replace("<m>", f"<{kind}>")}],
              _COLUMNS[kind]: [of(n) for n in numbers], "reference": "1"}
             for i, (text, numbers) in enumerate(texts)]  # yapf: disable
 
 
+def with_videos() -> list[dict[str, Any]]:
+    """Prompts with one video, none, two, and one after a picture."""
+    found = rows("video")
+    found[3]["prompt"][0]["content"], found[3]["images"] = "<image> and <video>?", [picture(0)]
+    return found
+
+
 def write_home(folder: Path, family: str) -> dict[str, Any]:
     """Write a model of ``family`` to ``folder/model`` and a template that renders its media; return options of a run
-    on :func:`rows`."""
+    on :func:`rows` of its first kind."""
     tiny_vision.save_model(folder / "model", family, tied=True)
-    (kind, mark), template = next(iter(tiny_vision.FAMILIES[family].placeholders.items())), folder / "template.jinja"
+    marks, template = tiny_vision.FAMILIES[family].placeholders, folder / "template.jinja"
+    shown = "".join("{% if p.type == '" + kind + "' %}" + mark + "{% endif %}" for kind, mark in marks.items())
     template.write_text(
         "{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for p in m.content %}{% if p.type == '" + kind + "' %}" + mark +
-        "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}", encoding="utf-8")
-    return OPTIONS | {"prompt_data": [hold_rows(rows(kind))], "chat_template": str(template)}
+        "{% for p in m.content %}" + shown +
+        "{{ p.text if p.type == 'text' else '' }}{% endfor %}{% endif %}<|im_end|>{% endfor %}", encoding="utf-8")
+    return OPTIONS | {"prompt_data": [hold_rows(rows(next(iter(marks))))], "chat_template": str(template)}

@@ -4,8 +4,11 @@ import copy
 import io
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +17,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
+from lightrft.cli.generate import generate
+from lightrft.cli.train import train
 from lightrft.config.cli import parse_config
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
@@ -22,16 +27,19 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.rows import hold_rows
+from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.actor_modality import MediaModality
 from lightrft.rollout.engine import Request
+from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import media_runs, tiny, tiny_vision
 from lightrft.tests.support.media_rig import ProcessedMedia
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
+from lightrft.trainer.offline_trainer import train_rows
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
+from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.trainer.trial import try_out
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -132,10 +140,20 @@ def test_a_picture_that_is_gone_costs_its_thumbnail_alone(straight, tmp_path, ca
     assert recorder._shown(key) == "image" and f"no picture for {key}: row 1: " in caplog.text
 
 
-def test_resumed_is_straight(straight, home, options, tmp_path):
-    broken = run(home, tmp_path, **options | {"max_steps": 1}, disable_ckpt=False, save_steps=1, async_save=False)
-    resumed = run(home, tmp_path, **options, disable_ckpt=False, save_steps=1, async_save=False, load_checkpoint=True)
-    assert broken.trainer.step == 1 and resumed.trainer.step == 2
+def test_a_run_on_videos_and_pictures_is_evaluated_and_resumes(home, options, tmp_path):
+    """From the checkpoint of its first step on it is the same run, bit for bit."""
+    given = options | {"prompt_data": [hold_rows(media_runs.with_videos())], "prompt_max_len": 200, "eval_steps": 1,
+                       "eval_data": [hold_rows(media_runs.with_videos()[2:])], "disable_ckpt": False, "save_steps": 1,
+                       "async_save": False}  # yapf: disable
+    straight = run(home, tmp_path / "straight", **given)
+    media = straight.trainer.maker.media
+    assert media.most == {"image": 1, "video": 2} and len(straight.trainer.loader.dataset) == 4
+    assert straight.lines[1]["rollout/canary_gap"] < 1e-5 and straight.lines[1]["rollout/mismatch/abs_logp_max"] < 1e-4
+    shutil.copytree(tmp_path / "straight" / "checkpoints" / "step_000001",
+                    tmp_path / "resumed" / "checkpoints" / "step_000001")
+    resumed = run(home, tmp_path / "resumed", **given, load_checkpoint=True)
+    (again, ) = (line for line in resumed.lines if line["step"] == 2)
+    assert again["eval/all/pass@1"] == straight.metrics["eval/all/pass@1"] >= 0
     for name, weight in straight.weights.items():
         assert torch.equal(weight, resumed.weights[name]), name
 
@@ -279,3 +297,43 @@ def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         check(parsed)
     assert done.value.code == 0 and "can be read" in capsys.readouterr().out
+
+
+class OnePicture(BaseHTTPRequestHandler):
+    """A web server with one picture."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(media_runs.picture(0)["bytes"])
+
+    def log_message(self, *args):
+        """Print nothing."""
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "generate"])
+def test_every_command_compares_what_its_ranks_download(command, home, options, tmp_path, monkeypatch):
+    """Here, of another rank that has other bytes."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OnePicture)
+    Thread(target=server.serve_forever, daemon=True).start()
+
+    def differing(self, value):
+        other = value[::-1] if isinstance(value, bytes) else value
+        if isinstance(value, list) and value and isinstance(value[0], tuple):
+            other = [(key, "other") for key, _ in value]
+        return [value, other]
+
+    monkeypatch.setattr(SingleProcessStrategy, "all_gather_object", differing)
+    asked = {"role": "user", "content": "<image>?"}
+    row = {"prompt": [asked], "output": "1", "images": [f"http://127.0.0.1:{server.server_port}/a.png"]}
+    common = {"pretrain": str(home / "model"), "chat_template": options["chat_template"], "media_urls": True}
+    rows = [hold_rows([row])]
+    tree, more = {"train": (Config, {"prompt_data": rows, "reward": ["format"], "save_path": str(tmp_path)}),
+                  "sft": (SFTConfig, {"train_data": rows, "save_path": str(tmp_path), "max_len": 64}),
+                  "generate": (GenerateConfig, {"prompt_data": rows, "output_path": str(tmp_path / "out.jsonl"),
+                                                "prompt_max_len": 64, "generate_max_len": 8})
+                  }[command]  # yapf: disable
+    work = {"train": train, "sft": lambda parsed, exits: train_rows(parsed, exits, SFTTrainer), "generate": generate}
+    with pytest.raises(DataError, match="row 1: image '.*a.png': the server sent other bytes to rank 1 than to rank 0"):
+        work[command](parse_config([], tree=tree, defaults=common | more), exits=False)
+    server.shutdown()
