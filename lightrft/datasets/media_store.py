@@ -22,6 +22,7 @@ from lightrft.config.media_schema import MediaConfig
 from lightrft.datasets.decoding import decode, image_size, Video
 from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, shorten
 from lightrft.datasets.media_cache import DiskCache, settings_of
+from lightrft.datasets.pictures import fitted, resized
 from lightrft.datasets.processing import check_order, Decoded, MediumProcessor
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
@@ -362,22 +363,6 @@ class MediaStore:
         """Tokenize the expanded text of a rendered prompt (:meth:`expand`)."""
         expanded, _ = self.expand(text, keys)
         return self.processor.tokenizer(expanded, add_special_tokens=False, verbose=False).input_ids
-
-
-def fitted(size: tuple[int, int], least: int, most: int) -> tuple[int, int]:
-    """Return ``size`` scaled to at least ``least`` and at most ``most`` pixels (0: no limit); its shape stays."""
-    pixels = size[0] * size[1]
-    wanted = most if 0 < most < pixels else least if pixels < least else pixels
-    if wanted == pixels:
-        return size
-    scale, rounded = math.sqrt(wanted / pixels), math.ceil if wanted > pixels else int
-    return max(1, rounded(size[0] * scale)), max(1, rounded(size[1] * scale))
-
-
-def resized(picture: Image.Image, least: int, most: int) -> Image.Image:
-    """Resize a picture to at least ``least`` and at most ``most`` pixels (:func:`fitted`)."""
-    size = fitted(picture.size, least, most)
-    return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
 
 
 def _addresses(medium: Medium) -> Iterator[Medium]:

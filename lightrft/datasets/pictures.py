@@ -1,5 +1,6 @@
 """Pictures as a model sees them: upright, RGB, 8 bits. Functions raise ``ValueError`` for pictures that are broken."""
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -116,6 +117,22 @@ def animation(image: Image.Image) -> Iterator[Frame]:
         length = float(image.info.get("duration") or 100) / 1000
         yield start, length, lambda: to_rgb(image)
         start += length
+
+
+def fitted(size: tuple[int, int], least: int, most: int) -> tuple[int, int]:
+    """Return ``size`` scaled to at least ``least`` and at most ``most`` pixels (0: no limit); its shape stays."""
+    pixels = size[0] * size[1]
+    wanted = most if 0 < most < pixels else least if pixels < least else pixels
+    if wanted == pixels:
+        return size
+    scale, rounded = math.sqrt(wanted / pixels), math.ceil if wanted > pixels else int
+    return max(1, rounded(size[0] * scale)), max(1, rounded(size[1] * scale))
+
+
+def resized(picture: Image.Image, least: int, most: int) -> Image.Image:
+    """Resize a picture to at least ``least`` and at most ``most`` pixels (:func:`fitted`)."""
+    size = fitted(picture.size, least, most)
+    return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
 
 
 def sample_frames(frames: Iterable[Frame], fps: float, most: int, pixels: int,

@@ -184,7 +184,7 @@ def check_context(path: str | None, **lens: int) -> None:
         ValueError: naming the lengths, the context and the remedy; also an unusable path.
     """
     path = _chosen(path, "--pretrain")
-    context, total = _context(read_config(path)), sum(lens.values())
+    context, total = context_of(path), sum(lens.values())
     if context and total > context:
         options = [f"--{name} {value}" for name, value in lens.items()]
         are = f"{' + '.join(options)} = {total} tokens are" if len(lens) > 1 else f"{options[0]} is"
@@ -192,18 +192,14 @@ def check_context(path: str | None, **lens: int) -> None:
                         f"{' or '.join(f'--{name}' for name in lens)}, or use a model with a longer context")
 
 
-def context_of(path: str) -> int:
-    """Tokens that the model at ``path`` has positions for; 0: its config does not say."""
-    return _context(read_config(path))
-
-
 def logit_count(path: str) -> int:
     """Number of logits of the model at ``path``; families pad it beyond the tokens of their tokenizer."""
     return int(read_config(path).get_text_config().vocab_size)
 
 
-def _context(config: PretrainedConfig) -> int:
-    """Tokens that the model has positions for, extended by RoPE scaling; 0: its config does not say."""
+def context_of(path: str) -> int:
+    """Tokens that the model at ``path`` has positions for, extended by RoPE scaling; 0: its config does not say."""
+    config = read_config(path)
     values = config.get_text_config().to_dict()
     known = values.get("max_position_embeddings")
     if not isinstance(known, int) or known <= 0:
