@@ -92,13 +92,19 @@ class Placement(Generic[Model]):
     @contextmanager
     def here(self) -> Iterator[Model]:
         """Context in which the weights, or this rank's part of them, are on the device."""
-        strategy = self.setup.strategy if self.offloads else None
         if self.weights is not None:
             self.weights.to(self.setup.device)
-        elif self.prepared is not None and strategy is not None:
-            strategy.reload(self.prepared)
+        if self.prepared is not None and self.setup.strategy is not None and self.offloads:
+            self.setup.strategy.reload(self.prepared)
         yield self.model
         if self.weights is not None:
             self.weights.to(torch.device("cpu"))
-        elif self.prepared is not None and strategy is not None:
-            strategy.offload(self.prepared)
+        if self.prepared is not None and self.setup.strategy is not None:
+            self._rest(self.prepared, self.setup.strategy)
+
+    def _rest(self, prepared: Prepared, strategy: StrategyBase) -> None:
+        """Free what passes have left of other ranks' parts; of an offloaded model also the own one."""
+        if self.offloads:
+            strategy.offload(prepared)
+        else:
+            strategy.free_full(prepared.model)

@@ -81,10 +81,10 @@ def test_a_language_model_grades_by_the_template(judge, tmp_path):
 def test_a_run_with_a_judge_has_its_verdicts(judge, scorers, tmp_path):
     """Beside another part, which the recipe of a data source leaves out; with evaluations."""
     home = runs.write_home(tmp_path)
-    done = runs.run(home, tmp_path / "run", reward_pretrain=[f"better={judge}",
-                                                             f"rm={scorers[0]}"], judge_max_len=60, reward=["rm=0.5"],
-                    reward_recipe=["odd:better=1"], save_trajectories=True, generate_max_len=4, n_samples_per_prompt=3,
-                    train_batch_size=12, eval_data=[str(home / "test.jsonl")], eval_steps=-1, temperature=0.5)
+    done = runs.run(home, tmp_path / "run", reward_pretrain=[f"better={judge}", f"rm={scorers[0]}"], judge_max_len=60,
+                    reward=["better", "rm=0.5"], reward_recipe=["odd:better=1"], save_trajectories=True,
+                    generate_max_len=4, n_samples_per_prompt=3, train_batch_size=12,
+                    eval_data=[str(home / "test.jsonl")], eval_steps=-1, temperature=0.5)
     rows = done.rollout(1)
     judged = {}
     for row in rows:

@@ -1,5 +1,7 @@
 """Tiny reward models that Hugging Face reads too, and rewards by Hugging Face alone."""
 import json
+import random
+import string
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -8,7 +10,7 @@ from lightrft.config.grm_schema import GRMConfig
 from lightrft.models.process_reward_model import KEY as STEPS
 from lightrft.models.reward_model import KEY, RewardHead
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.tests.support import tiny
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.preference_runs import trainer_of
 from lightrft.trainer.grm_trainer import GRMTrainer
 
@@ -37,11 +39,15 @@ def save_judge(folder, **form):
 
 
 def train_judge(folder):
-    """A tiny judge of two candidates, trained to find the letter a better than b."""
+    """A tiny judge of two candidates, trained to find what begins with an a better than with a b."""
     tiny.save_model(folder / "model", initializer_range=0.1)
     rows = [{"prompt": f"{i}", "chosen": "a" * (1 + i % 3), "rejected": "b" * (1 + i % 2)} for i in range(40)]
+    draw = random.Random(0)
+    noise = ["".join(draw.choices(string.printable + "\ufffd" * 60, k=1 + i % 5)) for i in range(80)]
+    rows += [{"prompt": runs.PROMPTS[i % 6], "chosen": "a" + noise[i], "rejected": "b" + noise[40 + i]}
+             for i in range(40)]  # yapf: disable
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    trainer_of(GRMTrainer, GRMConfig, folder, folder / "run", "train", max_steps=80, learning_rate=2e-2, max_len=160,
+    trainer_of(GRMTrainer, GRMConfig, folder, folder / "run", "train", max_steps=140, learning_rate=1e-2, max_len=160,
                task_instruction="{prompt} {first} {second}").fit()
     return str(folder / "run" / "hf")
 
