@@ -1,23 +1,22 @@
 """Reward models as rewards: numbers of Hugging Face, queues, weights, recipes, refusals."""
-import json
-import re
-
 import pytest
 import torch
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config, RewardConfig
-from lightrft.preflight.memory import reward_sizes
+from lightrft.preflight.hardware import Device, Machine
+from lightrft.preflight.memory import memory, reward_sizes
+from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.neural import NeuralReward
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.tests.support import runs, tiny
+from lightrft.strategy.memory import ModelSize
+from lightrft.tests.support import tiny
 from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC
-from lightrft.tests.support.launch import torchrun
-from lightrft.tests.support.scorers import plain, save_judge
+from lightrft.tests.support.scorers import plain
 from lightrft.utils.errors import UserError
 
 ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}], data_source=f"source{i % 2}")
@@ -119,26 +118,12 @@ def test_the_plan_counts_their_weights(scorers):
     sizes = reward_sizes(RewardConfig(reward_pretrain=list(scorers)))
     assert [size.total for size in sizes.values()] == [held, held]
 
+    def planned(**options):
+        config = parse_config([], defaults={"reward_pretrain": list(scorers), "strategy": "fsdp", **options}).config
+        found = memory(config, 2, ModelSize(1000, 100, 200), Device("cuda:0", 10_000, 10_000))["reward models"]
+        assert f"{held:,} parameters, " in report(config, {}, Machine.here(2, 0, 2))
+        return [found[0] / held, found[1] / held]
 
-@pytest.mark.dist
-def test_a_run_with_two_ranks_has_the_rewards_of_one(scorers, tmp_path):
-    """And the log has responses with the rewards that Hugging Face gives them. Another part judges their steps."""
-    judge = save_judge(tmp_path / "judge", reward_tokens=["+", "-"])
-    home = runs.write_home(tmp_path / "home")
-    words = f"""--pretrain {home / 'model'} --prompt_data {home / 'train.jsonl'}
-        --reward_pretrain rm={scorers[1]} steps={judge} --reward steps=0
-        --apply_chat_template --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_steps 1
-        --prompt_max_len 64 --generate_max_len 8 --disable_ckpt --save_trajectories --no_reward_probe"""
-    lines = []
-    for ranks in (1, 2):
-        save = tmp_path / str(ranks)
-        torchrun("lightrft.cli.train", *words.split(), "--save_path", save, ranks=ranks)
-        lines.append(json.loads((save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]))
-        rows = [json.loads(line) for file in sorted((save / "rollouts").iterdir())
-                for line in file.read_text(encoding="utf-8").splitlines()]  # yapf: disable
-    assert lines[0]["reward/rm/mean"] == pytest.approx(lines[1]["reward/rm/mean"], rel=1e-5) != 0
-    for name in ("steps", "steps/steps"):
-        assert lines[0][f"reward/{name}/mean"] == pytest.approx(lines[1][f"reward/{name}/mean"], rel=1e-5) != 0
-    said = [re.search(r"user\n(.*?)<\|im_end\|>", row["prompt"], re.S)[1] for row in rows]
-    items = [RewardInput("", row["response"], [{"role": "user", "content": text}]) for text, row in zip(said, rows)]
-    assert [row["reward"] for row in rows] == pytest.approx(plain(scorers[1], items), rel=1e-4, abs=1e-4)
+    assert planned() == [8, 8] and planned(bf16=True) == [4, 4] and planned(reward_shard=True) == [4, 4]
+    assert planned(reward_offload=True) == [0, 4], "one at a time, while it scores"
+    assert planned(reward_offload=True, reward_shard=True) == [0, 2]

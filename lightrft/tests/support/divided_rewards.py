@@ -31,6 +31,13 @@ def item(response: str, prompt: str = "3") -> RewardInput:
 BY_RANK = [[item("a"), item("b\nb"), item("aaa"), item("a" * 90, "4"), item("b", "4")], [item("bb", "5")]]
 
 
+def options_of(home: Path, paths: list[str]) -> dict[str, Any]:
+    """Options of a whole run with these reward models."""
+    return {"reward_pretrain": paths, "judge_max_len": 60, "step_reward": "mean", "generate_max_len": 4,
+            "apply_chat_template": True, "prompt_max_len": 64, "eval_data": [str(home / "test.jsonl")],
+            "eval_steps": -1}  # yapf: disable
+
+
 def manager_of(paths: list[str], strategy: StrategyBase, bf16: bool = False, **options: Any) -> RewardManager:
     """All reward models of a run, in passes that hold one of the longer responses."""
     judge = {"judge_max_len": 60} if len(paths) > 2 else {}
@@ -66,11 +73,9 @@ def main(home: Path, folder: Path, paths: list[str]) -> None:
     """Check both strategies, then leave the metrics of a whole run in FOLDER/run."""
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all share this group
-    words = {"reward_pretrain": paths, "judge_max_len": 60, "step_reward": "mean", "generate_max_len": 4}
-    runs.run(home, folder / "run", strategy="fsdp", reward_shard=True, eval_data=[str(home / "test.jsonl")],
-             eval_steps=-1, **words)
+    runs.run(home, folder / "run", strategy="fsdp", reward_shard=True, **options_of(home, paths))
     for cfg, name, sizes in KINDS.values():
-        for bf16 in (False, True):
+        for bf16 in (False, True) if cfg.strategy == "deepspeed" else (False, ):
             strategy = get_strategy(cfg, bf16=bf16)
             setattr(strategy, name, sizes)
             strategy.setup()
