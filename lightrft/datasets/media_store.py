@@ -300,7 +300,8 @@ class MediaStore:
     def _drop_unused(self, wanted: Container[str]) -> None:
         """Drop what was processed ahead for batches that never came."""
         for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
-            made = _result(self._ahead.pop(key))
+            done = self._ahead.pop(key)
+            made = None if done.exception() else done.result()
             self._waiting -= 0 if made is None else _size(made)
 
     def _is_coming(self, key: str) -> bool:
@@ -372,10 +373,6 @@ def _addresses(medium: Medium) -> Iterator[Medium]:
     elif isinstance(medium.source, tuple):
         for frame in medium.source:
             yield from _addresses(frame)
-
-
-def _result(done: Future[MediaTensors | None]) -> MediaTensors | None:
-    return None if done.exception() else done.result()
 
 
 def _size(made: MediaTensors) -> int:

@@ -309,8 +309,7 @@ def _causal(path: str, config: PretrainedConfig, dtype: torch.dtype, deferred: b
 
 
 def _chunk_mib(cfg: PolicyModelConfig) -> int:
-    gpu = torch.device("cuda") if torch.cuda.is_available() else None
-    return cfg.chunk_mib(total_memory(gpu) if gpu else 0)
+    return cfg.chunk_mib(total_memory(torch.device("cuda")) if torch.cuda.is_available() else 0)
 
 
 def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype: torch.dtype, new: tuple[str, ...],
