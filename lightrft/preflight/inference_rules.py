@@ -70,9 +70,9 @@ def _sampling(c: GenerateConfig) -> Iterator[str]:
 
 def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     """Yield the options that only generation reads; of the scored rows the prompts are text already, or chats that a
-    reward model renders by its own template, and media are not read."""
+    reward model, here or on a server, renders by its own template, and media are not read."""
     rendering = ("chat_template", "system_prompt", "input_template", "enable_csft", "overlong_prompt", "data_workers")
-    bare = () if c.scoring.models else ("apply_chat_template", )
+    bare = () if c.scoring.models or c.scoring.urls else ("apply_chat_template", )
     read = {*vars(c.engine), *vars(MediaConfig()), *rendering, *bare}
     for name, value in changed(c, read):
         yield f"--{name} {value}: has no effect with --eval_task rm, which generates nothing; drop it"

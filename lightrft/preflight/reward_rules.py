@@ -32,6 +32,9 @@ def _written(r: RewardConfig) -> Iterator[str]:
     for part in r.reward:
         yield from _part(part)
     for path in parse_models(r.reward_pretrain).values():
+        if path == "{}":
+            yield "--reward_pretrain {}: names no model; rewards by rules and files need none, drop the flag"
+            continue
         yield from folder("reward_pretrain", path)
     for recipe in r.reward_recipe:
         try:

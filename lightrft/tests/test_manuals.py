@@ -1,7 +1,9 @@
-"""Commands of OpenRLHF's manual, with tiny paths in place of its own: what is refused names the remedy, the rest plans.
+"""Commands of the manuals of OpenRLHF, LightRFT and ms-swift, with tiny paths in place of their own.
 
-Batch inference is in ``inference/tests/test_generate.py``, where its commands run.
+What is refused names the remedy; the rest plans, with those remedies that take the same value. Batch inference is in
+``inference/tests/test_generate.py``, where its commands run, and the merging of adapters in ``test_convert.py``.
 """
+import json
 import re
 import shlex
 from importlib import import_module
@@ -9,47 +11,185 @@ from importlib import import_module
 import pytest
 
 from lightrft.cli.main import COMMANDS
-from lightrft.tests.support import tiny
+from lightrft.cli.offline import OFFLINE
+from lightrft.config.chat_schema import ChatConfig
+from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.schema import Config
+from lightrft.config.serve_schema import ServeConfig
+from lightrft.config.tree import options
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.tests.support import media_runs, tiny
 from lightrft.tests.support.preference_runs import write_rows
+from lightrft.tests.support.scorers import save_scorer
+from lightrft.tests.support.tiny_task import write_rows as write_lines
 
+TREES = {name: command.tree for name, command in OFFLINE.items()}
+TREES |= {"train": Config, "serve_rm": ServeConfig, "chat": ChatConfig}
 SHORT = {
     "SIZES": "--train_batch_size 256 --save_steps -1 --logging_steps 1 --eval_steps -1 --max_epochs 1 --bf16",
     "PACKED": "--flash_attn --packing_samples --gradient_checkpointing --load_checkpoint",
     "PAIRS": "--dataset HOME/pairs.jsonl --prompt_key prompt --chosen_key chosen --rejected_key rejected",
     "DEMOS": "--dataset HOME/judged.jsonl --input_key prompt --output_key completion",
+    # LightRFT's
+    "ROLLOUTS": """--save_trajectories --fsdp --flash_attn --rm_use_engine --micro_train_batch_size 4
+        --micro_rollout_batch_size 4 --rollout_batch_size 128 --train_batch_size 128 --max_epochs 1 --num_episodes 20
+        --lr_warmup_ratio 0.03 --prompt_max_len 1024 --generate_max_len 2048 --bf16 --l2 1e-2
+        --actor_learning_rate 1e-6 --init_kl_coef 0.01 --input_key prompt --label_key label --apply_chat_template
+        --gradient_checkpointing --save_steps 20 --max_ckpt_num 3
+        --wandb_project lightrft --wandb_run_name tiny""",
+    "JUDGES": """--max_epochs 5 --micro_train_batch_size 4 --lr_warmup_ratio 0.0 --prompt_max_len 8196 --zero_stage 3
+        --bf16 --actor_learning_rate 1e-5 --eval_steps 500 --gradient_checkpointing --max_ckpt_num 5 --l2 1.0e-4
+        --flash_attn --fps 2.0 --max_pixels 282240 --ckpt_path HOME/ckpt""",
+    # ms-swift's
+    "SWIFT": """--torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --eval_steps 100
+        --val_dataset HOME/EVALUATED --per_device_eval_batch_size 1 --learning_rate 1e-4 --gradient_accumulation_steps 16 --save_steps 100
+        --save_total_limit 2 --logging_steps 5 --max_length 2048 --output_dir output --warmup_ratio 0.05
+        --dataloader_num_workers 4 --dataset_num_proc 4""",
+    "LORA": "--train_type lora --lora_rank 8 --lora_alpha 32 --target_modules all-linear --deepspeed zero2",
+    "FULL": "--train_type full --deepspeed zero3 --attn_impl flash_attn --save_only_model true --weight_decay 0.1",
 }
-REFUSED = {"flash_attn", "packing_samples", "dataset_probs", "attn_implementation", "ring_attn_size"}
+SAME = {"model", "dataset", "num_train_epochs", "save_total_limit", "max_length", "output_dir", "warmup_ratio",
+        "weight_decay", "ref_model", "reward_model", "num_generations", "max_completion_length", "response_length",
+        "rpo_alpha", "cpo_alpha", "actor_learning_rate", "learning_rate", "prompt_max_len", "system", "epsilon", "lam",
+        "num_ppo_epochs", "max_grad_norm", "lr_scheduler_type", "cliprange_value", "kl_coef", "val_dataset",
+        "num_iterations", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "loss_type"}  # yapf: disable
+"""Flags whose remedy takes the same value."""
 MANUAL = {
-    "sft": """sft DEMOS --max_len 2048 --input_template 'User: {}' --micro_train_batch_size 2 --max_samples 500000
+    "sft":
+    """sft DEMOS --max_len 2048 --input_template 'User: {}' --micro_train_batch_size 2 --max_samples 500000
         --zero_stage 2 --learning_rate 5e-6 SIZES PACKED""",
-    "continued pretraining": """sft --dataset HOME/judged.jsonl --input_key completion --max_len 4096 --pretrain_mode
+    "continued pretraining":
+    """sft --dataset HOME/judged.jsonl --input_key completion --max_len 4096 --pretrain_mode
         --zero_stage 3 --lr_scheduler cosine_with_min_lr --l2 0.01 SIZES --attn_implementation x --packing_samples""",
-    "reward model": """rm PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3
+    "reward model":
+    """rm PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3
         --learning_rate 9e-6 SIZES PACKED --apply_chat_template --loss sigmoid --value_head_prefix score""",
-    "process reward model": """prm --dataset HOME/steps.jsonl --input_key input --label_key label --max_len 8192
+    "process reward model":
+    """prm --dataset HOME/steps.jsonl --input_key input --label_key label --max_len 8192
         --micro_train_batch_size 8 --placeholder_token '#' --reward_tokens + - --zero_stage 3 --learning_rate 1e-6
         --wandb_group prm SIZES PACKED""",
-    "DPO": """dpo PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3 --beta 0.1
+    "DPO":
+    """dpo PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3 --beta 0.1
         --learning_rate 5e-7 --apply_chat_template --ref_offload SIZES PACKED""",
-    "IPO": "dpo PAIRS --ipo --beta 0.1 --max_len 2048 --zero_stage 2 --nll_loss_coef 0.1 --adam_offload SIZES",
-    "cDPO": "dpo PAIRS --label_smoothing 0.1 --eval_dataset HOME/pairs.jsonl --ref_pretrain HOME/model SIZES",
-    "KTO": """kto DEMOS --label_key label --micro_train_batch_size 1 --max_len 2048 --zero_stage 3 --beta 0.1
+    "IPO":
+    "dpo PAIRS --ipo --beta 0.1 --max_len 2048 --zero_stage 2 --nll_loss_coef 0.1 --adam_offload SIZES",
+    "cDPO":
+    "dpo PAIRS --label_smoothing 0.1 --eval_dataset HOME/pairs.jsonl --ref_pretrain HOME/model SIZES",
+    "KTO":
+    """kto DEMOS --label_key label --micro_train_batch_size 1 --max_len 2048 --zero_stage 3 --beta 0.1
         --learning_rate 5e-7 --desirable_loss_weight 1 --undesirable_loss_weight 1.33 SIZES PACKED""",
-    "distillation": """kd DEMOS --max_len 4096 --zero_stage 2 --teacher_model HOME/model --teacher_offload --kd_coef 0.4
+    "distillation":
+    """kd DEMOS --max_len 4096 --zero_stage 2 --teacher_model HOME/model --teacher_offload --kd_coef 0.4
         --learning_rate 5e-6 --l2 0 SIZES PACKED""",
-    "rejection sampling": """sft DEMOS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --zero_stage 2
+    "rejection sampling":
+    """sft DEMOS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --zero_stage 2
         --learning_rate 2e-6 SIZES PACKED""",
-    "iterative DPO": """dpo PAIRS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --ref_pretrain HOME/model
+    "iterative DPO":
+    """dpo PAIRS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --ref_pretrain HOME/model
         --beta 0.1 --zero_stage 3 --learning_rate 5e-7 --ring_attn_size 2 SIZES PACKED""",
+    "server":
+    "serve_rm --reward_pretrain HOME/rm --port 5000 --bf16 --flash_attn --normalize_reward --max_len 8192 "
+    "--batch_size 16",
+    "chat":
+    "chat --pretrain HOME/model --bf16 --max_new_tokens 128 --temperature 0.7 --top_p 0.9 --flash_attn",
+    "LightRFT, GRPO":
+    """train --pretrain HOME/model --advantage_estimator group_norm --kl_estimator k3
+        --n_samples_per_prompt 5 --prompt_data HOME/rl --eval_data HOME/rl --eval_steps 20 --eval_split test
+        --reward_pretrain {} --max_eval_samples 1319
+        --engine_type sglang --engine_mem_util 0.6 --engine_tp_size 2 --enable_engine_sleep --use_kl_loss --adam_offload
+        --freeze_prefix embed_tokens --text_only --system_prompt 'Think first.' ROLLOUTS""",
+    "LightRFT, PPO with pictures":
+    """train --pretrain HOME/vl/model --critic_pretrain HOME/vl/model
+        --advantage_estimator gae --kl_estimator k1 --n_samples_per_prompt 2 --prompt_data HOME/vl/rl
+        --critic_learning_rate 9e-6 --advantages_norm --images_key images --mixed_mm_data --fsdp_cpu_offload
+        --limit_mm_image_per_prompt 10 --fps 2 --max_pixels 282240 --trajectory_analysis ROLLOUTS""",
+    "LightRFT, scalar reward model":
+    """rm --pretrain HOME/vl/model --train_batch_size 32 --save_steps 100 --loss_type hps
+        --train_data hpdv3:HOME/hpdv3.json --eval_data hpdv3:HOME/hpdv3.json --margin 0.1 --scale_for_train
+        --pooling_method attn --heads_types preference --task_instruction 'How good is it? {prompt}' --probing_layer -1
+        JUDGES""",
+    "LightRFT, generative reward model":
+    """grm --pretrain HOME/vl/model --train_batch_size 8 --save_steps 500
+        --train_data imagegen-cot-reward-5k:HOME/cot.json,hpdv3:HOME/hpdv3.json --eval_data hpdv3:HOME/hpdv3.json
+        --generate_max_len 512 --task_instruction '{prompt} {first} {second}' --lora_rank 16 --lora_alpha 32
+        --target_modules q_proj k_proj JUDGES""",
+    "swift sft":
+    """sft --model HOME/model --dataset HOME/judged.jsonl --system 'You are helpful.' --model_author swift
+        --model_name tiny SWIFT LORA""",
+    "swift rlhf dpo":
+    """dpo --rlhf_type dpo --model HOME/model --dataset HOME/pairs.jsonl --split_dataset_ratio 0.01
+        --beta 0.1 --rpo_alpha 0.1 --padding_free true --loss_type sigmoid SWIFT FULL""",
+    "swift rlhf simpo":
+    """dpo --rlhf_type simpo --model HOME/model --dataset HOME/pairs.jsonl --streaming true
+        --simpo_gamma 1.0 --beta 2.0 --loss_type simpo SWIFT FULL""",
+    "swift rlhf kto":
+    """kto --rlhf_type kto --model HOME/model --dataset HOME/judged.jsonl --beta 0.1
+        --desirable_weight 1.0 --undesirable_weight 1.33 --ref_model HOME/model SWIFT FULL""",
+    "swift rlhf rm":
+    """rm --rlhf_type rm --model HOME/model --dataset HOME/pairs.jsonl --load_from_cache_file true
+        --center_rewards_coefficient 0.01 SWIFT LORA""",
+    "swift rlhf gkd":
+    """kd --rlhf_type gkd --model HOME/model --teacher_model HOME/model --dataset HOME/judged.jsonl
+        --seq_kd true --lmbda 0.5 --beta 0.5 --temperature 0.9 --max_completion_length 512 SWIFT FULL""",
+    "swift rlhf ppo":
+    """train --rlhf_type ppo --model HOME/model --reward_model HOME/rm --dataset HOME/rl/train.jsonl
+        --response_length 512 --temperature 0.7 --num_ppo_epochs 4 --kl_coef 0.05 --cliprange 0.2 --cliprange_value 0.2
+        --vf_coef 0.1 --gamma 1.0 --lam 0.95 --whiten_rewards false --num_mini_batches 1 --missing_eos_penalty 1.0
+        --local_rollout_forward_batch_size 64 --num_sample_generations 10 SWIFT FULL""",
+    "swift rlhf grpo":
+    """train --rlhf_type grpo --model HOME/model --reward_funcs accuracy format --dataset
+        HOME/rl/train.jsonl --num_generations 8 --max_completion_length 512 --temperature 1.0 --top_p 0.9 --top_k 50
+        --beta 0.04 --num_iterations 1 --epsilon 0.2 --log_completions true --use_vllm true --vllm_mode colocate
+        --vllm_gpu_memory_utilization 0.5 --vllm_max_model_len 2048 --sleep_level 1 --offload_model true
+        --offload_optimizer true --dynamic_sample true --max_resample_times 3 --overlong_filter true
+        --external_plugins plugin.py --report_to tensorboard SWIFT LORA""",
 }
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
+    """Models and rows of text."""
     folder = tmp_path_factory.mktemp("home")
     tiny.save_model(folder / "model", max_position_embeddings=8192)
+    save_scorer(folder / "rm", seed=1)
     write_rows(folder)
+    (folder / "rl").mkdir()
+    for split in ("train", "test"):
+        write_lines(folder / "rl" / f"{split}.jsonl", [math_row(i) for i in range(128)])
     return folder
+
+
+def math_row(i):
+    """A row as LightRFT's preprocessing writes it."""
+    return {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": f"What is {i}+{i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)}, "extra_info": {"label": "gsm8k_rule"}
+            }  # yapf: disable
+
+
+@pytest.fixture(scope="module")
+def seeing(home):
+    """A model that sees, and rows with pictures; the same home."""
+    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    media_runs.write_home(home / "vl", "qwen2_5_vl")
+    for file in (home / "vl" / "model").glob("*config.json"):
+        file.write_text(file.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 16384'))
+    tokenizer = load_tokenizer(str(home / "vl" / "model"))
+    tokenizer.chat_template = (home / "vl" / "template.jinja").read_text()
+    tokenizer.save_pretrained(home / "vl" / "model")
+    for name in "ab":
+        (home / f"{name}.png").write_bytes(media_runs.picture(ord(name))["bytes"])
+    rated = [{"prompt": f"cat {i}", "path1": "a.png", "path2": "b.png"} for i in range(32)]
+    said = "<think>Image 1 is a cat.</think><answer>Image 1 is better</answer>"
+    judged = {"images": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "Which?"},
+                                                              {"from": "gpt", "value": said}]}  # yapf: disable
+    for name, rows in (("hpdv3", rated), ("cot", [judged] * 8)):
+        (home / f"{name}.json").write_text(json.dumps(rows))
+    figures = [math_row(i) | {"images": ["a.png"], "prompt": [{"role": "user", "content": f"<image>{i}?"}]}
+               for i in range(128)]  # yapf: disable
+    (home / "vl" / "rl").mkdir()
+    (home / "vl" / "rl" / "a.png").write_bytes((home / "a.png").read_bytes())
+    write_lines(home / "vl" / "rl" / "train.jsonl", figures)
+    return home
 
 
 def ended(words, capsys):
@@ -59,18 +199,49 @@ def ended(words, capsys):
     return done.value.code, "".join(capsys.readouterr())
 
 
+def parted(command, flags):
+    """Flags that are options, aliases or synonyms here, and those that are refused."""
+    tree = TREES[command]
+    known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
+             *getattr(tree, "SYNONYMS", {})}  # yapf: disable
+    return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
+
+
+def name_of(flag):
+    return flag[2:].split()[0]
+
+
+def translated(command, flag):
+    """The option that the error names, with the value of the flag."""
+    name, _, value = flag[2:].partition(" ")
+    ours = re.search(r"--\w+", refusal(name, options(TREES[command])).partition("here: ")[2])
+    return f"{ours[0]} {value}" if ours else ""
+
+
 @pytest.mark.parametrize("name", MANUAL)
-def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys):
-    text = re.sub("|".join(SHORT), lambda found: SHORT[found[0]], MANUAL[name]).replace("HOME", str(home))
-    text = " ".join(text.split())
-    flags = [*re.findall(r"--\w+.*?(?= --|$)", text), f"--pretrain {home}/model"]
-    refused = {flag for flag in flags if flag[2:].split()[0] in REFUSED}
-    command, folder = text.split()[0], ["--save_path", str(tmp_path)]
+def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys, request):
+    if "HOME/vl" in MANUAL[name]:
+        request.getfixturevalue("seeing")
+    text = re.sub("|".join(SHORT), lambda found: SHORT[found[0]], MANUAL[name])
+    data = re.search(r"HOME/(\S+jsonl)", text)
+    text = text.replace("EVALUATED", data[1] if data else "").replace("HOME", str(home))
+    command, text = text.split()[0], " ".join(text.split())
+    flags = re.findall(r"--\w+.*?(?= --|$)", text)
+    if command in OFFLINE and not {"pretrain", "model"} & {*map(name_of, flags)}:
+        flags.append(f"--pretrain {home}/model")
+    kept, refused = parted(command, flags)
+    folder = ["--save_path", str(tmp_path)] * (command in {"train", *OFFLINE})
     if refused:
         code, said = ended([command, *shlex.split(" ".join(flags)), *folder], capsys)
-        told = re.findall(r"(\w+) is (?:not an option here: |an option of another trainer; here: )\w+", said)
-        assert code == 2 and {flag[2:].split()[0] for flag in refused} == {*told} and "unknown" not in said, said
-    flags += ["--strategy deepspeed"] * ("--zero_stage 3" in flags)  # without, an error names this flag
-    kept = shlex.split(" ".join(flag for flag in flags if flag not in refused))
-    code, said = ended([command, *kept, *folder, "--dry_run", "--plan_gpus", "8xH100"], capsys)
+        told = re.findall(r"(\w+) is (?:not an option here: |an option of another \w+; here: )\w+",
+                          said.replace(": --", ": "))
+        assert code == 2 and {*map(name_of, refused)} == {*told} and "unknown" not in said, said
+    moved = [translated(command, flag) for flag in refused if name_of(flag) in SAME]
+    if "--reward_pretrain {}" in kept:
+        code, said = ended([command, *shlex.split(" ".join(kept)), *folder, "--dry_run"], capsys)
+        assert code == 2 and "--reward_pretrain {}: names no model" in said, said
+        kept.remove("--reward_pretrain {}")
+    added = ["--strategy deepspeed"] if "--zero_stage" in text and "--fsdp" not in text else []  # named by an error
+    words = [*shlex.split(" ".join([*kept, *moved, *added])), *folder]
+    code, said = ended([command, *words, "--dry_run", *["--plan_gpus", "8xH100"] * bool(folder)], capsys)
     assert not code, said

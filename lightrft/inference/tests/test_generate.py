@@ -1,6 +1,7 @@
 """Batch inference: real runs of a tiny model, its options, and a run that is killed."""
 import json
 import re
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_a_reward_model_scores_what_is_generated_and_what_is_there(home, tmp_pat
                          [{"prompt": chat[0]["content"], "output": row["output"]} for row, chat in zip(made, chats)])
     main(launch.flags({**asked, "apply_chat_template": True, "output_path": tmp_path / "again.jsonl"}))
     assert [row["reward"] for row in read_lines(tmp_path / "again.jsonl")] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_server_of_reward_models_scores_as_the_model_itself(home, tmp_path, scorer):
+    """``--score URL``, beside another reward, of what is generated and of rows that are there."""
+    server = launch.launch(tmp_path, {"reward_pretrain": scorer, "port": 0}, module="lightrft.cli.serve_rm")
+    server.until("get_reward")
+    url = re.search(r"http://127.0.0.1:\d+/get_reward", server.log(0))[0]
+    for name, model in (("near", scorer), ("far", url)):
+        (tmp_path / name).mkdir()
+        run(home, tmp_path / name, score=[model, "exact"], best_of_n=2, apply_chat_template=True)
+    near, far = (read_lines(tmp_path / name / "out.jsonl") for name in ("near", "far"))
+    assert [row["output"] for row in far] == [row["output"] for row in near] and len(near) == 12
+    rewards = [row["reward"] for row in near]
+    assert len({*rewards}) > 1 and [row["reward"] for row in far] == pytest.approx(rewards, abs=1e-5)
+    given = tiny_task.write_rows(tmp_path / "given.jsonl",
+                                 [{"input": row["input"], "output": row["output"]} for row in near])
+    again = run(home, tmp_path, eval_task="rm", prompt_data=[str(given)], score=[url], apply_chat_template=True).rows
+    assert [row["reward"] for row in again] == pytest.approx(rewards, abs=1e-5)
+    server.signal(signal.SIGINT)
+    assert server.wait(20) == [0], server.output
 
 
 BAD = [
