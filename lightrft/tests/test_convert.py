@@ -128,8 +128,9 @@ def test_a_head_of_its_own_is_not_dropped_for_a_tied_one(base, tmp_path):
     state = changed(base).state_dict()
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight there.*"
-                       'whose config.json has "tie_word_embeddings": false'):
+    with pytest.raises(
+            UserError, match="lm_head.weight differs from model.embed_tokens.weight there.*"
+            'whose config.json has "tie_word_embeddings": false'):
         convert(tmp_path / "dcp", tmp_path / "out", str(base))
     shutil.copytree(base, tmp_path / "own")
     config = tmp_path / "own" / "config.json"

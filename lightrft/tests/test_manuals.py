@@ -42,8 +42,9 @@ SHORT = {
         --flash_attn --fps 2.0 --max_pixels 282240 --ckpt_path HOME/ckpt""",
     # ms-swift's
     "SWIFT": """--torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --eval_steps 100
-        --val_dataset HOME/EVALUATED --per_device_eval_batch_size 1 --learning_rate 1e-4 --gradient_accumulation_steps 16 --save_steps 100
-        --save_total_limit 2 --logging_steps 5 --max_length 2048 --output_dir output --warmup_ratio 0.05
+        --val_dataset HOME/EVALUATED --per_device_eval_batch_size 1 --learning_rate 1e-4 --warmup_ratio 0.05
+        --gradient_accumulation_steps 16 --save_steps 100 --save_total_limit 2 --logging_steps 5 --max_length 2048
+        --output_dir output
         --dataloader_num_workers 4 --dataset_num_proc 4""",
     "LORA": "--train_type lora --lora_rank 8 --lora_alpha 32 --target_modules all-linear --deepspeed zero2",
     "FULL": "--train_type full --deepspeed zero3 --attn_impl flash_attn --save_only_model true --weight_decay 0.1",

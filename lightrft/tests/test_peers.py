@@ -2,9 +2,11 @@
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,35 @@ def run(script: Path, *words: object) -> subprocess.CompletedProcess[str]:
 def test_it_says_so_where_trl_is_not_installed(tmp_path: Path) -> None:
     done = run(SCRIPT, "--packages", tmp_path)
     assert done.returncode == 1 and "run make peers" in done.stderr, done.stderr
+
+
+def recorded(name: str) -> tuple[dict[str, Any], str]:
+    """What a benchmark has stored, and the page that shows it."""
+    return json.loads((ROOT / "docs" / "data" / name).read_text()), (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_page_shows_the_recorded_judges_of_pictures() -> None:
+    """And both kinds reach their aim on every seed, on three colours."""
+    found, page = recorded("picture_judges.json")
+    for kind, reaches in {"rm": True, "grm": True, "grm, answer only": False}.items():
+        runs = [each["accuracy"] for each in found["runs"] if each["kind"] == kind]
+        assert len(runs) == found["colours"] == 3 and (min(runs) >= 0.95) is reaches, kind
+        assert f"| {', '.join(f'{one:.3f}' for one in runs)} |" in page, kind
+
+
+def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
+    """Twice as many tokens per CPU second as TRL's trainers as they are; the faster settings of its SFT are shown."""
+    found, page = recorded("offline.json")
+    names = {"sft": "SFT", "dpo": "DPO", "rm": "reward model"}
+    assert {f"{name}, threads 1" for name in names} == found["runs"].keys()
+    for run, sides in found["runs"].items():
+        for side, results in sides.items():
+            ratios = [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(results, sides["trl"])]
+            cpu, tokens, peak = (statistics.median(one[key] for one in results)
+                                 for key in ("cpu_s", "tokens", "peak_mib"))  # yapf: disable
+            shown = f"| {names[run.split(',')[0]]} | {side.replace('trl', 'TRL')} |"
+            assert f"{shown} {cpu:.2f} | {tokens:.0f} | {peak:.0f} |" in page, (run, side)
+            assert side != "lightrft" or statistics.median(ratios) >= 2, run
 
 
 @pytest.mark.slow
