@@ -24,7 +24,8 @@ from typing import Any
 
 from lightrft.tests.support.launch import _CONTEXT, ROOT
 
-_AT_IMPORT = re.compile(r"(CUDA|HF_|LD_|MKL|OMP_|PYTHON(?!PATH|_EXEC|$)|TORCH(?!ELASTIC)|TRANSFORMERS|VLLM|SGLANG)")
+_AT_IMPORT = re.compile(r"CUDA|HF_|LD_|MKL|OMP_|TRANSFORMERS|VLLM|SGLANG|PYTHON(?!PATH|_EXEC|$)|"
+                        r"TORCH(?!ELASTIC|_ELASTIC|INDUCTOR|_NCCL)")  # torch itself sets the one of its inductor
 _CLIENT = Path(__file__).with_name("warm_client.py")
 
 
@@ -94,8 +95,8 @@ def _arrived(*files: Any) -> list[int]:
 def _become(asked: dict[str, Any], files: list[int]) -> None:
     """Become the process that ``python WORDS`` would be."""
     words, environ = asked["words"], asked["environ"]
-    silent = words[:2] == ["-W", "ignore"]
-    program = words[2 * silent:]
+    start = _flags(words)
+    program = words[start:]
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
@@ -105,8 +106,16 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)
     if not _can_run(program, environ):
         os.execve(sys.executable, [sys.executable, *words], environ)
-    _take(environ, silent)
+    _take(environ, words[:start])
     os._exit(_code_of(program))
+
+
+def _flags(words: list[str]) -> int:
+    """Return how many words are flags that :func:`_take` knows: ``-u`` and ``-W ignore``."""
+    count = 0
+    while words[count:count + 1] == ["-u"] or words[count:count + 2] == ["-W", "ignore"]:
+        count += 1 + (words[count] == "-W")
+    return count
 
 
 def _can_run(program: list[str], environ: dict[str, str]) -> bool:
@@ -116,14 +125,17 @@ def _can_run(program: list[str], environ: dict[str, str]) -> bool:
     return known and not any(map(_AT_IMPORT.match, differ))
 
 
-def _take(environ: dict[str, str], silent: bool) -> None:
+def _take(environ: dict[str, str], flags: list[str]) -> None:
     """Set what an interpreter finds at its start."""
     gc.freeze()  # or it would search for garbage in what is imported already
     os.environ.clear()
     os.environ.update(environ)
     if "WARM_NESTED" in environ:
         sys.executable = environ["PYTHON"]
-    if silent:
+    if "-u" in flags:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if "-W" in flags:
         warnings.simplefilter("ignore")
     sys.stdin = open(0, closefd=False)
     multiprocessing.set_start_method(None, force=True)
@@ -140,7 +152,8 @@ def _code_of(words: list[str]) -> int:
         if code and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__ and _beyond_this_file(error))
+        error = error.with_traceback(_beyond_this_file(error))
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
