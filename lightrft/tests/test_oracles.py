@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightrft
+from lightrft.tests.support.warm import warm_python
 
 ROOT = Path(lightrft.__file__).parents[1]
 SCRIPT, PACKAGES = ROOT / "benchmarks" / "oracles.py", Path(sys.prefix) / "oracles"
@@ -27,7 +28,7 @@ needs_peers = pytest.mark.skipif(not (PACKAGES / "verl").is_dir(), reason="verl 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, for the packages are stubs in part."""
-    return subprocess.run([sys.executable, "-W", "ignore", *words], capture_output=True, text=True, timeout=280)
+    return subprocess.run([warm_python(), "-W", "ignore", *words], capture_output=True, text=True, timeout=280)
 
 
 def test_it_says_so_where_they_are_not_installed(tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_every_algorithm_of_the_same_name_agrees() -> None:
 
 @pytest.mark.slow
 @needs_peers
-def test_another_bound_is_seen() -> None:
-    done = run("-c", WRONG, str(SCRIPT.parent))
+def test_another_bound_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = run(str(tmp_path / "wrong.py"), str(SCRIPT.parent))
     assert done.returncode == 1 and "0 of 1 rows agree" in done.stdout, done.stdout + done.stderr
