@@ -31,6 +31,7 @@ class Halves(nn.Module):
 
 def case_of(bf16: bool = False, **options) -> Case:
     """A strategy whose buffers and persistent parameters are as small as the models here."""
+    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     cfg = StrategyConfig(strategy="deepspeed", **options)
     strategy = DeepspeedStrategy(cfg, bf16, Sizes(reduce=3000, persist=0))
     strategy.setup()
@@ -152,7 +153,6 @@ def bf16_does_not_round_the_weights() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     holder = case_of()
     found = {
         "divided": [divided(stage) for stage in range(4)], "second": [second_copies(zpg) for zpg in (1, 2)], "buffers":

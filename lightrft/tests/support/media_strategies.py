@@ -289,7 +289,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                                                                                                    MediaRig]) -> None:
     """All checks for one strategy; for tiles and sounds those that a tower of another form could change. On one rank
     FSDP and ZeRO do what they do on two, but for the collectives: they are compared on each kind of data there."""
-    gc.freeze()  # what the last one imported too
+    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     strategy = get_strategy(cfg)
     if sizes is not None:
         setattr(strategy, "sizes" if isinstance(sizes, Sizes) else "wrap", sizes)
@@ -349,5 +349,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     main(Path(sys.argv[1]))

@@ -354,6 +354,7 @@ def variants(world_size: int) -> dict[str, Variant]:
 
 def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path) -> None:
     """All checks for one strategy."""
+    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     strategy = get_strategy(cfg)
     if isinstance(sizes, Sizes):
         strategy.sizes = sizes
@@ -388,7 +389,6 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     holder = get_strategy(StrategyConfig(strategy="fsdp"))
     holder.setup()  # all variants share this group
     found = zero_variants() if "zero" in sys.argv else variants(2)
