@@ -21,7 +21,6 @@ from lightrft.preflight.validate import problems, shared_problems
 from lightrft.tests.support import tiny
 from lightrft.tests.support.gpu_measurements import MODULE, check_piece, piece
 from lightrft.tests.support.launch import launch
-from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(lightrft.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
@@ -69,10 +68,10 @@ def gone(pid):
 def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     folders = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
     chosen = [one.name for one in MEASUREMENTS if one.reduced and one.name not in ELSEWHERE]
-    command = [warm_python(), "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
     oracles = Path(sys.prefix) / "oracles"  # as `make gpu-reduced` has it; TRL is there in CI
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400,
-                           env=os.environ | warm_environ(nested=True) | {"PYTHONPATH": str(oracles)})
+                           env=os.environ | {"PYTHONPATH": str(oracles)})
     records = Store(tmp_path / "out").read()
     errors = {name: record.error for name, record in records.items() if record.status == "failed"}
     assert first.returncode == 0 and not errors, errors or first.stdout + first.stderr
