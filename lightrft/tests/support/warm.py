@@ -176,7 +176,7 @@ def _beyond_this_file(error: BaseException) -> Any:
 def _run(words: list[str]) -> None:
     first = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
     given = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
-    own = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    own = [path for path in sys.path if "site-packages" in path or path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [first, *given, *own, str(ROOT)]
     sys.argv[:] = words[1:] if words[0] == "-m" else words
     if words[0] == "-m":
