@@ -94,7 +94,7 @@ class MediumProcessor:
             tensors, (text, *_) = getattr(self.processor, f"_process_{name}")(given, **options)
         held = {name: torch.as_tensor(value) for name, value in tensors.items() if _is_numbers(value)}
         if "video_position_ids" in held:  # before 5.19, transformers has a dimension for videos around that of frames
-            held |= {name: held[name].flatten(0, -3) for name in ("pixel_values_videos", "video_position_ids")}
+            held |= {name: value.flatten(0, -3) for name, value in held.items() if value.dim() > 2}
         return MediaTensors(kind, {name: value[:1] for name, value in held.items()} if several else held, text)
 
     def text_of_size(self, height: int, width: int) -> str | None:

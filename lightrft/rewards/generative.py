@@ -158,7 +158,7 @@ class GenerativeReward(ABC):
         with place.here() as model:
             if self._engine is None:
                 self._engine = build_hf_engine(RolloutConfig(), model, setup.device, self.reader.renderer.tokenizer,
-                                               setup.bf16)
+                                               setup.bf16, limit_s=0)
             self._engine.wake()
             if place.prepared is not None and setup.strategy is not None:
                 sync_weights(setup.strategy, place.prepared, self._engine, 0)
