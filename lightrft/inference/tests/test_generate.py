@@ -189,7 +189,8 @@ def test_a_server_of_reward_models_scores_as_the_model_itself(home, tmp_path, sc
     assert [row["output"] for row in far] == [row["output"] for row in near] and len(near) == 12
     rewards = [row["reward"] for row in near]
     assert len({*rewards}) > 1 and [row["reward"] for row in far] == pytest.approx(rewards, abs=1e-5)
-    answers = [{"input": "What is {0}+{0}?".format(50 + i // 2), "output": row["output"]} for i, row in enumerate(near)]
+    answers = [{"input": f"What is {50 + i}+{50 + i}?", "output": near[2 * i + j]["output"]} for i in range(6)
+               for j in range(2)]  # yapf: disable
     given = tiny_task.write_rows(tmp_path / "given.jsonl", answers)
     again = run(home, tmp_path, eval_task="rm", prompt_data=[str(given)], score=[url], apply_chat_template=True).rows
     assert [row["reward"] for row in again] == pytest.approx(rewards, abs=1e-5)
