@@ -157,7 +157,8 @@ def _judged(row: Row) -> Row:
         raise ValueError(f"the judgement ends with {said[-60:]!r}, and not <answer>Image 1 is better</answer> or 2")
     first = found[1] == "1"
     names = {"1": "{chosen}", "2": "{rejected}"} if first else {"1": "{rejected}", "2": "{chosen}"}
-    pair = media_pair("image", _MEDIUM.sub("", str(value(turns[0], "value"))).strip(), (media[0], media[1]),
+    pair = media_pair("image",
+                      _MEDIUM.sub("", str(value(turns[0], "value"))).strip(), (media[0], media[1]),
                       "first" if first else "second")
     return pair | {"judgement": re.sub(r"\bImage ([12])\b", lambda name: names[name[1]], said)}
 
