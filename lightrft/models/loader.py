@@ -303,9 +303,8 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
 def _causal(path: str, config: PretrainedConfig, dtype: torch.dtype, deferred: bool) -> tuple[_Loaded, ActorModality]:
     """Load a causal language model with its modality."""
     modality = modality_of(config, path)
-    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred,
-                      attn_implementation=modality.attention(config))
-    return loaded, modality
+    attention = modality.attention(config)
+    return _weights(modality.auto_class, path, config, dtype, (), deferred, attn_implementation=attention), modality
 
 
 def _chunk_mib(cfg: PolicyModelConfig) -> int:
