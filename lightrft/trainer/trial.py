@@ -89,7 +89,7 @@ def _(config: Config, cuda: bool = False) -> Iterator[str]:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
     store = _store(config) if config.reward.reward_pretrain else None
-    tried = {where: record if store is None else with_media(rows, [record], config.data, store)[1][0]
+    tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, setup=ScorerSetup(media=store, data=config.data))
     try:
@@ -103,6 +103,13 @@ def _store(config: Config) -> MediaStore | None:
     """Open the media of the prompts for the reward models; None where the policy takes text only."""
     path = str(config.model.pretrain)
     return open_media(path, load_tokenizer(path, config.data.chat_template), config.data)
+
+
+def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Record:
+    """Make the media of a row known to the store; return the record with their keys."""
+    found = with_media(rows, [record], cfg, store)[1][0]
+    store.keep([found.media])
+    return found
 
 
 def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
