@@ -318,9 +318,9 @@ def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
 
 
 def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monkeypatch):
-    begun, emptied, begin = [], [], runtime.CUDAGraph.capture_begin
+    begun, modes, emptied, begin = [], set(), [], runtime.CUDAGraph.capture_begin
     monkeypatch.setattr(runtime.CUDAGraph, "capture_begin", lambda self, pool, mode:
-                        (begun.append(pool), begin(self, pool, mode)))
+                        (begun.append(pool), modes.add(mode), begin(self, pool, mode)))
     with fake_cuda() as ledger, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
         graph = StepGraph(torch.device("cuda"))
@@ -333,6 +333,7 @@ def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monke
         for _ in range(4):
             graph.run(64, lambda: torch.ones(1, device="cuda") * 2)
         assert begun[2] != begun[0], "the memory of a generation that has ended is free"
+    assert modes == {"thread_local"}, "allocations of other threads end a capture"
 
 
 def test_the_docs_list_every_sync():

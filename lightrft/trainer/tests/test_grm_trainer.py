@@ -54,6 +54,12 @@ def test_both_orders_say_the_same():
     assert asked.request == "2+2? 5 {second}" and asked.text == "<answer>Response 2 is better</answer>"
 
 
+@pytest.mark.parametrize("key", ["prompt", "question"])
+def test_all_turns_of_a_prompt_are_in_the_request(key):
+    turns = [{"role": "user", "content": "Add 2 and 3."}, {"role": "user", "content": "Then double it."}]
+    assert "Add 2 and 3.\nThen double it." in judgement({key: turns}, prompt_key=key).request
+
+
 def test_media_follow_their_candidates():
     row = {
         "prompt": "<image>Like this?", "chosen": "<image> and <image>", "rejected": "<image>", "images": list("pabc")
