@@ -5,11 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightrft.config.schema import Config
 from lightrft.models.activations import ModelShape
 from lightrft.strategy.memory import ModelSize
 from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:  # torch is imported with the first model
+    from lightrft.models.reward_model import RewardKind
 
 GIB, MIB = 2**30, 2**20
 UTILISATION = 0.4  # share of the peak that training passes are assumed to reach
@@ -54,6 +58,15 @@ def known_model(path: str | None, hub: bool = False) -> tuple[ModelSize | None, 
         return count_parameters(shapes), model_shape(path) if is_gated(shapes) else None
     except UserError:  # raised again where the model is loaded
         return None, None
+
+
+def known_kinds(paths: Iterable[str]) -> "dict[str, RewardKind]":
+    """Read the kinds of the reward models in folders of this machine, by path."""
+    here = [path for path in paths if (Path(path).expanduser() / "config.json").is_file()]
+    if not here:
+        return {}
+    from lightrft.models.loader import reward_kind
+    return {path: reward_kind(path) for path in here}
 
 
 def is_gated(shapes: Iterable[str]) -> bool:

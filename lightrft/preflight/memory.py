@@ -13,10 +13,9 @@ from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceMod
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
-from lightrft.preflight.cost import GIB, known_model, MIB
+from lightrft.preflight.cost import GIB, known_kinds, known_model, MIB
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.overhead import overhead
-from lightrft.preflight.reward_rules import known_kinds
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import ByPhase, engine_memory, PHASES
 from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, moment_width, reduced_gradients,

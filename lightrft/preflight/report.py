@@ -14,12 +14,11 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.models.activations import ModelShape
-from lightrft.preflight.cost import batch_summary, known_model, time_line
+from lightrft.preflight.cost import batch_summary, known_kinds, known_model, time_line
 from lightrft.preflight.engine_rules import missing_engine
 from lightrft.preflight.hardware import Machine
 from lightrft.preflight.memory import memory_lines, micro_batch_tokens, reward_sizes
 from lightrft.preflight.planned import verdict
-from lightrft.preflight.reward_rules import known_kinds
 from lightrft.preflight.validate import warnings
 from lightrft.rewards.spec import parse_models
 from lightrft.strategy.memory import ModelSize

@@ -2,17 +2,14 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
+from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import folder
 from lightrft.rewards.spec import parse_models, parse_recipe
 from lightrft.utils.errors import did_you_mean, UserError
-
-if TYPE_CHECKING:  # torch is imported with the first reward model
-    from lightrft.models.reward_model import RewardKind
 
 
 def reward_problems(c: Config) -> Iterator[str]:
@@ -43,15 +40,6 @@ def _written(r: RewardConfig) -> Iterator[str]:
             yield str(error)
     yield from _judge(r)
     yield from _judge_forms(r)
-
-
-def known_kinds(paths: Iterable[str]) -> "dict[str, RewardKind]":
-    """Read the kinds of the reward models in folders of this machine, by path."""
-    here = [path for path in paths if (Path(path).expanduser() / "config.json").is_file()]
-    if not here:
-        return {}
-    from lightrft.models.loader import reward_kind
-    return {path: reward_kind(path) for path in here}
 
 
 def placed_problems(c: Config, world_size: int) -> Iterator[str]:

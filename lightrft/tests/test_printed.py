@@ -242,6 +242,7 @@ def save_models(folder: Path) -> None:
     for name in ("MODEL", min(SHAPES)):
         save_brief_model(folder / name)
     save_scorer(folder / "RM", seed=1)
+    save_scorer(folder / "OTHER_RM", seed=2)
 
 
 def save_senses(place: Workplace) -> None:

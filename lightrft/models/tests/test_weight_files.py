@@ -100,7 +100,7 @@ def test_what_is_stored_otherwise_is_read_whole(folder: Path, name: str, slices:
 
 
 def test_missing_tensors_are_found_before_any_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_config", lambda path, real=loader._config: _with_three_layers(real(path)))
+    monkeypatch.setattr(loader, "read_config", lambda path, real=loader.read_config: _with_three_layers(real(path)))
     with pytest.raises(UserError, match="lacks 12 tensors of Qwen2ForCausalLM, first 'model.layers.2"):
         load_actor(ModelConfig(pretrain=str(folder / "one_file")), deferred=True)
 
