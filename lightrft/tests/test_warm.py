@@ -1,12 +1,11 @@
 """The Python of scripts under test behaves as a fresh one, and has the library imported."""
-import os
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from lightrft.tests.support.warm import warm_environ, warm_python
+from lightrft.tests.support.warm import server_environ, warm_environ, warm_python
 
 PROGRAM = """import atexit, os, sys
 atexit.register(print, "at exit")
@@ -16,7 +15,7 @@ sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else "a reason")
 
 
 def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    own = os.environ | warm_environ() | {"GIVEN": "here"} | environ
+    own = server_environ() | warm_environ() | {"GIVEN": "here"} | environ
     return subprocess.run([warm_python(), *words], cwd=folder, env=own, capture_output=True, text=True, input="typed")
 
 

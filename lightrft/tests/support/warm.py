@@ -49,6 +49,20 @@ def warm_environ(nested: bool = False) -> dict[str, str]:
     return {"PYTHON": warm_python(), "PYTHON_EXEC": warm_python()} | ({"WARM_NESTED": "1"} if nested else {})
 
 
+def server_environ() -> dict[str, str]:
+    """The environment in which the server has imported the library; engines may have changed that of this process."""
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_send_environ, args=(there, ))
+    process.start()
+    found: dict[str, str] = here.recv()
+    process.join()
+    return found
+
+
+def _send_environ(end: Any) -> None:
+    end.send(dict(os.environ))
+
+
 def _listen(listener: socket.socket) -> None:
     while True:
         Thread(target=_serve, args=(listener.accept()[0], ), daemon=True).start()
