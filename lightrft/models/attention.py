@@ -292,7 +292,8 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayo
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                  window: int | None, softcap: float | None, causal: bool = True) -> Tensor | None:
     """Attend with fused kernels in half precision; None when no kernel takes these tensors."""
-    if query.dtype not in HALF or query.shape[-1] > 256 or query.shape[-1] != value.shape[-1] or layout._with_blocks:
+    width = query.shape[-1]
+    if query.dtype not in HALF or width > 256 or width % 8 or width != value.shape[-1] or layout._with_blocks:
         return None
     if layout.before is not None:
         key, value = layout.copies(key), layout.copies(value)

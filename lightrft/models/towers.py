@@ -340,7 +340,7 @@ def rope_of_grids(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors]
     for start, end in zip(starts, starts[1:]):
         if kinds[start] == _VIDEO and (apart := next(seconds, None)) is not None:
             frame = (found[0, start:end] - found[0, start]) // pace
-            found[0, start:end] = found[0, start] + (frame * (pace * apart)).long()  # rounded as in vLLM
+            found[0, start:end] = found[0, start] + (frame.double() * (pace * apart)).long()  # in 64 bits, as in vLLM
         found[:, start:end] += following - found[0, start]
         following = int(found[:, start:end].max()) + 1
     return found

@@ -1,7 +1,9 @@
 """Every recipe and option group on the fake CUDA device: the numbers of the CPU, the syncs of the docs."""
+import gc
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -303,6 +305,27 @@ def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch,
         assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
     told = capsys.readouterr().err
     assert told.count("a step cannot be captured") == 1 and ("until the engine next wakes" in told) == again
+
+
+def test_a_capture_that_fails_keeps_no_tensor_of_its_step():
+    kept = []
+
+    def step():
+        made = torch.ones(1, device="cuda")
+        if runtime.CAPTURING:
+            kept.append(weakref.ref(made))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+    with fake_cuda():
+        gc.disable()
+        try:
+            graph = StepGraph(torch.device("cuda"))
+            for _ in range(4):
+                graph.run(64, step)
+            assert [each() for each in kept] == [None] and graph.graph is None
+        finally:
+            gc.enable()
 
 
 def test_an_error_in_a_generation_frees_its_graph(monkeypatch):

@@ -259,6 +259,7 @@ def test_a_picture_is_causal_where_the_engine_computes_that(tmp_path):
 
 
 @pytest.mark.parametrize("name, seconds, times", [("qwen2_vl", None, [0, 1, 2, 3, 4, 5]),
+                                                  ("qwen2_5_vl", 0.7, [0, 2, 5, 8, 11, 13]),
                                                   ("qwen2_5_vl", 0.75, [0, 3, 6, 9, 12, 15]),
                                                   ("qwen2_5_vl", 1.1, [0, 4, 8, 13, 17, 22])])  # yapf: disable
 def test_text_after_a_video_counts_on_from_its_last_frame(name, seconds, times, tmp_path):

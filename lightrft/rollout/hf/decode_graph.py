@@ -84,6 +84,7 @@ class StepGraph:
             self.graph = graph  # the former one held the pool until now
         elif isinstance(captured.cause, Exception):
             self._give_up(captured.cause.__context__ or captured.cause)  # the end of a capture raises another one
+            captured.cause = None  # its traceback has this frame, and a circle would keep the tensors of the step
         else:
             raise captured.cause
 
@@ -91,6 +92,7 @@ class StepGraph:
         """Run the steps that follow as they are. ``cause``: the error that ended the capture."""
         self.result, self.enabled, self.lacked_memory = None, False, isinstance(cause, torch.OutOfMemoryError)
         self._end_allocation()
+        self.graph = None
         until = " until the engine next wakes" if self.lacked_memory else ""
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
         get_logger().warning(f"the hf engine decodes without CUDA graphs{until}: a step cannot be captured ({reason})")

@@ -308,6 +308,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
         resumes_bitwise(case)
         features_are_kept(case, ["visual", "projector"])
         if several:
+            resumes_bitwise(cases["hears"])
             features_are_kept(cases["hears"], ["audio", "projector"])
             same_gradients(cases["hears"], lora_rank=2, target_modules=["all-linear", "audio"])
         if several or name == "single":

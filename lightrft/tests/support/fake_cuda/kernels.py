@@ -31,6 +31,7 @@ def _check(query: Tensor, cu: Tensor, window: Window) -> None:
     """Refuse what the real kernel refuses."""
     assert query.dtype in (torch.bfloat16, torch.float16), f"flash attention takes half precision, not {query.dtype}"
     assert cu.dtype == torch.int32 and query.is_contiguous() and query.shape[-1] <= 256
+    assert query.shape[-1] % 8 == 0, "head_size should be a multiple of 8"
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, cu_keys: Tensor, max_q: int, max_k: int,
