@@ -2,13 +2,15 @@
 # The quickstart: data and a tiny untrained model -> supervised warm-up -> GRPO on two FSDP2 ranks. On a laptop, in minutes.
 # Every argument is passed on to the GRPO trainer, e.g.  run_quickstart.sh --seed 2 --advantage_estimator rloo
 # --dry_run stops before the warm-up. PREPARE_ARGS and SFT_ARGS in the environment go to the first two steps. EXAMPLE is
-# the folder of the example.
+# the folder of the example, NPROC the number of processes: by default one where there is one GPU.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 EXAMPLE=${EXAMPLE:-examples/quickstart}
 OUT=${OUT:-runs/$(basename "$EXAMPLE")}
-NPROC=${NPROC:-2}
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [[ "$GPUS" != 0 && "${CUDA_VISIBLE_DEVICES:-}" =~ ^[^,]+$ ]]; then GPUS=1; fi
+NPROC=${NPROC:-$((GPUS == 1 ? 1 : 2))}
 PYTHON=${PYTHON:-python3}
 GRPO=("$EXAMPLE/train_colocate.py" --prompt_data "$OUT/data/train.parquet"
       --eval_data "$OUT/data/test.parquet" --save_path "$OUT")

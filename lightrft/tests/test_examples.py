@@ -195,6 +195,19 @@ def test_quickstart_refuses_before_the_warm_up(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data"]
 
 
+@pytest.mark.parametrize("gpus, environ, ranks", [(1, {}, 1), (4, {}, 2), (4, {"CUDA_VISIBLE_DEVICES": "3"}, 1),
+                                                  (1, {"NPROC": "2"}, 2)])  # yapf: disable
+def test_quickstart_has_a_process_per_gpu(gpus, environ, ranks, tmp_path):
+    listed = "\n".join(f"echo GPU {i}" for i in range(gpus))
+    for name, line in (("nvidia-smi", listed), ("python3", "echo $WORLD_SIZE")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path), **environ}
+    run = subprocess.run(["bash", str(QUICKSTART / "run_quickstart.sh"), "--dry_run"], capture_output=True, text=True,
+                         timeout=100, env=found, check=True)
+    assert run.stdout.splitlines()[-1] == str(ranks)
+
+
 def test_quickstart_metrics(quickstart):
     rows = lines(quickstart / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
