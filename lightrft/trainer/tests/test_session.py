@@ -13,6 +13,7 @@ from lightrft.tests.support.fake_cuda import fake_cuda, SYNC
 from lightrft.tests.support.launch import launch
 from lightrft.trainer import session
 from lightrft.trainer.session import training_session
+from lightrft.trainer.spmd_ppo_trainer import build_models
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,15 @@ def no_strategy(monkeypatch):
         raise AssertionError("a strategy was set up")
 
     monkeypatch.setattr(session, "get_strategy", refuse)
+
+
+def test_models_of_a_run_leave_their_weights_in_the_files(home, tmp_path):
+    """So that a rank holds one of them at a time, and of a model that ranks divide only its part."""
+    config = runs.config_of(home, tmp_path, advantage_estimator="gae", init_kl_coef=0.1)
+    models = build_models(config, runs.strategy_of(config))
+    for build in (models.actor, models.critic, models.reference):
+        waiting = {name for name, parameter in build().named_parameters() if parameter.is_meta}
+        assert len(waiting) > 10 and any("embed_tokens" in name for name in waiting)
 
 
 def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
