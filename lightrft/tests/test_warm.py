@@ -1,6 +1,7 @@
 """The Python of scripts under test behaves as a fresh one, and has the library imported."""
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def test_an_error_has_the_traceback_of_the_program_alone(tmp_path: Path) -> None
     assert lines[-1] == "ZeroDivisionError: division by zero" and done.stderr.count("File ") == 2
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Take SIGINT, which a shell that runs the tests in the background has them ignore, and their processes too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_both_processes(number: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
