@@ -39,15 +39,16 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
     config, data = parsed.config, parsed.config.data
     with training_session(parsed, exits) as session:
-        fetch_once(session.strategy, config, data)
+        strategy = session.strategy
+        fetch_once(strategy, config, data)
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
         path, limit = config.model.pretrain, config.rollout.prompt_max_len
-        media = open_media(path, tokenizer, data, session.strategy)
+        media = open_media(path, tokenizer, data, strategy)
         prompts = PromptsDataset(data, tokenizer, limit, media=media)
         held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
-        models, strategy = build_models(config, session.strategy), session.strategy
-        rewards = RewardManager(config.reward, functions, ScorerSetup.of(config, strategy.device, strategy, media))
-        SPMDPPOTrainer(config, session.strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
+        setup = ScorerSetup.of(config, strategy.device, strategy, media)
+        models, rewards = build_models(config, strategy), RewardManager(config.reward, functions, setup)
+        SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
                        media=media, pretraining=read_pretraining(config, tokenizer, media)).fit()
 
 

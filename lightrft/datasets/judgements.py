@@ -83,8 +83,8 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str) -> Ju
         DataError: a text is missing, the candidates are equal in a row that is no tie, or the judgement ends with
             another answer.
     """
-    prompt = _text(row, cfg.prompt_key, where, slice(None))
-    chosen, rejected = (_text(row, name, where) for name in (cfg.chosen_key, cfg.rejected_key))
+    prompt = _text(row, cfg.prompt_key, where)
+    chosen, rejected = (_text(row, name, where, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
     media, tie = _media(row, cfg, (prompt, chosen, rejected), second), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
@@ -105,11 +105,11 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
-def _text(row: Row, name: str, where: str, some: slice = slice(-1, None)) -> str:
-    """Return ``some`` of the turns of a column, by default the last one, as text."""
+def _text(row: Row, name: str, where: str, last: bool = False) -> str:
+    """Return the turns of a column, or the ``last`` one alone, as text."""
     value = row.get(name)
     turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
-    contents = [turn["content"] for turn in turns[some]]
+    contents = [turn["content"] for turn in (turns[-1:] if last else turns)]
     if any(isinstance(part, dict) and part.get("type", "text") != "text"
            for content in contents if isinstance(content, list) for part in content):  # yapf: disable
         raise DataError(f"{where}: {name} has media inside of its messages. Write <image> and its like, and give the "

@@ -106,12 +106,7 @@ class GenerativeReward(ABC):
         Raises:
             UserError: a prompt has media that the model does not read.
         """
-        futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
-        refused = [self.reader.refusal(item) for item in inputs]
-        for future, outcome in zip(futures, refused):
-            if outcome is not None:
-                future.set_result([outcome])
-        readable = [i for i, outcome in enumerate(refused) if outcome is None]
+        futures, readable = self.reader.begin(inputs)
         self._queue.append(([inputs[i] for i in readable], [futures[i] for i in readable]))
         return futures
 

@@ -91,13 +91,8 @@ class ModelReward(ABC, Generic[Model]):
         Raises:
             UserError: a prompt has media that the model does not read.
         """
-        futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
-        for item, future in zip(inputs, futures):
-            refused = self.reader.refusal(item)
-            if refused is None:
-                self._queue.append((item, future))
-            else:
-                future.set_result([refused])
+        futures, readable = self.reader.begin(inputs)
+        self._queue += [(inputs[i], futures[i]) for i in readable]
         return futures
 
     def flush(self) -> None:

@@ -1,4 +1,6 @@
 """Prompts of responses as a reward model reads them: its own template, tokenizer and processor."""
+from concurrent.futures import Future
+
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media_store import MediaStore, open_store
 from lightrft.datasets.records import Message
@@ -58,6 +60,19 @@ class PromptReader:
     def ids(self, text: str, ids: list[int], media: tuple[str, ...]) -> list[int]:
         """Return the tokens of a rendered prompt: ``ids``, or with media those of its expanded ``text``."""
         return self.store.encode(text, media) if self.store is not None and media else ids
+
+    def begin(self, inputs: list[RewardInput]) -> "tuple[list[Future[list[Outcome]]], list[int]]":
+        """Return a future for each response, and the indices of those that can be read; others have their outcome.
+
+        Raises:
+            UserError: a prompt has media that the model does not read.
+        """
+        futures: list[Future[list[Outcome]]] = [Future() for _ in inputs]
+        refused = [self.refusal(item) for item in inputs]
+        for future, outcome in zip(futures, refused):
+            if outcome is not None:
+                future.set_result([outcome])
+        return futures, [i for i, outcome in enumerate(refused) if outcome is None]
 
     def refusal(self, item: RewardInput) -> Outcome | None:
         """Return why a response cannot be read: it has a token that stands for a medium. None: it can, and the media of
