@@ -48,8 +48,8 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
         setup = ScorerSetup.of(config, strategy.device, strategy, media)
         models, rewards = build_models(config, strategy), RewardManager(config.reward, functions, setup)
-        SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, held_out, session.timer, rewards,
-                       media=media, pretraining=read_pretraining(config, tokenizer, media)).fit()
+        SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, held_out, session.timer, rewards, media=media,
+                       pretraining=read_pretraining(config, tokenizer, media)).fit()
 
 
 if __name__ == "__main__":
