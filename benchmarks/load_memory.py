@@ -6,7 +6,7 @@ A policy and its reference are generated, loaded and sharded on the CPU, where w
 too. ``whole``: every rank reads both models in float32 before any is sharded; earlier versions did that. ``slices``:
 one model after the other, and each rank reads its rows; that is the trainer's :func:`build_models`. Memory is the rise
 of the peak resident size over the size before; the rank with the most counts. The bar is its share of both models + the
-largest tensor + 10 %. Each line runs in processes of its own.
+largest tensor + 10 %; a peak of ``slices`` above it is an error (exit code 1). Each line runs in processes of its own.
 """
 import argparse
 import json
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -91,15 +92,33 @@ def write_model(folder: str, **changes: int) -> float:
     return 4 * sum(param.numel() for param in hf.parameters()) / MIB
 
 
-def main() -> None:
-    """Print one line per number of ranks."""
+def table(counts: list[int], chosen: str, folder: str) -> list[str]:
+    """Print one line per number of ranks; return a sentence for each whose ``slices`` take more than the bar."""
+    print("| ranks | whole, MiB per rank | slices, MiB per rank | bar |\n|---|---|---|---|")
+    over = []
+    for ranks in counts:
+        before, after = (run(way, chosen, ranks, folder) for way in ("whole", "slices"))
+        print(f"| {ranks} | {before['peak']:.0f} | {after['peak']:.0f} | {after['bar']:.0f} |", flush=True)
+        if after["peak"] > after["bar"]:
+            over.append(f"{chosen}, {ranks} rank{'s' if ranks > 1 else ''}: loading takes {after['peak']:.0f} MiB of "
+                        f"host memory per rank, more than its share + the largest tensor + 10 % = "
+                        f"{after['bar']:.0f} MiB")
+    return over
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: a rank took more than the bar.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model, 27 MiB each")
     parser.add_argument("--strategy", choices=tuple(STRATEGIES), default="fsdp")
     parser.add_argument("--way", choices=("whole", "slices"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.way:
         measure(args.way, args.strategy, args.folder)
         return
@@ -107,10 +126,9 @@ def main() -> None:
         size = write_model(folder, num_hidden_layers=args.layers)
         write_model(f"{folder}/tiny", num_hidden_layers=1, vocab_size=64)
         print(f"one model: {size:.0f} MiB of float32 weights")
-        print("| ranks | whole, MiB per rank | slices, MiB per rank | bar |\n|---|---|---|---|")
-        for ranks in map(int, args.ranks.split(",")):
-            before, after = (run(way, args.strategy, ranks, folder) for way in ("whole", "slices"))
-            print(f"| {ranks} | {before['peak']:.0f} | {after['peak']:.0f} | {after['bar']:.0f} |", flush=True)
+        over = table([int(ranks) for ranks in args.ranks.split(",")], args.strategy, folder)
+    if over:
+        raise SystemExit("\n".join(over))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import odd_rows  # noqa: F401  (it adds to KINDS)
 from broken_media import Case, KINDS, prepare
 from PIL import Image
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.decoding import decode, image_size, Video
 from lightrft.datasets.media import MediaError, MediaRules, Medium
 from lightrft.datasets.media_rows import find_row_media

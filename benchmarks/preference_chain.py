@@ -49,8 +49,8 @@ NAMES = {
     "iterative_dpo": "iterative DPO, two rounds", "student": "student of RAFT's model"
 }  # yapf: disable
 GAINS = {**dict.fromkeys(("sigmoid", "ipo_mean", "simpo", "orpo", "kto"), 0.15),
-         **dict.fromkeys(("grpo_rm", "ppo_rm", "raft"), 0.3)}  # yapf: disable
-ORDERED, SHARE = 0.95, 0.9  # aims of the reward model and of the student
+         **dict.fromkeys(("grpo_rm", "ppo_rm", "grpo_prm", "raft", "iterative_dpo"), 0.3)}  # yapf: disable
+ORDERED, JUDGED, SHARE = 0.95, 0.85, 0.9  # aims of the reward model, the process reward model and the student
 SAMPLED = "--prompt_max_len 64 --generate_max_len 48 --best_of_n 8 --score exact"
 TRAINED = "--max_len 128 --train_batch_size 32 --disable_ckpt --logging_steps 100 --report false"
 RL = ("--reward_recipe quickstart_rule:rm=1 --strategy auto --eval_steps 0 --no_eval_at_start --disable_ckpt "
@@ -268,6 +268,8 @@ def missed(found: Results) -> list[str]:
               if gain < GAINS[name]]  # yapf: disable
     if (ordered := min(of_run(found, "rm"))) < ORDERED:
         failed.append(f"reward model: {ordered:.3f} of held-out pairs, aim {ORDERED}")
+    if (judged := min(of_run(found, "prm"))) < JUDGED:
+        failed.append(f"process reward model: {judged:.3f} of the steps, aim {JUDGED}")
     if (share := share_of_teacher(found)) < SHARE:
         failed.append(f"student: {share:.3f} of the accuracy of its teacher, aim {SHARE}")
     return failed
@@ -290,8 +292,8 @@ def table(found: Results) -> str:
 
 Seeds {', '.join(map(str, seeds))}: mean, lowest and highest. The student has at least {share_of_teacher(found):.3f} of
 the accuracy of its teacher (aim: {SHARE}). The reward model orders {band(of_run(found, 'rm'))} of {HELD_OUT} held-out
-pairs (aim: {ORDERED}); the process reward model judges {band(of_run(found, 'prm'))} of the steps of {HELD_OUT} answers.
-One seed takes {mean(of_run(found, 'chain', 'cpu_seconds')):.0f} CPU-seconds.
+pairs (aim: {ORDERED}); the process reward model judges {band(of_run(found, 'prm'))} of the steps of {HELD_OUT} answers
+(aim: {JUDGED}). One seed takes {mean(of_run(found, 'chain', 'cpu_seconds')):.0f} CPU-seconds.
 """
 
 

@@ -30,9 +30,9 @@ def _tables() -> dict[str, str]:
     from algorithm_pages import pages
     from lightrft.preflight.report import option_table, recipe_table, semantics_table
     from lightrft.cli.offline import OFFLINE
-    from lightrft.config.chat_schema import ChatConfig
     from lightrft.config.evaluate_schema import EvaluateConfig
     from lightrft.config.generate_schema import GenerateConfig
+    from lightrft.config.inference_schema import ChatConfig
     from lightrft.config.schema import Config
     from lightrft.config.serve_schema import ServeConfig
     return {

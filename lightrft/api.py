@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-Data = str | Path | Iterable[dict[str, Any]]  # a file, a folder or a hub id; a data set or a list of rows
+Data = str | Path | Iterable[Any]  # a file, a folder or a hub id; a data set, a table or a list of rows
+ROWS = "give a path, a hub id, a list of dicts, a Hugging Face Dataset or a pandas DataFrame"
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float]
 
 
@@ -106,7 +107,8 @@ class RL(_Training):
         rewards: one or several names as for ``--reward`` ("math", "format=0.1", "my_file.py:score"), functions of a
             known signature (:mod:`lightrft.rewards.workers.user_file`), or pairs of one of them and its weight. None:
             the recipe of each row.
-        train_dataset: prompts: a Hugging Face ``Dataset``, a list of dicts, or what ``--prompt_data`` takes.
+        train_dataset: prompts: a Hugging Face ``Dataset``, a pandas ``DataFrame``, a list of dicts, or what
+            ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
         plugins: modules to import, as for ``--plugin``.
         options: every option of ``lightrft train --help all``, by name.
@@ -121,6 +123,8 @@ class RL(_Training):
                  train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Sequence[str] = (),
                  **options: Any) -> None:
         if rewards is not None:
+            if "reward" in options:
+                raise UserError("reward is given by the keyword rewards already; drop it")
             options["reward"], self.functions = _selected(_listed(rewards))
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
@@ -148,7 +152,8 @@ class _Offline(_Training):
 
         Args:
             model: folder or hub id of the model.
-            train_dataset: rows: a Hugging Face ``Dataset``, a list of dicts, or what ``--train_data`` takes.
+            train_dataset: rows: a Hugging Face ``Dataset``, a pandas ``DataFrame``, a list of dicts, or what
+                ``--train_data`` takes.
             eval_dataset: held-out rows, likewise.
             plugins: modules to import, as for ``--plugin``.
             options: every option that ``--help all`` of the command lists, by name.
@@ -209,7 +214,18 @@ def _specs(data: Data, option: str) -> list[str]:
         return [str(data)]
     if isinstance(data, dict):
         raise UserError(f"{option}: a dict of {', '.join(map(str, data))}; give one of its data sets")
-    return [hold_rows(data)]
+    if not isinstance(data, Iterable):
+        raise UserError(f"{option}: {data!r} holds no rows; {ROWS}")
+    rows = iter(_records(data) if type(data).__module__.startswith("pandas") else data)
+    first = list(islice(rows, 1))
+    if not first:
+        raise UserError(f"{option}: the {type(data).__name__} is empty; {ROWS}")
+    return [hold_rows(chain(first, rows))]
+
+
+def _records(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a pandas table; a missing value is None."""
+    return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
 def _listed(rewards: Reward | Sequence[Reward]) -> Iterable[Reward]:
@@ -227,6 +243,8 @@ def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[
     functions: dict[str, Callable[..., Any]] = {}
     for reward in rewards:
         scorer, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
+        if not isinstance(weight, (int, float, type(None))):
+            raise UserError(f"rewards: the weight of {scorer!r} is {weight!r}; give a number, or a list of rewards")
         if isinstance(scorer, str):
             entries.append(scorer if weight is None else f"{scorer}={weight:g}")
             continue

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.segment import HERE, expand, position_ids, Spread
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class MediaTensors:
     kind: str  # "image" | "video" | "audio"
     tensors: dict[str, Tensor]
     text: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class MediaSource(Protocol):

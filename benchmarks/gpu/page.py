@@ -9,11 +9,12 @@ from benchmarks.gpu.store import Record, Row
 
 TITLE = """# Measured on a GPU
 
-`make gpu` measures all of this on one GPU in about 30 minutes and writes this page. It first installs vLLM,
-DeepSpeed, Liger's kernels, TRL and pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a
-second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and adds ten minutes. With a second GPU
-a call takes 40 minutes and measures FSDP2 and tensor parallelism too. A call starts only what surely ends in its time
-and names what is left, which the next call runs.
+All of this is planned to take 30 minutes on one GPU, after the packages are installed. `make gpu` measures all but
+SGLang and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels, TRL and pytest into `.venv-gpu`. SGLang
+needs another torch, so its rows are measured by a second call, `make gpu ENGINE=sglang`, which installs it into
+`.venv-gpu-sglang` and takes four of the 30 minutes. With a second GPU a call takes 40 minutes and measures FSDP2 and
+tensor parallelism too. A call starts only what surely ends in its time and names what is left, which the next call
+runs.
 `make gpu PYTHON=python3` uses the Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
 and the next call continues; with `OUT=FOLDER` results and page go there. Each measurement is a process of its own:
 one that fails is listed below with its error, and the others run. `make gpu-reduced` runs the same code on a CPU with
@@ -21,8 +22,9 @@ tiny shapes (`ENGINE=sglang` that of SGLang), and so do the tests. The raw resul
 measurement.
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
-deviation of 4. The 7B and the VL model train LoRA adapters (rank 16) with gradient checkpointing, the 0.5B model every
-weight. Each prompt of the VL model has one picture of 256 tokens.
+deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA adapters
+(rank 16) with gradient checkpointing, the 0.5B model every weight. Each prompt of the VL model has one picture of 256
+tokens.
 """
 INTROS = {
     catalog.DOCTOR: "Findings of `python -m lightrft.cli.doctor`.",

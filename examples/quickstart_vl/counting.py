@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 TARGETS, DECOY, EMPTY = "abc", "s", "."
-SHARES = (0.35, 0.12)  # of targets and decoys among the cells
+SHARES = (0.35, 0.10)  # of targets and decoys among the cells; 0.3 or more of the held-out layouts have no decoy
 CARELESS = 0.6  # probability that a demonstration counts the decoys of a row
 HELD_OUT = 10  # one layout in this many is held out
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
+from lightrft.config.inference_schema import ChatConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,8 +12,7 @@ from functools import partial
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import VERDICTS, Finding, examine, worst
 from lightrft.preflight.checks.machine import (check_devices, check_groups, check_save_path, check_shm, check_threads)
-from lightrft.preflight.checks.media import check_media
-from lightrft.preflight.checks.packages import check_engine, check_import, check_versions
+from lightrft.preflight.checks.packages import check_engine, check_import, check_media, check_versions
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
 from lightrft.preflight.cost import count_parameters, is_gated
 from lightrft.preflight.hardware import devices, Machine

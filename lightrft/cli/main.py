@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
+from lightrft import __version__
 from lightrft.cli.offline import OFFLINE
+from lightrft.utils.errors import did_you_mean
 
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
@@ -24,6 +26,7 @@ COMMANDS = {
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(
     f"  {name:<10} {text}\n" for name, (_, text) in COMMANDS.items()) + """
   --nproc N   start N processes on this machine, one per GPU; several machines: torchrun -m lightrft.cli.train
+  --version   print the version
 
 lightrft COMMAND --help shows the options that most people set; --help all, --help GROUP and --help OPTION show others.
 """
@@ -31,22 +34,24 @@ lightrft COMMAND --help shows the options that most people set; --help all, --he
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the command line; return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    ranks, words = take_nproc(list(sys.argv[1:] if argv is None else argv))
     name = words.pop(0) if words else ""
     if name in ("", "-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0
+    if name == "--version":
+        sys.stdout.write(f"lightrft {__version__}\n")
+        return 0
     if name not in COMMANDS:
-        sys.stderr.write(f"lightrft: error: unknown command {name!r}\n{USAGE}")
+        sys.stderr.write(f"{USAGE}\nlightrft: error: unknown command {name!r}{did_you_mean(name, COMMANDS)}\n")
         return 2
     module = COMMANDS[name][0]
-    ranks, rest = take_nproc(words)
-    if not ranks or {"-h", "--help"}.intersection(rest):
-        return import_module(module).main(rest)
-    if "--dry_run" in rest:
+    if not ranks or {"-h", "--help"}.intersection(words):
+        return import_module(module).main(words)
+    if "--dry_run" in words:
         with as_first_of(ranks):
-            return import_module(module).main(rest)
-    return launch(ranks, module, rest)
+            return import_module(module).main(words)
+    return launch(ranks, module, words)
 
 
 def take_nproc(words: list[str]) -> tuple[str, list[str]]:

@@ -28,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="folder of the merged model; it must not exist or be empty")
     parser.add_argument("--is_rm", action="store_true", help="the model is a reward model, a sequence classifier")
     parser.add_argument("--bf16", action="store_true", help="write bfloat16 (default: float32)")
+    parser.add_argument("--param_dtype", "--ds.param_dtype", choices=["bf16"], help="bf16: the same as --bf16")
     words = parser.parse_args(argv)
     with exit_on_config_error(PROG):
-        merge(words.model_path, words.lora_path, words.output_path, words.is_rm, words.bf16)
+        merge(words.model_path, words.lora_path, words.output_path, words.is_rm, words.bf16 or bool(words.param_dtype))
     print(f"model written: {words.output_path}")
 
 
@@ -45,8 +46,7 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     from transformers import AutoConfig
 
     from lightrft.models.loader import load_exported, takes_media
-    from lightrft.models.process_reward_model import KEY as STEPS
-    from lightrft.models.reward_model import JUDGE, KEY as SCORES
+    from lightrft.models.reward_model import JUDGE, SCORES, STEPS
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
     check_empty(out)

@@ -5,13 +5,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.cli import parse_config, ParsedConfig
-from lightrft.config.grm_schema import GRMConfig
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.prm_schema import PRMConfig
-from lightrft.config.rm_schema import RMConfig
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig
 
 if TYPE_CHECKING:
     from lightrft.trainer.offline_trainer import OfflineTrainer

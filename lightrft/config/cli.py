@@ -10,7 +10,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
-from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.compat import ALIASES, nearest, refusal
 from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
@@ -19,8 +19,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
-from lightrft.utils.errors import CaptureException, ExpectedError, UserError, first_line, did_you_mean
-from lightrft.utils.launcher import leave_error
+from lightrft.utils.errors import CaptureException, did_you_mean, ExpectedError, first_line, leave_error, UserError
 
 Provenance = dict[str, str]
 
@@ -87,16 +86,13 @@ def _unknown_words(words: list[str], known: list[str]) -> list[str]:
                 "; docs/coming_from.md translates those of verl" * bool(re.match(r"\+*\w+\.[\w.]+=", word))
                 for word, text in zip(words, theirs)]  # yapf: disable
     names = [flag.removeprefix("--") for flag in flags]
-    return [
-        refusal(name, known) or f"unknown flag --{name}{did_you_mean(name.replace('-', '_'), known, '--')}"
-        for name in names
-    ]
+    return [refusal(name, known) or f"unknown flag --{name}{nearest(name, known, '--')}" for name in names]
 
 
 def _in_own_flags(argv: Sequence[str] | None, tree: type) -> list[str]:
     """Replace the flags of the manuals that ``tree`` knows by those of its options."""
     words, known = sys.argv[1:] if argv is None else argv, tree.SYNONYMS if issubclass(tree, Tree) else {}
-    return [re.sub(r"^--(\w+)", lambda flag: f"--{known.get(flag[1], flag[1])}", word) for word in words]
+    return [re.sub(r"^--(\w+)(?![\w.])", lambda flag: f"--{known.get(flag[1], flag[1])}", word) for word in words]
 
 
 def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""Flags of LightRFT, TRL, ms-swift and verl that are not options here: translated, or refused with the remedy."""
+"""Flags of other trainers that are not options here: translated, or refused with the remedy."""
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
+from difflib import get_close_matches
 from typing import Any
+
+from lightrft.config.counterparts import ELSEWHERE, SIBLINGS
+from lightrft.utils.errors import did_you_mean
 
 # flag -> (option, value)
 ALIASES: dict[str, tuple[str, Any]] = {
@@ -23,6 +27,13 @@ _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; 
 _CARD = "the model card is written from the run; drop the flag"
 _WORKERS = "the data of a run are prepared before it, in as many threads as help; drop the flag"
 _OWN_ENGINE = "the engine shares the GPUs of training, and is started by it; use --engine_type"
+_REENTRANT = "checkpointing is always non-reentrant; use --gradient_checkpointing"
+_AVERAGE = "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one"
+_AGENT = "conversations with an environment are not part of this release; use --reward path.py:function"
+_SHARED = "all models share the GPUs of training; drop the flag"
+_BUCKETS = "weights go to the engine in parts of --sync_bucket_mib; drop the flag"
+_ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy; drop the flag"
+_MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
 
 REFUSED: dict[str, str] = {
@@ -49,16 +60,25 @@ REFUSED: dict[str, str] = {
     "sp_size": _SEQUENCES,
     "ring_attn_size": _SEQUENCES,
     "ring_head_stride": _SEQUENCES,
+    "ring_attn_head_stride": _SEQUENCES,
     "sequence_parallel_size": _SEQUENCES,
     "ds_tensor_parallel_size": "training shards parameters and not single layers; use --strategy with --zero_stage 3",
     "deepcompile": "graphs are not compiled; drop the flag",
     "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
     "use_mp_opt": _MASTER,
-    "move_model_batches": "weights go to the engine in parts of --sync_bucket_mib; drop the flag",
+    "move_model_batches": _BUCKETS,
+    "vllm_sync_backend": _BUCKETS,
+    "vllm_sync_with_ray": _BUCKETS,
+    "colocate_all": _SHARED,
+    "colocate_all_models": _SHARED,
+    "colocate_actor_ref": _SHARED,
+    "colocate_critic_reward": _SHARED,
+    "experts_implementation": "experts run as the model's own code computes them; drop the flag",
     "gc_collect_after_offload": "memory is handed back whenever it is offloaded; drop the flag",
     "meta_init": "models are always built without a spare copy; drop the flag",
     "actor_init_on_gpu": "models are placed by the strategy; drop the flag",
-    "use_ds_universal_ckpt": "a checkpoint loads on any number of ranks and with any --strategy; drop the flag",
+    "use_ds_universal_ckpt": _ANY_RANKS,
+    "use_universal_ckpt": _ANY_RANKS,
     "full_determinism":
     "--seed fixes data, samples and dropout, and GPU kernels may still round otherwise; drop the flag",
     "local_rank": "torchrun passes it in the environment (LOCAL_RANK); start with torchrun",
@@ -67,8 +87,16 @@ REFUSED: dict[str, str] = {
     # models
     "text_only": _MULTIMODAL,
     "load_in_4bit": "4-bit weights are not part of this release; use --lora_rank with --bf16",
-    "gradient_checkpointing_use_reentrant": "checkpointing is always non-reentrant; use --gradient_checkpointing",
-    "enable_ema": "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one",
+    "gradient_checkpointing_use_reentrant": _REENTRANT,
+    "gradient_checkpointing_reentrant": _REENTRANT,
+    "enable_ema": _AVERAGE,
+    "ema_beta": _AVERAGE,
+    "muon_lr": _MUON,
+    "muon_momentum": _MUON,
+    "muon_ns_steps": _MUON,
+    "muon_nesterov": _MUON,
+    "muon_no_nesterov": _MUON,
+    "adam_eps": "Adam's epsilon is 1e-8; drop the flag",
     "disable_fast_tokenizer": "only fast tokenizers are supported; drop the flag",
     "use_ms": "download the model first and give its folder to --pretrain",
     "use_hf": "a hub id is one of Hugging Face, or of its mirror in HF_ENDPOINT; drop the flag",
@@ -92,6 +120,8 @@ REFUSED: dict[str, str] = {
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
     "vf_coef": "the critic is a model of its own; use --critic_learning_rate",
     "missing_eos_penalty": "use --mask_truncated or --overlong_buffer",
+    "stop_properly_penalty_coef": "use --mask_truncated or --overlong_buffer",
+    "agent_func_path": _AGENT,
     "sync_ref_model": "the reference stays as it is; use --ref_pretrain to choose it",
     "num_sample_generations": "use --print_samples and --save_trajectories",
     "async_generate": _OWN_ENGINE,
@@ -113,195 +143,6 @@ REFUSED: dict[str, str] = {
     "print_replay_buffer_stats": "rollout statistics are in the step table and metrics.jsonl; use --logging_steps",
 }
 
-_BATCH = "--train_batch_size: samples per optimizer step, over all ranks and micro-batches"
-_MICRO = "--micro_train_batch_size or --max_tokens_per_micro_batch"
-_CLIP = "--eps_clip and --eps_clip_high"
-_KL = "--init_kl_coef, with --use_kl_loss for a KL in the loss"
-_LORA = "--lora_rank for LoRA; without it all parameters are trained"
-_RANKS = "torchrun: --nproc-per-node, --nnodes"
-
-ELSEWHERE: dict[str, str] = {
-    # TRL, ms-swift
-    "model": "--pretrain",
-    "model_name_or_path": "--pretrain",
-    "model_id_or_path": "--pretrain",
-    "load_model": "--pretrain, which may be a checkpoint",
-    "ref_model": "--ref_pretrain",
-    "teacher_deepspeed": "--teacher_offload",
-    "reward_model": "--reward_pretrain",
-    "num_generations": "--n_samples_per_prompt",
-    "generation_batch_size": "--rollout_batch_size, which counts prompts",
-    "per_device_train_batch_size": f"{_BATCH}; {_MICRO} bounds one forward pass",
-    "per_device_eval_batch_size": f"{_MICRO}, as in training",
-    "gradient_accumulation_steps": _BATCH,
-    "steps_per_generation": _BATCH,
-    "num_mini_batches": _BATCH,
-    "local_rollout_forward_batch_size": "--micro_rollout_batch_size or --max_tokens_per_micro_batch",
-    "num_ppo_epochs": "--max_epochs",
-    "batch_size": "--train_batch_size | --max_tokens_per_micro_batch, which bounds a pass by its tokens",
-    "num_iterations": "--max_epochs",
-    "num_train_epochs": "--num_episodes | --max_epochs",
-    "max_completion_length": "--generate_max_len | nothing, it draws no answers",
-    "max_prompt_length": "--prompt_max_len",
-    "max_length": "--max_len | --prompt_max_len and --generate_max_len",
-    "vllm_max_model_len": "--prompt_max_len and --generate_max_len",
-    "response_length": "--generate_max_len",
-    "soft_max_length": "--generate_max_len with --overlong_buffer_len",
-    "soft_cache_length": "--overlong_buffer_len",
-    "stop_words": "--stop",
-    "learning_rate": "--actor_learning_rate",
-    "beta": f"{_KL} | --js_mix, with --divergence js",
-    "kl_coef": _KL,
-    "lam": "--lambd",
-    "cliprange": _CLIP,
-    "cliprange_value": "--value_clip",
-    "whiten_rewards": "--reward_running_norm",
-    "rpo_alpha": "--nll_loss_coef",
-    "cpo_alpha": "--nll_loss_coef, with --loss simpo",
-    "sft_alpha": "--kd_coef, the share of the teacher; the rest is that of the answers",
-    "dynamic_sample": "--dynamic_sampling",
-    "max_resample_times": "--max_gen_rounds",
-    "overlong_filter": "--mask_truncated",
-    "epsilon": "--eps_clip",
-    "epsilon_high": "--eps_clip_high",
-    "delta": "--dual_clip",
-    "scale_rewards": "--advantage_estimator group_norm or dr_grpo",
-    "loss_type": "--loss_agg_mode and --policy_loss | --loss",
-    "multi_objective_aggregation": "--advantage_estimator gdpo",
-    "importance_sampling_level": "--policy_loss gspo",
-    "reward_funcs": "--reward",
-    "reward_weights": "--reward name=weight",
-    "external_plugins": "--reward path.py:function",
-    "max_grad_norm": "--max_norm",
-    "weight_decay": "--l2",
-    "warmup_ratio": "--lr_warmup_ratio",
-    "lr_scheduler_type": "--lr_scheduler",
-    "adam_beta1": "--adam_betas",
-    "adam_beta2": "--adam_betas",
-    "freeze_vit": "--freeze_prefix visual",
-    "log_completions": "--save_trajectories",
-    "output_dir": "--save_path",
-    "save_strategy": "--save_steps",
-    "eval_strategy": "--eval_steps",
-    "logging_strategy": "--logging_steps",
-    "load_best_model_at_end": "--best_metric",
-    "metric_for_best_model": "--best_metric",
-    "save_total_limit": "--max_ckpt_num",
-    "resume_from_checkpoint": "--load_checkpoint",
-    "mask_truncated_completions": "--mask_truncated",
-    "top_entropy_quantile": "--high_entropy_token_ratio",
-    "use_adaptive_entropy": "--entropy_target",
-    "vllm_importance_sampling_mode": "--rollout_correction",
-    "vllm_importance_sampling_clip_min": "--correction_low",
-    "vllm_importance_sampling_clip_max": "--correction_high",
-    "use_vllm": "--engine_type vllm",
-    "vllm_mode": "--engine_type vllm, which shares the GPUs of training",
-    "vllm_gpu_memory_utilization": "--engine_mem_util",
-    "vllm_tensor_parallel_size": "--engine_tp_size",
-    "dataset": "--prompt_data | --train_data",
-    "dataset_probs": "--prompt_data_probs | no weights; a source that --train_data names twice counts twice",
-    "val_dataset": "--eval_data",
-    "split_dataset_ratio": "--eval_data, rows of their own",
-    "dataset_split": "--prompt_split | --train_split",
-    "eval_dataset": "--eval_data",
-    "torch_dtype": "--bf16",
-    "param_dtype": "--bf16",
-    "data_type": "--bf16",
-    "use_liger_kernel": "--use_liger",
-    "tokenizer_chat_template": "--chat_template",
-    "template": "--chat_template; that of the tokenizer is the default",
-    "system": "--system_prompt",
-    "ta_prompt": "--system_prompt",
-    "dataset_name": "--prompt_data | --train_data",
-    "dataset_path": "--prompt_data | --train_data",
-    "report_to": "--use_tensorboard, --use_wandb or --use_trackio",
-    "run_name": "--wandb_run_name",
-    "rlhf_type": "the name of the command: lightrft dpo (orpo, simpo, cpo), kto, rm, kd (gkd) or train (grpo, ppo)",
-    "train_type": _LORA,
-    "tuner_type": _LORA,
-    "sft_type": _LORA,
-    "lora_dropout_p": "--lora_dropout",
-    "lora_target_modules": "--target_modules",
-    "offload_model": "--engine_sleep and --offload_during_rollout",
-    "offload_optimizer": "--adam_offload",
-    "sleep_level": "--engine_sleep",
-    "vllm_limit_mm_per_prompt": "--limit_mm_image_per_prompt and its like",
-    "vllm_enforce_eager": "--engine_args enforce_eager=true",
-    "deepspeed": "--strategy deepspeed with --zero_stage",
-    # verl, without actor_rollout_ref
-    "data.train_files": "--prompt_data | --train_data",
-    "data.val_files": "--eval_data",
-    "data.train_batch_size": "--rollout_batch_size",
-    "data.max_prompt_length": "--prompt_max_len",
-    "data.max_response_length": "--generate_max_len",
-    "actor.ppo_mini_batch_size": "--train_batch_size, which counts samples: multiply by --n_samples_per_prompt",
-    "actor.ppo_micro_batch_size_per_gpu": "--micro_train_batch_size",
-    "actor.ppo_max_token_len_per_gpu": "--max_tokens_per_micro_batch",
-    "actor.ppo_epochs": "--max_epochs",
-    "actor.optim.lr": "--actor_learning_rate",
-    "critic.optim.lr": "--critic_learning_rate",
-    "actor.clip_ratio": _CLIP,
-    "actor.clip_ratio_low": "--eps_clip",
-    "actor.clip_ratio_high": "--eps_clip_high",
-    "actor.clip_ratio_c": "--dual_clip",
-    "actor.entropy_coeff": "--entropy_coef",
-    "actor.use_kl_loss": "--use_kl_loss",
-    "actor.kl_loss_coef": _KL,
-    "actor.kl_loss_type": "--kl_estimator",
-    "actor.loss_agg_mode": "--loss_agg_mode",
-    "actor.policy_loss.loss_mode": "--policy_loss",
-    "rollout.n": "--n_samples_per_prompt",
-    "rollout.name": "--engine_type",
-    "rollout.temperature": "--temperature",
-    "rollout.top_p": "--top_p",
-    "rollout.tensor_model_parallel_size": "--engine_tp_size",
-    "rollout.gpu_memory_utilization": "--engine_mem_util",
-    "model.path": "--pretrain",
-    "algorithm.adv_estimator": "--advantage_estimator",
-    "algorithm.use_kl_in_reward": "--init_kl_coef without --use_kl_loss",
-    "algorithm.kl_ctrl.kl_coef": _KL,
-    "algorithm.kl_penalty": "--kl_estimator",
-    "actor.policy_loss.ppo_kl_coef": "--kl_cov_coef",
-    "algorithm.rollout_correction.rollout_is": "--rollout_correction",
-    "algorithm.rollout_correction.rollout_is_threshold": "--correction_high and --correction_low",
-    "algorithm.rollout_correction.bypass_mode": "--rollout_correction bypass",
-    "algorithm.norm_adv_by_std_in_grpo": "--advantage_estimator dr_grpo",
-    "algorithm.gamma": "--gamma",
-    "algorithm.lam": "--lambd",
-    "custom_reward_function.path": "--reward path.py:function",
-    "trainer.total_epochs": "--num_episodes",
-    "trainer.total_training_steps": "--max_steps",
-    "trainer.save_freq": "--save_steps",
-    "trainer.test_freq": "--eval_steps",
-    "trainer.val_before_train": "--eval_at_start",
-    "trainer.project_name": "--wandb_project",
-    "trainer.experiment_name": "--wandb_run_name",
-    "trainer.n_gpus_per_node": _RANKS,
-    "trainer.nnodes": _RANKS,
-    "trainer.default_local_dir": "--save_path",
-    "trainer.logger": "--use_tensorboard, --use_wandb or --use_trackio",
-    "trainer.resume_mode": "--load_checkpoint",
-}
-"""Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
-
-_TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"
-SIBLINGS: dict[str, str] = {
-    "reward": "--score",
-    "train_data": "--prompt_data",
-    "prompt_data": "--train_data | --eval_data",
-    "n_samples_per_prompt": "--n_samples",
-    "actor_learning_rate": "--learning_rate",
-    "save_path": "--output_path",
-    "prompt_max_len": "--max_len",
-    "task_instruction": "--input_template or --system_prompt, for the question of every row",
-    "enable_csft": _TYPED,
-    "csft_prompt": _TYPED,
-    "temperature": "nothing, it draws no answers",
-    "zero_stage": "--engine_tp_size, with --engine_type vllm or sglang | nothing, a process holds the whole model",
-    "value_head_prefix": "nothing, config.json of a reward model names its head",
-}
-"""Options of a command of this package -> those of the others that mean the same."""
-
 
 def refusal(name: str, known: Container[str] = ()) -> str | None:
     """Explain why a flag of another trainer or command, ``name`` (without dashes), is refused, and what to use instead.
@@ -320,4 +161,24 @@ def refusal(name: str, known: Container[str] = ()) -> str | None:
             flag = re.match(r"--(\w+)", remedy)
             if remedy and (flag is None or flag[1] in known):
                 return f"{name} is an option of another {home}; here: {remedy}"
+    return _dotted_refusal(asked, known)
+
+
+def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
+    """Return what to add to the error for an unknown ``name``: the nearest option of ``known``, written with
+    ``prefix``, else the counterpart of the nearest one of another trainer; an empty string if there is none."""
+    asked = name.replace("-", "_")
+    theirs = get_close_matches(asked, list(ELSEWHERE), n=1, cutoff=0.85)
+    text = refusal(theirs[0], known) if theirs else None
+    return did_you_mean(asked, known, prefix) or (f"; {text}" if text else "")
+
+
+def _dotted_refusal(name: str, known: Container[str]) -> str | None:
+    """Explain a flag of OpenRLHF, GROUP.NAME or GROUP.PART.NAME_enable, by the longest end of it that is known."""
+    parts = name.removesuffix("_enable").split(".")
+    for flat in ("_".join(parts[start:]) for start in range(len(parts) * (len(parts) > 1))):
+        if flat in known:
+            return f"{name} is an option of another trainer; here: --{flat}"
+        if text := refusal(flat, known):
+            return text.replace(flat, name, 1)
     return None

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.config.engine_schema import EngineConfig
+from lightrft.config.engines import EngineConfig
 from lightrft.config.inference_schema import InferenceTree, ScoreConfig, shared, WishConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import HeldOutConfig

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.compat import ALIASES, nearest, refusal
 from lightrft.config.options import ConfigError
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
@@ -44,7 +44,7 @@ def _unknown(key: Any, tree: type, group: str) -> str:
         return f"{group}.{key}: {key} belongs to the group {known[key].group}"
     if group:
         return f"unknown key {group}.{key}{did_you_mean(key, group_options(groups(tree)[group], group))}"
-    return refusal(str(key), known) or f"unknown key {key}{did_you_mean(key, [*known, *groups(tree)])}"
+    return refusal(str(key), known) or f"unknown key {key}{nearest(str(key), [*known, *groups(tree)])}"
 
 
 class _Reader:

@@ -63,13 +63,13 @@ class OfflineConfig(Tree):
 class PairDataConfig(OfflineDataConfig):
     """Pairs of a better and a worse answer, and their rendering."""
     prompt_key: str = option(
-        "prompt", "column that holds the prompt (text or chat messages); without it, the "
-        "beginning that both answers share")
+        "prompt", "column that holds the prompt (text or chat messages); without it, messages, input, instruction, "
+        "conversations or question, else the beginning that both answers share")
     chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
     rejected_key: str = option("rejected", "column that holds the worse answer")
     pair_policy: str = option(
-        "error", "a row whose answers are equal, or one of them missing or empty, stops the run, or is left out and "
-        "counted", ("error", "skip"))
+        "error", "a row without a prompt, or whose answers are equal, or one of them missing or empty, stops the run, "
+        "or is left out and counted", ("error", "skip"))
 
 
 @dataclass

@@ -7,7 +7,7 @@ only its own group. The groups that other trainers have too are in :mod:`lightrf
 from dataclasses import dataclass, replace
 from math import ceil
 
-from lightrft.config.engine_schema import EngineConfig
+from lightrft.config.engines import EngineConfig
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig

@@ -18,11 +18,13 @@ class PolicyModelConfig:
         None, "recompute activations of every layer, of towers too, in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
     lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True)
-    lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT)
+    lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT,
+                             needs="lora_rank 16")
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
     target_modules: list[str] = option(
         ["all-linear"], "what receives LoRA adapters: the linear layers of parts of the model (all-linear or language: "
-        "the decoder; visual, audio, projector), or modules by the end of their names, such as q_proj")
+        "the decoder; visual, audio, projector), or modules by the end of their names, such as q_proj",
+        needs="lora_rank 16")
     freeze_prefix: list[str] = option(
         [], "what is not trained: parts of the model (visual, audio, projector, language), or words of parameter names",
         hint="name the parts to freeze, e.g. visual or embed_tokens")

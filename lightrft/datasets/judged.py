@@ -6,10 +6,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.preference_schema import JudgedDataConfig
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.records import missing, truth
+from lightrft.datasets.records import check_named_columns, missing, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, SFTExample,
+from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
                                            to_conversation, TokenizedDataset, with_media)
 
 
@@ -41,9 +41,7 @@ def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str)
     Raises:
         DataError: the row has no prompt, or no answer at its end, or an empty one.
     """
-    if not missing(row.get(cfg.output_key)):
-        row = {**row, "completion": row[cfg.output_key]}
-    chat = to_conversation(row, renderer, where)
+    chat = to_conversation(row, renderer, where, Learning(cfg.output_key))
     if chat.messages and not chat.first:
         if chat.messages[-1]["role"] != "assistant" or missing(chat.messages[-1]["content"]):
             raise DataError(f"{where}: the chat does not end with an answer. Complete or remove the row")
@@ -69,6 +67,7 @@ class JudgedDataset(TokenizedDataset[Judged]):
     def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
         """Return answers, and whether they are desirable."""
         cfg = self._cfg
+        check_named_columns(rows, cfg, ["input_key", "output_key", "label_key"])
         good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
         chats = [last_answer(row, cfg, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
         found = with_media(rows, chats, self._renderer.cfg, self._media)

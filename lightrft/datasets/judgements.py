@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lightrft.config.grm_schema import JudgeDataConfig, JudgeFormat
+from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie
-from lightrft.datasets.records import missing, text_of, to_messages
+from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
 
@@ -151,6 +151,7 @@ class JudgementDataset(SFTDataset):
 
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Write the rows as chats, and read those."""
+        check_named_columns(rows, self._cfg, ["prompt_key", "chosen_key", "rejected_key", "judgement_key"])
         chats: list[Row] = []
         for i, row in enumerate(rows.rows):
             uid = f"{entry}:{rows.number(i)}"

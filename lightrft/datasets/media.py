@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from PIL import Image
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.pictures import encode_png
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.waveform import as_mono, write_wav

@@ -39,7 +39,7 @@ def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
 
 
 def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None) -> dict[int, Paired]:
-    """Find, decode and process the media of the rows of one entry. Those that a data set keeps it tells the store
+    """Find, decode and process the media of the rows of one entry. A data set names those that it keeps to the store
     (:meth:`MediaStore.keep`).
 
     Args:
@@ -105,7 +105,7 @@ def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: MediaSt
 def _check_options(cfg: DataConfig, store: MediaStore) -> None:
     """Refuse options that write what stands for a medium into every prompt."""
     for name in ("system_prompt", "input_template"):
-        text = getattr(cfg, name) or ""
+        text = vars(cfg)[name] or ""
         mark = next((mark for mark in (*store.tokens, *(f"<{kind}>" for kind in KINDS)) if mark in text), None)
         if mark is not None:
             raise DataError(f"--{name} holds {mark}, which stands for a picture, video or sound: only rows have these. "

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import find_medium, KINDS, Medium, MediaError, MediaRules, shorten
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError, Row, Rows

@@ -3,12 +3,12 @@
 Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
 """
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,16 +18,16 @@ from PIL import Image
 from transformers import AutoProcessor, ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.decoding import decode, image_size, Video
 from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, shorten
 from lightrft.datasets.media_cache import DiskCache, settings_of
 from lightrft.datasets.pictures import fitted, resized
-from lightrft.datasets.processing import check_order, Decoded, MediumProcessor
+from lightrft.datasets.processing import check_order, Decoded, host_bytes, MediumProcessor
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
 from lightrft.types import MediaTensors
-from lightrft.utils.byte_cache import ByteCache
+from lightrft.utils.byte_cache import ByteCache, OncePerKey
 from lightrft.utils.errors import first_line, install_command, UserError
 
 _MIB = 1 << 20
@@ -70,7 +70,7 @@ class MediaStore:
         pixels: least and most pixels of a picture or frame, to which others are resized; 0: no limit.
         cache_mib: MiB of processed tensors that are kept. At most as many again, and one medium per worker, wait for
             their first use; with 0 nothing is processed ahead. The same holds for decoded media, where the engine
-            processes them itself.
+            asks for them.
         workers: threads that decode and process ahead.
         headers: take the text of a picture from its header, where the processor has a function for sizes.
         disk: keeps processed media for other ranks and runs.
@@ -96,13 +96,14 @@ class MediaStore:
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
         self._media, self._kept = dict[str, Medium](), set[str]()
-        self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, _size, least=1), Lock()
+        self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, attrgetter("nbytes"), least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
         self._waiting = 0  # bytes of what was processed ahead
-        self._decoded = ByteCache[Decoded](cache_mib * _MIB, _decoded_size)  # for an engine that processes media itself
+        self._decoded = ByteCache[Decoded](cache_mib * _MIB, host_bytes)  # for an engine that asks for their sizes
         self._decoding: dict[str, Future[None]] = {}
         self._room = 0  # bytes that may still be decoded ahead
+        self._making, self._opening = OncePerKey[MediaTensors](), OncePerKey[Decoded]()
         self.blank = lru_cache(self.single.blank)
 
     def register(self, media: Iterable[Medium]) -> tuple[str, ...]:
@@ -126,6 +127,14 @@ class MediaStore:
         for key in self._media.keys() - self._kept:
             del self._media[key]
             self._texts.pop(key, None)
+
+    def try_first(self) -> str | None:
+        """Process the first medium of the rows; return its kind and its place, None without any."""
+        key = next(iter(self._media), None)
+        if key is None:
+            return None
+        self.tensors(key)
+        return f"{key.partition(':')[0]} of {self._media[key].where}"
 
     def check_downloads(self, keys: Iterable[str]) -> None:
         """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.
@@ -202,32 +211,41 @@ class MediaStore:
         return self._opened(key)
 
     def decode_ahead(self, keys: Iterable[str]) -> None:
-        """Decode media in the background for an engine that processes them itself, as many as the cache takes; those
+        """Decode media in the background for an engine that asks for their sizes, as many as the cache takes; those
         that were not used for the longest time make room."""
         with self._lock:
             self._room = self._decoded.budget
             self._decoding = {key: coming for key, coming in self._decoding.items() if not coming.done()}
             for key in dict.fromkeys(keys):
                 if (kept := self._decoded.get(key)) is not None:
-                    self._room -= _decoded_size(kept)
+                    self._room -= host_bytes(kept)
                 elif key not in self._decoding:
                     self._decoding[key] = self._pool.submit(self._decode_ahead, key)
 
     def _decode_ahead(self, key: str) -> None:
         if self._room > 0:
-            size = _decoded_size(self._decoded.keep(key, self._open(key)))
-            with self._lock:
-                self._room -= size
+            self._opened(key)
 
     def _opened(self, key: str) -> Decoded:
-        """Return the medium as it was decoded ahead, or decode it. It waits for no other thread of the pool."""
-        kept = self._decoded.get(key)
-        return self._open(key) if kept is None else kept
+        """Return the medium as it was decoded ahead, or decode it, once for all threads that need it now."""
+        return self._opening.run(key, self._kept_or_decoded)
+
+    def _kept_or_decoded(self, key: str) -> Decoded:
+        """Return a decoded medium; one that is to be decoded ahead is kept, whichever thread decodes it."""
+        if (kept := self._decoded.get(key)) is not None:
+            return kept
+        medium = self._open(key)
+        with self._lock:
+            coming = self._decoding.get(key)
+            if coming is not None and not coming.done() and self._room > 0:
+                self._room -= host_bytes(self._decoded.keep(key, medium))
+        return medium
 
     def _open(self, key: str) -> Decoded:
         if key not in self._media:
             raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
-        self.decoded += 1
+        with self._lock:
+            self.decoded += 1
         medium = decode(self._media[key], self.rules, self.single.rate)
         if isinstance(medium, Image.Image):
             return resized(medium, *self.pixels)
@@ -236,7 +254,11 @@ class MediaStore:
         return medium
 
     def tensors(self, key: str) -> MediaTensors:
-        """Implement :meth:`~lightrft.types.MediaSource.tensors`."""
+        """Implement :meth:`~lightrft.types.MediaSource.tensors`; threads that ask at once get the same."""
+        return self._making.run(key, self._kept_or_made)
+
+    def _kept_or_made(self, key: str) -> MediaTensors:
+        """Return processed tensors from the cache, from the background, or make them."""
         with self._lock:
             kept = self._cache.get(key)
             coming = self._ahead.pop(key, None) if kept is None else None
@@ -247,7 +269,7 @@ class MediaStore:
             made = self._made(key)
         else:
             with self._lock:
-                self._waiting -= _size(made)
+                self._waiting -= made.nbytes
         self._keep_text(key, made.text)
         return self._cache.keep(key, made)
 
@@ -294,7 +316,7 @@ class MediaStore:
             for key in wanted:
                 if self._waiting >= self._cache.budget:
                     return
-                if key not in self._cache and not self._is_coming(key):
+                if key not in self._cache and key not in self._making and not self._is_coming(key):
                     self._ahead[key] = self._pool.submit(self._made_ahead, key)
 
     def _drop_unused(self, wanted: Container[str]) -> None:
@@ -302,7 +324,7 @@ class MediaStore:
         for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
             done = self._ahead.pop(key)
             made = None if done.exception() else done.result()
-            self._waiting -= 0 if made is None else _size(made)
+            self._waiting -= 0 if made is None else made.nbytes
 
     def _is_coming(self, key: str) -> bool:
         """Return False for a medium that nobody has asked for, or for which there was no room."""
@@ -318,7 +340,7 @@ class MediaStore:
                 return None
         made = self._made(key)
         with self._lock:
-            self._waiting += _size(made)
+            self._waiting += made.nbytes
         return made
 
     def _made(self, key: str) -> MediaTensors:
@@ -373,13 +395,3 @@ def _addresses(medium: Medium) -> Iterator[Medium]:
     elif isinstance(medium.source, tuple):
         for frame in medium.source:
             yield from _addresses(frame)
-
-
-def _size(made: MediaTensors) -> int:
-    return sum(tensor.nbytes for tensor in made.tensors.values())
-
-
-def _decoded_size(medium: Decoded) -> int:
-    if isinstance(medium, Video):
-        return sum(map(_decoded_size, medium.frames))
-    return 3 * math.prod(medium.size) if isinstance(medium, Image.Image) else medium.samples.nbytes

@@ -1,7 +1,8 @@
 """Preference data: pairs of a better and a worse answer to one prompt, from rows of any known schema.
 
 Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
-keys), and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejected_messages}``. A row may have a
+keys), those whose prompt stands as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
+``question``, and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejected_messages}``. A row may have a
 ``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which answer ("chosen", "rejected" or
 "tie") is better by other standards.
 """
@@ -18,13 +19,15 @@ from lightrft.config.options import finite
 from lightrft.datasets.media_rows import part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
-from lightrft.datasets.records import Message, missing, silent, text_of, to_messages, truth
+from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
+                                       silent, text_of, to_messages, truth)
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
 from lightrft.utils.logging import get_logger
 
 Answer = str | list[Message]
+_REMEDY = "Complete the row, remove it, or use --pair_policy skip"
 _BETTER = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}  # probability that the chosen answer is better
 
 
@@ -64,28 +67,37 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
     """Recognise one row. ``where`` names it in messages.
 
     Raises:
-        PairError: an answer or a turn of it is missing or empty, or both are equal.
+        PairError: an answer or a turn of it is missing or empty, both are equal, or there is no prompt that is common
+            to both.
         DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
             nor false, or messages are not valid.
     """
-    chosen, rejected = _answers(row, cfg, where)
-    for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant"
-                                                            or missing(answer[-1]["content"])):
-            raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
-                            f"column with --{key}_key, remove the row, or use --pair_policy skip")
     tie, margin = is_tie(row, where), finite(row.get("margin") or 0.0)
-    if chosen == rejected and not tie and not _other_media(row, cfg, where):
-        raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
-                        "use --pair_policy skip")
     if margin is None:
         raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
-    prompt, chosen, rejected = _parted(row.get(cfg.prompt_key), chosen, rejected, where)
-    for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        if any(turn["role"] == "assistant" and silent(turn) for turn in answer if isinstance(turn, dict)):
-            raise PairError(f"{where}: the {key} answer has an empty turn. Complete or remove it, remove the row, or "
-                            "use --pair_policy skip")
-    return PairRecord(prompt, chosen, rejected, margin, tie, _heads(row, where))
+    answers = _answers(row, cfg, where)
+    texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
+    if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):
+        raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
+                        "use --pair_policy skip")
+    _check(texts, row, where)
+    return PairRecord(*texts, margin, tie, _heads(row, where))
+
+
+def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
+    """Raise a :class:`PairError` for an answer without text or to another question, and for no prompt."""
+    prompt, *answers = texts
+    for key, answer in zip(("chosen", "rejected"), answers):
+        turns = [turn for turn in answer if isinstance(turn, dict)]
+        if turns and turns[0]["role"] != "assistant":
+            raise PairError(f"{where}: the {key} answer begins with a turn of {turns[0]['role']!r}, which is not in "
+                            f"the other one: they answer different questions. {_REMEDY}")
+        if missing(answer) or any(turn["role"] == "assistant" and silent(turn) for turn in turns):
+            raise PairError(f"{where}: the {key} answer has an empty turn, or nothing after the beginning that both "
+                            f"share. {_REMEDY}")
+    if missing(prompt) if isinstance(prompt, str) else all(map(silent, prompt)):
+        raise PairError(f"{where}: the row has no prompt (it has {', '.join(row)}), and its answers do not begin with "
+                        f"one. Name its column with --prompt_key. {_REMEDY}")
 
 
 def is_tie(row: Row, where: str) -> bool:
@@ -110,30 +122,50 @@ def _heads(row: Row, where: str) -> dict[str, float]:
 
 
 def _answers(row: Row, cfg: PairDataConfig, where: str) -> tuple[Answer, Answer]:
-    """Return both answers, perhaps with the prompt before them; an empty text stands for one that is missing."""
+    """Return both answers, perhaps with the prompt before them."""
     chosen, rejected = row.get(cfg.chosen_key), row.get(cfg.rejected_key)
     if missing(chosen) and not missing(row.get("messages")):
         chosen, rejected = to_messages(row["messages"], where), row.get("rejected_messages")
         if missing(rejected) and not missing(row.get("rejected_response")):
             rejected = [*chosen[:-1], {"role": "assistant", "content": row["rejected_response"]}]
-    if missing(chosen) or missing(rejected):
-        return chosen or "", rejected or ""
-    if isinstance(chosen, str) != isinstance(rejected, str):
+    if isinstance(chosen, str) != isinstance(rejected, str) and not (missing(chosen) or missing(rejected)):
         raise DataError(f"{where}: mixed schema: one answer is text, the other one messages. Write both in one form")
-    better, worse = (each if isinstance(each, str) else to_messages(each, where) for each in (chosen, rejected))
-    return better, worse
+    found = [_answer(value, key, row, where) for key, value in (("chosen", chosen), ("rejected", rejected))]
+    return found[0], found[1]
 
 
-def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
+def _answer(value: Any, key: str, row: Row, where: str) -> Answer:
+    """Return an answer as text or messages, of which the last one is the answer."""
+    answer = value if isinstance(value, str) or missing(value) else to_messages(value, where)
+    if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant"
+                                                        or missing(answer[-1]["content"])):
+        raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
+                        f"column with --{key}_key, remove the row, or use --pair_policy skip")
+    return answer
+
+
+def _asked(row: Row, key: str, where: str) -> Answer | None:
+    """Return the prompt that a row has apart from its answers: empty where column ``key`` is, None without any."""
+    row = as_chat(row, key)
+    column = prompt_column(row, key) or "question"
+    if column == key and isinstance(row[key], list):
+        return to_messages(row[key], where)
+    if not missing(row.get(column)):
+        return normalise_prompt(row[column], where)
+    return "" if key in row else None
+
+
+def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer) -> tuple[Answer, Answer, Answer]:
     """Return prompt and answers; answers that hold the prompt are parted where they begin to differ."""
     if isinstance(chosen, list) and isinstance(rejected, list):
-        if missing(prompt) or chosen[0]["role"] != "assistant":
-            at = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), len(chosen) - 1)
+        if not prompt or chosen[0]["role"] != "assistant":
+            last = min(len(chosen), len(rejected)) - 1
+            at = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), last)
             return chosen[:at], chosen[at:], rejected[at:]
-    elif missing(prompt):
-        at = len(re.sub(r"\S*$", "", commonprefix([str(chosen), str(rejected)])))  # words stay whole
+    elif prompt is None:
+        at = len(re.sub(r"\S*\Z", "", commonprefix([str(chosen), str(rejected)])))  # words stay whole
         return chosen[:at], chosen[at:], rejected[at:]
-    return prompt if isinstance(prompt, str) else to_messages(prompt, where), chosen, rejected
+    return prompt or "", chosen, rejected
 
 
 def _placeholders(answer: Answer) -> str:
@@ -145,9 +177,8 @@ def _media_parts(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> dict
     return part_media(row, cfg, [_placeholders(text) for text in texts])
 
 
-def _other_media(row: Row, cfg: PairDataConfig, where: str) -> bool:
-    """Return True if the answers of a row have different media in columns."""
-    texts = _parted(row.get(cfg.prompt_key), *_answers(row, cfg, where), where)
+def _other_media(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> bool:
+    """Return True if the answers of a row have different media in columns; ``texts``: its prompt, and both."""
     return any(chosen != rejected for _, chosen, rejected in _media_parts(row, cfg, texts).values())
 
 
@@ -226,5 +257,6 @@ def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
 
 def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:
     """Recognise the rows of one entry, by index; those left out under ``--pair_policy skip`` are counted in the log."""
+    check_named_columns(rows, cfg, ["prompt_key", "chosen_key", "rejected_key"])
     return usable(rows, lambda row, where: to_pair(row, cfg, where), cfg.pair_policy,
                   "have answers that cannot be compared")

@@ -1,4 +1,5 @@
 """Processing of one picture, video or sound as the processor of a model does it inside of a prompt."""
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -170,6 +171,13 @@ class MediumProcessor:
                                                       pad_to_multiple_of=extractor.n_samples)
         tokens = len(mel) * extractor.nb_max_frames // self.token_frames
         return {"input_features": mel}, self.processor.audio_token * tokens
+
+
+def host_bytes(medium: Decoded) -> int:
+    """Return the bytes of a decoded medium."""
+    if isinstance(medium, Video):
+        return sum(map(host_bytes, medium.frames))
+    return 3 * math.prod(medium.size) if isinstance(medium, Image.Image) else medium.samples.nbytes
 
 
 def _is_numbers(value: Any) -> bool:

@@ -4,6 +4,7 @@ Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_inf
 ``{messages, solution}`` and ``{input, output, label}``, Alpaca's ``{instruction, input, output}``, ShareGPT's
 ``{conversations}``.
 """
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ Message = dict[str, Any]
 
 PROMPT_COLUMNS = ("prompt", "messages", "input")
 ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
+_PROMPT_OPTIONS = {"input_key": (), "reference_key": ("extra_info", "reward_model"), "label_key": ("extra_info", )}
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")  # what an answer may have alone
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -142,14 +144,18 @@ def to_messages(value: Any, where: str) -> list[Message]:
 
 
 def normalise_prompt(value: Any, where: str) -> str | list[Message]:
-    """Normalise a prompt: text stays text; messages lose the answers at their end, to which the model would reply."""
+    """Normalise a prompt: text stays text; messages lose the answers at their end, to which the model would reply.
+
+    Raises:
+        UnusableRow: nothing is left of the messages.
+    """
     if isinstance(value, str):
         return value
     messages = to_messages(value, where)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or all(missing(message["content"]) for message in messages):
-        raise DataError(f"{where}: the row has no prompt, only empty or assistant messages. Remove it")
+        raise UnusableRow(f"{where}: the row has no prompt, only empty or assistant messages. Remove it")
     return messages
 
 
@@ -172,19 +178,21 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
                   columns={key: value for key, value in row.items() if key != column})  # yapf: disable
 
 
-def check_named_columns(rows: Rows, cfg: DataConfig) -> None:
-    """Refuse an ``--input_key`` or ``--reference_key`` that is not the default and that no row has.
+def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str]) -> None:
+    """Refuse an option of ``options`` that names another column than by default, one that no row has.
+
+    Args:
+        cfg: data class with the options. In one of the RL trainer, columns may be in nested objects.
 
     Raises:
         DataError: names the option, the file and its columns.
     """
-    default = DataConfig()
-    for option, key, usual, nested in (("input_key", cfg.input_key, default.input_key, ()),
-                                       ("reference_key", cfg.reference_key, default.reference_key,
-                                        ("extra_info", "reward_model"))):  # yapf: disable
-        if key == usual or not rows.rows or any(key in _keys(row, nested) for row in rows.rows):
+    nested: Mapping[str, tuple[str, ...]] = _PROMPT_OPTIONS if isinstance(cfg, DataConfig) else {}
+    for option in options:
+        key, parts = getattr(cfg, option), nested.get(option, ())
+        if key == getattr(type(cfg)(), option) or not rows.rows or any(key in _keys(row, parts) for row in rows.rows):
             continue
-        known = dict.fromkeys(name for row in rows.rows for name in _keys(row, nested))
+        known = dict.fromkeys(name for row in rows.rows for name in _keys(row, parts))
         raise DataError(f"--{option} {key!r}: no row of {rows.origin(0)[0]} has it. Its columns: {', '.join(known)}")
 
 
@@ -210,7 +218,7 @@ def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
         DataError: as in :func:`to_record` and :func:`check_named_columns`; also for text prompts mixed with chats, and
             for single rows without an answer.
     """
-    check_named_columns(rows, cfg)
+    check_named_columns(rows, cfg, _PROMPT_OPTIONS)
     records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
     for i, record in enumerate(records):
         _check_same_shape(rows, records, i, record)

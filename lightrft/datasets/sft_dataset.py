@@ -12,7 +12,8 @@ from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
-from lightrft.datasets.records import as_chat, Message, missing, prompt_column, silent, to_messages
+from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
+                                       silent, to_messages)
 from lightrft.datasets.rendering import CHUNK, Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 
@@ -59,8 +60,8 @@ class Learning:
         return ANSWER_COLUMNS if self.output_key is None else (self.output_key, )
 
     def answer(self, row: Row) -> Any:
-        """Return the answer of a row, or None."""
-        return next((row[name] for name in self.columns if not missing(row.get(name))), None)
+        """Return the answer of a row, empty if the first of the columns that it has is; None: it has none of them."""
+        return next((row[name] for name in self.columns if row.get(name) is not None), None)
 
     def narrowed(self, chat: Conversation) -> Conversation:
         """Return the conversation with the part to learn."""
@@ -80,31 +81,38 @@ ALL_TURNS = Learning()
 
 def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning = ALL_TURNS) -> Conversation:
     """Recognise ``{messages}`` and what stands for it, or a prompt with its completion (text or messages); with
-    ``learning.whole`` also a text alone.
+    ``learning.whole`` also a text alone. A named answer replaces those at the end of ``messages``.
 
     Raises:
         DataError: the row has no prompt, or no answer to learn.
     """
     row = as_chat(row, renderer.cfg.input_key)
-    column = prompt_column(row, renderer.cfg.input_key)
-    if learning.whole and column is None and isinstance(row.get("text"), str):
-        column = "text"
+    column = _demonstration(row, renderer.cfg.input_key, learning.whole, where)
+    value, answer = row[column], learning.answer(row)
+    if learning.whole and isinstance(value, str) and missing(answer):
+        return Conversation(None, pair=("", renderer.text(value)))
+    turns = [] if isinstance(value, str) else to_messages(value, where)
+    within = learning.output_key is None and turns and (answer is None or column == "messages")
+    if within and any(turn["role"] == "assistant" for turn in turns):
+        return Conversation(renderer.messages(turns))
+    if within or missing(answer):
+        raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
+                        f"{', '.join(learning.columns)}). Complete or remove it, or name its column with --output_key")
+    asked = normalise_prompt(value, where) if column == "messages" else turns or value
+    return answered(asked, answer, renderer, where)
+
+
+def _demonstration(row: Row, input_key: str, whole: bool, where: str) -> str:
+    """Return the column of the prompt or the chat; ``whole``: perhaps that of a text alone."""
+    column = prompt_column(row, input_key)
+    if whole and column is None and isinstance(row.get("text"), str):
+        return "text"
     if column is None:
         raise DataError(
             f"{where}: the row has no demonstration (it has {', '.join(row)}). A row needs messages, "
             f"conversations, instruction and output, or prompt or input with one of "
             f"{', '.join(ANSWER_COLUMNS)}: name its columns with --input_key and --output_key, or remove it")
-    answer, value = learning.answer(row), row[column]
-    if learning.whole and isinstance(value, str) and missing(answer):
-        return Conversation(None, pair=("", renderer.text(value)))
-    if answer is None or (column == "messages" and not isinstance(value, str)):
-        messages = [] if isinstance(value, str) else to_messages(value, where)
-        if not any(turn["role"] == "assistant" for turn in messages):
-            raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
-                            f"{', '.join(learning.columns)}). Complete or remove it, or name its column with "
-                            "--output_key")
-        return Conversation(renderer.messages(messages))
-    return answered(value if isinstance(value, str) else to_messages(value, where), answer, renderer, where)
+    return column
 
 
 def answered(prompt: str | list[Message], answer: str | list[Message], renderer: Renderer, where: str) -> Conversation:
@@ -296,6 +304,7 @@ class SFTDataset(TokenizedDataset[SFTExample]):
     ``{prompt, completion}`` with text or messages (only the answer is learnt). ``learning`` selects another part.
     """
     NAME = "demonstrations"
+    NAMED: ClassVar[tuple[str, ...]] = ("input_key", )  # options of columns that rows must have where they are named
 
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
                  media: MediaStore | None = None, learning: Learning = ALL_TURNS) -> None:
@@ -305,6 +314,8 @@ class SFTDataset(TokenizedDataset[SFTExample]):
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Keep uid, arrays of ids and mask, and media: lists of numbers take several times the memory."""
         learning, renderer = self._learning, self._renderer
+        check_named_columns(rows, renderer.cfg, self.NAMED)
+        check_named_columns(rows, learning, ["output_key"])
         chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))
                  for i, row in enumerate(rows.rows)]  # yapf: disable
         for i, chat in enumerate(chats):
@@ -330,6 +341,7 @@ class SFTDataset(TokenizedDataset[SFTExample]):
 class PretrainingDataset(SFTDataset):
     """Texts and demonstrations whose loss joins that of a policy."""
     NAME, LIMIT = "rows of --pretrain_data", "--pretrain_max_len"
+    NAMED = ()  # --input_key names a column of the prompts
 
 
 def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.options import finite
-from lightrft.config.prm_schema import single_token, StepDataConfig, StepFormat
+from lightrft.config.rm_schema import single_token, StepDataConfig, StepFormat
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
-from lightrft.datasets.records import Message, missing, to_messages
+from lightrft.datasets.records import check_named_columns, Message, missing, to_messages
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 
@@ -49,10 +49,11 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
 
     Raises:
         StepError: there is no step, a step is empty or no text, or steps and labels differ in number.
-        DataError: the row has no solution, or no labels.
+        DataError: the row has no solution, or no labels, or holds a whole one which options would change.
     """
     if not missing(row.get(cfg.input_key)):
         _check_text(row[cfg.input_key], f"{where}: the column {cfg.input_key!r}")
+        _check_rendering(cfg, where)
         *steps, _ = row[cfg.input_key].split(str(cfg.placeholder_token))
         labels = row.get(cfg.label_key)
         labels = _written(labels, steps, cfg.reward_tokens, where) if isinstance(labels, str) else labels
@@ -75,6 +76,14 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
 def _check_text(value: Any, name: str) -> None:
     if not isinstance(value, str):
         raise StepError(f"{name} is {repr(value):.80}, which is no text but {type(value).__name__}. {_ADVICE}")
+
+
+def _check_rendering(cfg: StepDataConfig, where: str) -> None:
+    """Raise a :class:`DataError` for options that change a prompt, which a whole solution does not have apart."""
+    for name in ("system_prompt", "input_template"):
+        if getattr(cfg, name) is not None:
+            raise DataError(f"{where}: --{name} has no effect on {cfg.input_key!r}, which holds a whole solution. Drop "
+                            "it, or write rows with prompt, completions and labels")
 
 
 def _checked(solution: Solution, cfg: StepDataConfig, where: str) -> Solution:
@@ -169,6 +178,7 @@ class StepDataset(TokenizedDataset[StepExample]):
 
     def read(self, entry: int, rows: Rows) -> list[StepExample]:
         """Tokenize the solutions up to their last placeholder."""
+        check_named_columns(rows, self._cfg, ["input_key", "label_key"])
         known = usable(rows, lambda row, where: to_solution(row, self._cfg, where), self._cfg.step_policy,
                        "have no label for each of their steps")
         rows, solutions = rows.pick(known), [*known.values()]

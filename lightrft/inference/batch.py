@@ -3,10 +3,11 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateConfig
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process
@@ -29,9 +30,7 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
     """Run the task of ``config`` to its end, or to a stop request; a collective."""
     rl = config.as_config()
     fetch_once(strategy, rl, rl.data)
-    setup = ScorerSetup.of(rl, strategy.device)
-    with scoring(config.scoring, setup) if config.scoring.score else nullcontext() as rewards:
-        files, done = (_generated if config.generates else _scored)(config, strategy, rewards)
+    files, done = (_generated if config.generates else _scored)(config, strategy)
     files.close()
     if not done:
         get_logger().info(f"stopped; the same command resumes from {files.folder}")
@@ -41,22 +40,31 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
     strategy.barrier()
 
 
-def _generated(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
+def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Answer the prompts that are not answered yet."""
     rl = config.as_config()
     model = LoadedModel.open(rl, strategy)
     data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
-                          suffix=config.data.wish, scored=rewards is not None)
+                          suffix=config.data.wish, scored=bool(config.scoring.score))
     prompts: Sequence[Prompt] = _of_iteration(config, data)
-    files = _open_files(config, strategy, content_of(prompts))
-    return files, generate(model, prompts, files, rewards, config.seed)
+    with _scorers(config, strategy, model.media) as rewards:
+        files = _open_files(config, strategy, content_of(prompts))
+        return files, generate(model, prompts, files, rewards, config.seed)
 
 
-def _scored(config: GenerateConfig, strategy: StrategyBase, rewards: RewardManager | None) -> tuple[RowFiles, bool]:
+def _scored(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Score responses that the rows have; without ``--score`` they have rewards too."""
-    rows = _of_iteration(config, read_responses(config.data, rescored=rewards is not None))
-    files = _open_files(config, strategy, [one.row for one in rows])
-    return files, score_responses(strategy, rows, config.data, files, rewards)
+    rows = _of_iteration(config, read_responses(config.data, rescored=bool(config.scoring.score)))
+    with _scorers(config, strategy) as rewards:
+        files = _open_files(config, strategy, [one.row for one in rows])
+        return files, score_responses(strategy, rows, config.data, files, rewards)
+
+
+def _scorers(config: GenerateConfig, strategy: StrategyBase,
+             media: MediaStore | None = None) -> AbstractContextManager[RewardManager | None]:
+    """Return the rewards of ``--score``, None without it; reward models read prompts whose ``media`` are open."""
+    setup = ScorerSetup.of(config.as_config(), strategy.device, media=media)
+    return scoring(config.scoring, setup) if config.scoring.score else nullcontext()
 
 
 def _of_iteration(config: GenerateConfig, rows: Sequence[Any]) -> Sequence[Any]:

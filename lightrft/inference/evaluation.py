@@ -60,7 +60,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
     files = RowFiles(folder, identity(config, LATER, content_of(prompts)) | {"the model": path}, strategy)
     get_logger().info(f"{path}: {len(prompts) - len(files.done)} of {len(prompts)} prompts to answer")
-    with scoring(config.score, ScorerSetup.of(rl, strategy.device)) as rewards:
+    with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
         return files, generate(model, prompts, files, rewards, config.seed)
 
 

@@ -18,8 +18,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Aut
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from lightrft.models.attention import PACKED, PackedLayout
-from lightrft.models.feature_cache import FeatureCache
-from lightrft.models.media_places import keys_of, MediaPlaces
+from lightrft.models.media_features import FeatureCache, keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
                                     least_placed, of_frames, of_grids, of_omni_sounds, of_pictures, of_qwen2_audio,
                                     of_several, of_tiles, of_levels, of_windows, part_of, per_layer_inputs, pooled,
@@ -28,7 +27,7 @@ from lightrft.ops.logprobs import full_logits
 from lightrft.ops.segment import expand
 from lightrft.types import Experience, MediaSource, MediaTensors
 from lightrft.utils.errors import UserError
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 POSITIONS_KEPT = 4096  # prompts whose positions are kept
 

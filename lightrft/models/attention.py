@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightrft.ops.row_gather import RowGather
+from lightrft.ops.segment import RowGather
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 PACKED = "packed"
 # Towers hand the bounds of segments to what is called flash; for others the host reads them, and splits by them.

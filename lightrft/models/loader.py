@@ -12,8 +12,7 @@ from torch import nn
 from transformers import (AutoConfig, AutoModelForSequenceClassification, logging as hf_logging, PretrainedConfig,
                           PreTrainedModel)
 
-from lightrft.config.prm_schema import StepFormat
-from lightrft.config.rm_schema import RewardModelConfig
+from lightrft.config.rm_schema import RewardModelConfig, StepFormat
 from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
@@ -23,15 +22,15 @@ from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
-from lightrft.models.process_reward_model import ProcessRewardModel
-from lightrft.models.reward_model import cut_layers, reward_class, RewardHead, RewardKind, RewardModel
+from lightrft.models.reward_model import (cut_layers, ProcessRewardModel, reward_class, RewardHead, RewardKind,
+                                          RewardModel)
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder
 from lightrft.utils.logging import get_logger
-from lightrft.utils.module_tensors import to_meta
+from lightrft.utils.tensors import to_meta
 
 Model = TypeVar("Model", bound=PackedModel)
 

@@ -87,7 +87,8 @@ def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_
                         f"sees no input; set 0, or leave {' '.join(target_modules)} without it")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules,
                         target_parameters=matrices or None, task_type="CAUSAL_LM" if hf.can_generate() else None)
-    with torch.random.fork_rng(devices=[]):  # the same adapters on every rank, whatever its generator has drawn before
+    # The same adapters on every rank, whatever its generators have drawn before; a seed is that of GPUs too.
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(0)
         peft = get_peft_model(hf, config)
     layers = _layers(peft.get_base_model())

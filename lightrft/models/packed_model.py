@@ -12,7 +12,7 @@ from lightrft.models.lora import ADAPTER, apart_params, base_model, has_adapters
 from lightrft.models.routing import read_routing, Routing
 from lightrft.models.shared_prompts import forward_row
 from lightrft.models.weight_files import WeightFiles
-from lightrft.ops.row_gather import RowGather
+from lightrft.ops.segment import RowGather
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Scalar reward models: a decoder whose head scores whole packed sequences, and the description of the head."""
+"""Reward models: a decoder whose head scores whole packed sequences, or a language model that judges every step."""
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -6,22 +6,22 @@ from math import log
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
-from lightrft.config.grm_schema import JudgeFormat
 from lightrft.config.options import show
-from lightrft.config.prm_schema import StepFormat
+from lightrft.config.rm_schema import JudgeFormat, StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import PackedModel, with_score
-from lightrft.models.process_reward_model import KEY as STEPS
+from lightrft.ops.logprobs import Read, read_logprobs
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
-from lightrft.utils.module_tensors import keep_float32
+from lightrft.utils.tensors import keep_float32
 
-KEY = "reward_model"  # entry of config.json
+SCORES = "reward_model"  # entry of config.json
+STEPS = "process_reward_model"  # entry of config.json, the fields of StepFormat
 JUDGE = "generative_reward_model"  # entry of config.json, the fields of JudgeFormat
 SPEAKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of language models
 _HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
@@ -30,7 +30,7 @@ START = log(1 / 0.07)  # of the learnt scale, as in CLIP
 
 @dataclass(frozen=True)
 class RewardKind:
-    """Kind of a reward model, as its config.json tells it.
+    """Kind of a reward model, from its config.json.
 
     Attributes:
         steps: format of a process reward model.
@@ -47,7 +47,7 @@ class RewardKind:
         name = (config.architectures or [""])[0]
         if (steps := config_value(config, STEPS, None)) is not None:
             return cls(steps=StepFormat(**steps))
-        if config_value(config, KEY, None) is not None or not name.endswith(SPEAKS):
+        if config_value(config, SCORES, None) is not None or not name.endswith(SPEAKS):
             return cls()
         judge = config_value(config, JUDGE, None)
         return cls(language=True) if judge is None else cls(judge=JudgeFormat(**judge))
@@ -81,7 +81,7 @@ class RewardHead:
         Raises:
             UserError: the model has no head that scores sequences.
         """
-        known = config_value(config, KEY, None)
+        known = config_value(config, SCORES, None)
         if known is not None:
             return cls(**known)
         name = (config.architectures or [""])[0]
@@ -99,7 +99,7 @@ class RewardHead:
         Raises:
             UserError: the model at ``path`` has another head.
         """
-        known = config_value(config, KEY, None)
+        known = config_value(config, SCORES, None)
         if known is None:
             self._check_labels(config, path)
             return
@@ -146,7 +146,7 @@ class RewardHead:
 
     def write(self, config: PretrainedConfig) -> None:
         """Describe the head in the config of its model."""
-        setattr(config, KEY, asdict(self))
+        setattr(config, SCORES, asdict(self))
 
     @property
     def new(self) -> tuple[str, ...]:
@@ -255,3 +255,33 @@ class RewardModel(PackedModel):
         for name, tensor in super().export_params(stream, merge):
             if not name.startswith("scale."):
                 yield (f"{self.head.prefix}.{name[6:]}" if name.startswith("score.") else name), tensor
+
+
+class ProcessRewardModel(PackedModel):
+    """A causal language model; what it expects after the placeholder of a step is its judgement of the step.
+
+    Args:
+        model: as of :class:`~lightrft.models.actor_language.ActorLanguage`.
+        form: format of steps.
+        classes: ids of the reward tokens; empty: the whole vocabulary.
+        chunk_mib: MiB of float32 logits alive at once.
+    """
+
+    def __init__(self, model: nn.Module, form: StepFormat, classes: list[int], chunk_mib: int = 256,
+                 modality: ActorModality | None = None) -> None:
+        super().__init__(model, modality)
+        self.form, self.classes, self.chunk_mib = form, classes, chunk_mib
+        setattr(self.hf_model.config, STEPS, vars(form))
+
+    def forward(self, exp: Experience, read: Read) -> tuple[Tensor, ...]:
+        """Return what ``read`` makes of the log-probs [N, K] of the classes at the N placeholders, float32.
+
+        The placeholders are the tokens in the loss of ``exp`` (``exp.actions``). N may be 0; the graph still reaches
+        every parameter.
+        """
+        hidden, head = self.hidden_states(exp, exp.host.actions), self.modality.head(self.hf_model)
+        weight, bias = head.weight.to(hidden.dtype), head.bias
+        if self.classes:  # so few logits cost nothing in float32; a list as index would wait for the device
+            hidden, weight = hidden.float(), torch.stack([weight[i] for i in self.classes]).float()
+            bias = None if bias is None else torch.stack([bias[i] for i in self.classes]).float()
+        return read_logprobs(hidden * head.scale, weight, read, None, bias, self.chunk_mib, head.soft_cap)

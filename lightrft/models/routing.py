@@ -9,7 +9,7 @@ from lightrft.models.shared_prompts import ForwardRow
 from lightrft.ops.segment import expand, segment_sum
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import expand, position_ids
 from lightrft.types import Experience
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transformers.vision_utils import (get_vision_cu_seqlens, get_vision_interpo
 
 from lightrft.models.attention import PackedLayout, SEGMENTED
 from lightrft.types import MediaTensors
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 Tensors = dict[str, Tensor]
 _SIZES = ("image_sizes", )  # read on the host alone

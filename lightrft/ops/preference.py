@@ -1,7 +1,8 @@
-"""Losses on preferences, from log-probs of whole responses: of pairs, chosen and rejected, and of single ones (KTO).
+"""Losses on preferences, of policies (from log-probs of whole responses: pairs, and single ones for KTO) and of reward
+models (Bradley-Terry on the scores of a pair, cross-entropy on the judgements of steps).
 
-Every loss of a pair is one number per pair, and the loss of a batch is their mean. It names the options that it reads
-as parameters, which is all that is known about them elsewhere (:attr:`PairLoss.reads`).
+Every loss of a pair is one number per pair, and the loss of a batch is their mean. Those of policies name the options
+that they read as parameters, which is all that is known about them elsewhere (:attr:`PairLoss.reads`).
 """
 import inspect
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from lightrft.utils.registry import Registry
 
@@ -207,3 +208,50 @@ def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """``max(0, mean(logprobs - ref_logprobs))`` of mismatched pairs [N], a prompt and the response to another one: the
     estimate of KL(policy || reference) of arXiv:2402.01306, section 4.1. No gradient."""
     return (logprobs - ref_logprobs).detach().mean().clamp_min(0)
+
+
+REWARD_LOSSES = ("sigmoid", "logexp", "hps")  # of scalar reward models, see :func:`pair_loss`
+
+
+def pair_loss(chosen: Tensor, rejected: Tensor, labels: Tensor, margins: Tensor | float = 0.0,
+              kind: str = "sigmoid") -> Tensor:
+    """Return ``p * l(c - r - margin) + (1 - p) * l(r - c - margin)``, [P], with ``l(d) = -log sigmoid(d)``.
+
+    Bradley & Terry 1952; with a margin: Llama 2 (arXiv:2307.09288, eq. 2). The margin of "logexp", as in InstructGPT
+    (arXiv:2203.02155, eq. 1), and of "hps" (arXiv:2306.09341, eq. 1) is 0. A tie has p = 1/2 and no margin: its loss is
+    least where both scores are equal.
+
+    Args:
+        chosen, rejected: scores [P], or [P, K] of several heads.
+        labels: probability p that the chosen answer is better; NaN gives a loss of 0.
+        margins: read by "sigmoid".
+        kind: one of :data:`REWARD_LOSSES`.
+    """
+    known = ~labels.isnan()
+    p, gap = torch.where(known, labels, 0.5), chosen - rejected
+    if kind == "sigmoid":
+        margins = torch.where(p == 0.5, 0.0, margins)
+        loss = -p * logsigmoid(gap - margins) - (1 - p) * logsigmoid(-gap - margins)
+    elif kind == "logexp":
+        loss = p * softplus(-gap) + (1 - p) * softplus(gap)
+    elif kind == "hps":
+        logits = torch.stack([chosen, rejected], -1).log_softmax(-1)
+        loss = -p * logits[..., 0] - (1 - p) * logits[..., 1]
+    else:
+        raise ValueError(f"unknown loss {kind!r}; known: {', '.join(REWARD_LOSSES)}")
+    return torch.where(known, loss, 0.0)
+
+
+def step_loss(logprobs: Tensor, labels: Tensor, graded: bool) -> Tensor:
+    """Return the cross-entropy of each step, [N].
+
+    Math-Shepherd (arXiv:2312.08935, eq. 2): ``-p * l[0] - (1 - p) * l[1]`` with log-probs l and a ``graded`` label p,
+    and ``-l[label]`` otherwise.
+
+    Args:
+        logprobs: of the classes, [N, K].
+        labels: [N], probability of the first of two classes if ``graded``, else numbers of classes.
+    """
+    if graded:
+        return -labels * logprobs[:, 0] - (1 - labels) * logprobs[:, 1]
+    return -logprobs.gather(-1, labels.long()[:, None])[:, 0]

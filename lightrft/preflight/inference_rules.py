@@ -6,8 +6,8 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import RECIPE, ScoreConfig
 from lightrft.config.layers import changed
-from lightrft.config.media_schema import MediaConfig
 from lightrft.config.options import show
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import Config
 from lightrft.preflight.reward_rules import reward_problems
 from lightrft.preflight.shared_rules import writable

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import singledispatch
 from math import ceil
 
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceModelConfig
 from lightrft.config.schema import Config, RewardConfig
+from lightrft.config.sft_schema import KDConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight.cost import GIB, known_kinds, known_model, MIB

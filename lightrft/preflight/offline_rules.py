@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any
 
-from lightrft.config.grm_schema import GRMConfig
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.layers import changed
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceModelConfig
-from lightrft.config.prm_schema import PRMConfig
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.rm_schema import GRMConfig, PRMConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.shared_rules import folder
 

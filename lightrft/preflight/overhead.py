@@ -1,4 +1,4 @@
-"""Memory on CUDA beside the tensors that a plan counts, estimated: contexts, NCCL, CUDA graphs, passes of the engine.
+"""Memory on CUDA besides the tensors that a plan counts, estimated: contexts, NCCL, CUDA graphs, passes of the engine.
 
 The figures are reports of others, and their sources are named; ``make gpu`` measures what a device has in use. So they
 can warn of a run, and refuse none.
@@ -86,7 +86,7 @@ def graph_bytes(cfg: RolloutConfig, sequences: int, layers: int) -> float:
 
 
 def pass_bytes(config: Config, sequences: int, shape: ModelShape | None) -> float:
-    """Return the bytes of the passes of an engine beside its cache: of prompts, and of a step of ``sequences``, whose
+    """Return the bytes of the passes of an engine without its cache: of prompts, and of a step of ``sequences``, whose
     logits the GPU keeps in the graph of the hf engine."""
     if shape is None:
         return 0.0

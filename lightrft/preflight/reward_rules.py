@@ -90,7 +90,9 @@ def _part(part: str) -> Iterator[str]:
 def _url(name: str, url: str) -> Iterator[str]:
     """Yield the problem of a URL that cannot be one."""
     if not re.match(r"https?://[^/]", url):
-        yield f"--{name} {url}: must start with http:// or https://; did you mean http://{url}?"
+        file = url.endswith(".py")
+        meant = f"a file of functions belongs to --reward {url}" if file else f"did you mean http://{url}?"
+        yield f"--{name} {url}: must start with http:// or https://; {meant}"
 
 
 def _judge(r: RewardConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.layers import changed
-from lightrft.config.options import ConfigError, Option
+from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import check_ranges, flatten, options
@@ -49,6 +49,18 @@ def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
     least, most = values.get("min_pixels", 0), values.get("max_pixels", 0)
     if 0 < most < least:
         yield f"--min_pixels {least}: more than --max_pixels {most}; nearest valid value: {most}"
+
+
+def unused(c: Tree) -> Iterator[str]:
+    """Yield a warning per option that nothing reads, of those that scripts and commands of other trainers always set."""
+    values = flatten(c)
+    if not any(values.get(name) for name in ("use_wandb", "use_trackio", "trackers")):
+        for name, value in changed(c, [name for name in values if name.startswith("wandb_")]):
+            yield (f"--{name} {show(value)}: has no effect, because no tracker is selected; add --use_wandb, "
+                   f"--use_trackio or --trackers mlflow, or drop --{name}")
+    sampling = {"max_eval_samples", "eval_temperature", "eval_top_p"} & values.keys()
+    for name, value in changed(c, sorted(sampling) if sampling and not c.held_out else []):
+        yield f"--{name} {show(value)}: has no effect {without_held_out(c)} or drop it"
 
 
 def unmet_needs(c: Tree) -> Iterator[str]:
@@ -268,6 +280,9 @@ def per_rank(name: str, value: int, world_size: int) -> Iterator[str]:
 
 
 def evaluations(c: Tree, eval_steps: int) -> Iterator[str]:
-    """Yield a problem of evaluations that have no data."""
+    """Yield problems of evaluations that have no data."""
+    for name, split in changed(c, ["eval_split"]):
+        if not flatten(c)["eval_data"]:
+            yield f"--{name} {split}: has no effect without --eval_data; name the data of that split, or drop it"
     if eval_steps > 0 and not c.held_out:
         yield f"--eval_steps {eval_steps}: has no effect {without_held_out(c)} or drop it"

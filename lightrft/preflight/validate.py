@@ -5,10 +5,9 @@ from functools import singledispatch
 from math import gcd
 from typing import Any
 
-from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
-from lightrft.config.inference_schema import InferenceTree
+from lightrft.config.inference_schema import ChatConfig, InferenceTree
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
 from lightrft.config.prompt_schema import PromptConfig
@@ -25,7 +24,7 @@ from lightrft.preflight.inference_rules import engine_of_task, evaluation_proble
 from lightrft.preflight.offline_rules import own_problems
 from lightrft.preflight.reward_rules import placed_problems, reward_problems, served_problems
 from lightrft.preflight.shared_rules import (chat_template, divides, evaluations, folder, missing_optimizer,
-                                             nearest_divisors, per_rank, shared_problems, sources, suites)
+                                             nearest_divisors, per_rank, shared_problems, sources, suites, unused)
 
 
 def validate(config: Tree, world_size: int, cuda: bool | None = None, planned: bool = False,
@@ -130,10 +129,13 @@ def _inference(config: InferenceTree, models: list[str], world_size: int, cuda: 
 @singledispatch
 def warnings(config: Tree) -> Iterator[str]:
     """Yield warnings about choices that are allowed but rarely intended; each tree registers its own."""
-    yield from ()
+    yield from unused(config)
 
 
-warnings.register(Config, algorithm_warnings)
+@warnings.register
+def _(config: Config) -> Iterator[str]:
+    yield from unused(config)
+    yield from algorithm_warnings(config)
 
 
 @singledispatch

@@ -51,4 +51,4 @@ class Reward(Protocol):
         """Return scores in the order of ``batch``."""
 
 
-REWARDS: Registry[Reward] = Registry("reward")
+REWARDS: Registry[Reward] = Registry("reward", {"accuracy": "math", "accuracy_reward": "math"})  # TRL, ms-swift

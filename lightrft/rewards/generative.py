@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightrft.config.grm_schema import JudgeFormat
+from lightrft.config.rm_schema import JudgeFormat
 from lightrft.config.schema import DataConfig, RewardConfig, RolloutConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict

@@ -6,7 +6,7 @@ from typing import cast, Generic, TypeVar
 
 import torch
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.models.packed_model import PackedModel

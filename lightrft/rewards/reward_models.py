@@ -46,7 +46,7 @@ def model_problems(cfg: RewardConfig, kinds: Mapping[str, RewardKind]) -> Iterat
 
 
 def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]:
-    given = [(name, getattr(cfg, name)) for name in names]
+    given = [(name, vars(cfg)[name]) for name in names]
     unread = [f"--{name} {show(value)}" for name, value in given if value != getattr(RewardConfig, name)]
     if unread:
         yield f"{', '.join(unread)}: no model of --reward_pretrain is a {kind}, or drop the option"

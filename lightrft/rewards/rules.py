@@ -18,11 +18,19 @@ NO_REFERENCE = Outcome(
 
 
 def exact_score(item: RewardInput) -> Outcome:
-    r"""Score 1 if the last ``\boxed{..}`` is the reference, character by character (stripped), else 0."""
+    r"""Score 1 if the last ``\boxed{..}`` is the reference, or one of several, character by character (stripped), else
+    0."""
     if item.reference is None:
         return NO_REFERENCE
     boxes = boxed_answers(item.response)
-    return Outcome(float(bool(boxes) and boxes[-1] == str(item.reference).strip()))
+    return Outcome(float(bool(boxes) and boxes[-1] in _texts(item.reference)))
+
+
+def _texts(reference: Any) -> list[str]:
+    """Return the accepted answers as they are written, several for a list."""
+    if hasattr(reference, "tolist"):
+        reference = reference.tolist()
+    return [str(one).strip() for one in (reference if isinstance(reference, (list, tuple)) else [reference])]
 
 
 def choice_score(item: RewardInput) -> Outcome:
@@ -35,7 +43,7 @@ def choice_score(item: RewardInput) -> Outcome:
         return NO_REFERENCE
     answer = extract_answer(item.response)
     letters = _CHOICE.findall(normalise(answer) if answer is not None else "") or _ANSWER_IS.findall(item.response)
-    return Outcome(float(bool(letters) and letters[-1].upper() == str(item.reference).strip().upper()))
+    return Outcome(float(bool(letters) and letters[-1].upper() in map(str.upper, _texts(item.reference))))
 
 
 def format_score(item: RewardInput) -> Outcome:

@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from lightrft.config.prm_schema import line_breaks, StepFormat
+from lightrft.config.rm_schema import line_breaks, StepFormat
 from lightrft.config.schema import RewardConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.sft_dataset import Encoded
 from lightrft.datasets.steps import encode_steps, split_steps, step_ends
 from lightrft.models.loader import load_process_reward_model
-from lightrft.models.process_reward_model import ProcessRewardModel
+from lightrft.models.reward_model import ProcessRewardModel
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.neural import Media, ModelReward

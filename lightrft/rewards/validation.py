@@ -48,15 +48,28 @@ def bad_answer(row: RewardInput) -> str:
     return f"\\boxed{{{number + 1 if number is not None else 'no such answer' if text else ''}}}"
 
 
-def _probe_row(manager: RewardManager, row: RewardInput) -> None:
+def score_answers(manager: RewardManager, row: RewardInput) -> list[Score]:
+    """Score the known-good answers to ``row`` and the known-bad one, as one group."""
     answers = [*good_answers(manager, row), bad_answer(row)]
-    scores = manager.score([replace(row, response=answer) for answer in answers])
-    errors = sorted({score.error for score in scores if score.error is not None})
+    return manager.score([replace(row, response=answer) for answer in answers])
+
+
+def nothing_scored(row: RewardInput, scores: list[Score]) -> RewardProbeError:
+    """Build the error for a row to which no answer could be scored."""
+    return RewardProbeError(
+        f"no answer to {_name(row)} could be scored: {', '.join(_errors(scores))} (details in the log above). Remedy: "
+        "correct the reward, the server or the row; --no_reward_probe skips this check")
+
+
+def _errors(scores: list[Score]) -> list[str]:
+    return sorted({score.error for score in scores if score.error is not None})
+
+
+def _probe_row(manager: RewardManager, row: RewardInput) -> None:
+    scores = score_answers(manager, row)
     if all(score.total is None for score in scores):
-        raise RewardProbeError(
-            f"no answer to {_name(row)} could be scored: {', '.join(errors)} (details in the log above). Remedy: "
-            "correct the reward, the server or the row; --no_reward_probe skips this check")
-    if errors:
+        raise nothing_scored(row, scores)
+    if errors := _errors(scores):
         logger.warning("probing the reward on %s: some answers were left unscored (%s)", _name(row), ", ".join(errors))
     if row.reference is not None:
         _compare(manager, row, scores)

@@ -212,10 +212,10 @@ class ShowsPositions(Protocol):
 
 @runtime_checkable
 class ShowsMedia(Protocol):
-    """An engine that processes media itself."""
+    """An engine that has its own form of the tensors of media."""
 
     def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
-        """Return what its processor makes of each medium of the prompt of ``request``, by the processor's names."""
+        """Return the tensors of each medium of the prompt of ``request``, by the processor's names."""
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ _HOMES = {
     "get_strategy": "lightrft.strategy.strategy",
     "SingleProcessStrategy": "lightrft.strategy.strategy",
     "FakeStrategy": "lightrft.strategy.strategy",
-    "FSDPV2Strategy": "lightrft.strategy.fsdp.fsdpv2_strategy",
+    "FSDPV2Strategy": "lightrft.strategy.fsdp",
     "DeepspeedStrategy": "lightrft.strategy.deepspeed.deepspeed_strategy",
 }
 __all__ = sorted(_HOMES)

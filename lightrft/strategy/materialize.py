@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.optimizer import first_row, like, local
-from lightrft.utils.module_tensors import on_meta, replace_tensors
+from lightrft.utils.tensors import on_meta, replace_tensors
 
 Builder = Callable[[], nn.Module]  # builds a model when it is its turn
 

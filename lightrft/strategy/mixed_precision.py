@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrft.utils.module_tensors import keeps_float32
+from lightrft.utils.tensors import keeps_float32
 
 COMPUTE = torch.bfloat16
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their inputs and weights must have one type

@@ -1,6 +1,7 @@
 """AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrft.strategy.eight_bit import block_size, decode, encode
 from lightrft.strategy.host_buffers import HostBuffers
-from lightrft.strategy.memory import STEP_BYTES
+from lightrft.strategy.memory import BLOCKS, STEP_BYTES
 from lightrft.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def like(shard: Tensor, owner: Tensor) -> Tensor:
 
 
 def load(tensor: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy of ``tensor`` to ``device``; what is there already is returned as it is."""
-    return tensor.to(device, non_blocking=True)
+    """Queue a copy of ``tensor`` to ``device``; what is there already is returned as it is. A copy to host memory is
+    waited for, because the host may read it at once."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -159,7 +161,7 @@ class LocalAdamW(torch.optim.AdamW):
         for state in map(self.state.__getitem__, shards):
             for key in MOMENTS:
                 if f"{key}_scale" in state:
-                    state[key] = decode(key, state[key], state.pop(f"{key}_scale"))
+                    state[key] = decode_moment(key, state[key], state.pop(f"{key}_scale"))
 
     def _encode(self, shards: Iterable[Tensor]) -> None:
         """Undo :meth:`_decode`; float32 moments of a shard without whole blocks stay."""
@@ -167,7 +169,7 @@ class LocalAdamW(torch.optim.AdamW):
             state, size = self.state[shard], block_size(shard.shape)
             for key in MOMENTS:
                 if self.eight_bit and size and key in state:
-                    state[key], state[f"{key}_scale"] = encode(key, state[key], size)
+                    state[key], state[f"{key}_scale"] = encode_moment(key, state[key], size)
 
     def offload(self) -> None:
         """Move all moments to host memory."""
@@ -261,3 +263,48 @@ def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale ``grads`` in place so that a global norm of ``norm`` becomes at most ``max_norm``; 0 is off."""
     if grads and 0 < max_norm < norm:
         torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+
+
+# Moments in eight bits: bitsandbytes' dynamic code, with one float32 scale per block. A block never crosses a row, so
+# moments do not depend on the number of ranks that share a parameter by rows, and a checkpoint is exact on all numbers
+# of ranks. Blockwise codes: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, section 2.
+def block_size(shape: torch.Size) -> int:
+    """Return the elements per block of a parameter of this shape; 0 where its moments stay float32: vectors, and rows
+    that are no whole number of blocks."""
+    row = shape[1:].numel() if len(shape) >= 2 else 0
+    return next((size for size in BLOCKS if row and row % size == 0), 0)
+
+
+@cache
+def _code(key: str, device: torch.device) -> Tensor:
+    """The 256 values that a moment can take, as shares of its block's scale, ascending."""
+    from bitsandbytes.functional import create_dynamic_map
+    return create_dynamic_map(signed=SIGNED[key]).to(device)
+
+
+def encode_moment(key: str, moment: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Encode the float32 rows of a moment.
+
+    Args:
+        key: which moment, of :data:`SIGNED`.
+        size: elements per block.
+
+    Returns:
+        Codes (uint8, in the shape of ``moment``) and scales (float32 [rows, blocks per row]): each block's largest
+        absolute value.
+    """
+    blocks = moment.shape[1:].numel() // size
+    code = _code(key, moment.device)
+    if not moment.numel():  # a rank without rows
+        return moment.to(torch.uint8), moment.new_empty(0, blocks)
+    codes, scales = torch.ops.bitsandbytes.quantize_blockwise(moment.contiguous(), code, size)
+    return codes, scales.view(-1, blocks)
+
+
+def decode_moment(key: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """Undo :func:`encode_moment`, up to rounding."""
+    if not codes.numel():
+        return codes.float()
+    size = codes.shape[1:].numel() // scales.shape[1]
+    code = _code(key, codes.device)
+    return torch.ops.bitsandbytes.dequantize_blockwise(codes, scales.view(-1), code, size, torch.float32)

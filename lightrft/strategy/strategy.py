@@ -91,7 +91,7 @@ def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
                             "use --strategy fsdp, or start one process")
         return SingleProcessStrategy(cfg, bf16)
     if name == "fsdp":
-        from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
+        from lightrft.strategy.fsdp import FSDPV2Strategy
         return FSDPV2Strategy(cfg, bf16)
     if name == "deepspeed":
         if find_spec("deepspeed") is None:

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from lightrft import GRPO, RL, SFT
@@ -48,6 +49,13 @@ def test_keywords_are_checked_as_flags_are(home):
         GRPO(home / "model", max_len=4)
     with pytest.raises(UserError, match="pretrain is given by the keyword model already"):
         GRPO(home / "model", pretrain="other")
+    with pytest.raises(UserError, match="reward is given by the keyword rewards already"):
+        GRPO(home / "model", "exact", reward="format")
+    for data, told in ((42, "42 holds no rows; give a path"), ([], "the list is empty; give a path")):
+        with pytest.raises(UserError, match=f"train_dataset: {told}"):
+            GRPO(home / "model", "exact", data)
+    with pytest.raises(UserError, match="the weight of 'exact' is 'format'; give a number, or a list"):
+        GRPO(home / "model", [("exact", "format")])
     with pytest.raises(ConfigError) as error:
         GRPO("./no/model", "exact", "absent.jsonl", n_samples_per_prompt=1, use_kl_loss=True, reward_probe=False).plan()
     for part in ("n_samples_per_prompt 1: ", "model ./no/model: no such folder", "train_dataset absent.jsonl: no such"):
@@ -120,9 +128,9 @@ def test_equal_names_are_told_apart(home):
 
 
 def test_a_run_returns_its_metrics_and_its_model(home, tmp_path, no_picture):  # noqa: F811
-    """Twice in one process, with a function of this module, on a data set of Hugging Face and on rows."""
+    """Twice in one process, with a function of this module, on a data set of Hugging Face and on a table."""
     from datasets import Dataset
-    calls = [Dataset.from_list(tiny_task.rows(8)), tiny_task.rows(8)]
+    calls = [Dataset.from_list(tiny_task.rows(8)), pd.DataFrame(tiny_task.rows(8))]
     runs = [GRPO(home / "model", lambda completions, reference: [len(text) for text in completions], data,
                  tiny_task.rows(3, 20), eval_steps=1, save_path=str(tmp_path / str(i)), **SMALL).train()
             for i, data in enumerate(calls)]  # yapf: disable

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrft import __version__
 from lightrft.cli import main as command
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.warm import warm_environ, warm_python
@@ -32,7 +33,8 @@ def test_every_command_shows_its_options(capsys):
     with pytest.raises(SystemExit):
         command.main(["train", "--nproc", "8", "--help", "eps_clip"])  # once, not on eight processes
     assert capsys.readouterr().out.startswith("--eps_clip float\n  lower clip")
-    assert command.main(["trian"]) == 2 and "unknown command 'trian'" in capsys.readouterr().err
+    assert command.main(["trian"]) == 2 and capsys.readouterr().err.endswith("'trian' (did you mean train?)\n")
+    assert command.main(["--version"]) == 0 and capsys.readouterr().out == f"lightrft {__version__}\n"
 
 
 def test_the_number_of_processes_is_taken_out_of_the_words():
@@ -47,7 +49,8 @@ def test_a_plan_for_many_processes_starts_none(monkeypatch):
     monkeypatch.setattr(command, "launch", None)
     monkeypatch.setitem(command.COMMANDS, "counts", ("counts", ""))
     monkeypatch.setitem(sys.modules, "counts", SimpleNamespace(main=lambda words: (words, World.from_env().world_size)))
-    assert command.main(["counts", "--nproc", "8", "--dry_run"]) == (["--dry_run"], 8) and World.from_env() == World()
+    for words in (["counts", "--nproc", "8", "--dry_run"], ["--nproc", "8", "counts", "--dry_run"]):
+        assert command.main(words) == (["--dry_run"], 8) and World.from_env() == World()
 
 
 @pytest.mark.dist

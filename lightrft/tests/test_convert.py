@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.cli.convert import convert, main
-from lightrft.cli.merge_lora import merge
+from lightrft.cli.merge_lora import main as merge_lora, merge
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.models.loader import load_reward_model, load_scorer
 from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
@@ -210,7 +210,9 @@ def test_an_adapter_is_merged(base, tmp_path, task):
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, tuned(ids).logits, atol=1e-4)
         assert not torch.allclose(merged(ids).logits, kind.from_pretrained(tmp_path / "start")(ids).logits, atol=1e-2)
-    merge(str(tmp_path / "start"), tmp_path / "adapter", tmp_path / "half", is_rm, bf16=True)
+    folders = {"model_path": "start", "lora_path": "adapter", "output_path": "half"}  # OpenRLHF's lora_combiner
+    merge_lora([*(word for name, folder in folders.items() for word in (f"--{name}", str(tmp_path / folder))),
+                *(["--is_rm", "--bf16"] if is_rm else ["--ds.param_dtype", "bf16"])])  # yapf: disable
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(UserError, match="no adapter_config.json"):
         merge(str(base), tmp_path / "start", tmp_path / "other")

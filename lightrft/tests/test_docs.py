@@ -9,7 +9,7 @@ import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.compat import ALIASES, REFUSED
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.decoding import VIDEO_PIXELS

@@ -1,8 +1,10 @@
 """The examples' own scripts, end to end on two ranks: one launch each, small enough for a laptop."""
+import importlib
 import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrft.tests.support import tiny
 from lightrft.tests.support.browser import opened
+from lightrft.tests.support.gpu_measurements import piece
 from lightrft.tests.support.launch import free_port, run_script
-from lightrft.tests.support.warm import warm_environ
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
@@ -217,11 +220,17 @@ def test_quickstart_metrics(quickstart):
     assert options_of(quickstart)["seed"] == options_of(quickstart / "sft")["seed"] == 3
 
 
-def test_quickstart_as_a_measurement_on_a_gpu(quickstart, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.gpu.machine import curve
-    row = curve(quickstart)
-    assert 0 <= row["pass@1 before"] <= 1 and row["steps"] == 3 and row["step, ms"] > 0
+def test_quickstart_as_make_gpu_measures_it(tmp_path, monkeypatch):
+    """The whole script in its reduced form."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+    for name, value in shell({"PYTHONPATH": str(ROOT)}).items():
+        monkeypatch.setenv(name, value)
+    one, options = piece(tmp_path, "quickstart")
+    found = importlib.import_module(f"benchmarks.gpu.{one.function.split(':')[0]}")
+    tables = getattr(found, one.function.split(":")[1])(one.setting.__class__(**json.loads(options["setting"])))
+    row, = tables[one.tables[0]]
+    assert set(tables) == set(one.tables) and row["steps"] == 2 and 0 <= row["pass@1 before"] <= 1, row
+    assert 0 < row["step, ms"] < 1e3 * row["all, s"]
 
 
 def test_quickstart_shows_solutions_before_and_after(quickstart):
@@ -308,11 +317,13 @@ def accuracies(folder):
     return {row["model"]: row["value"] for row in lines(folder / "results.jsonl") if row["metric"] == "avg@1"}
 
 
+@pytest.mark.whole
 def test_training_on_pairs_of_its_answers_surpasses_a_careless_teacher(taught):
     found = accuracies(taught / "evaluation")
     assert found["sft-hf"] < 0.5 and min(found["sigmoid-hf"], found["orpo-hf"]) > found["sft-hf"] + 0.15, found
 
 
+@pytest.mark.whole
 def test_a_reward_model_of_the_pairs_teaches_as_the_only_reward(taught):
     launch("bash", printed_scripts()[1], cwd=taught, OUT=str(taught), SEED="1", GRPO_ARGS="--max_steps 10")
     assert lines(taught / "rm" / "metrics.jsonl")[-1]["eval/accuracy"] >= 0.95

@@ -1,9 +1,6 @@
 """Every recipe and option group on the fake CUDA device: the numbers of the CPU, the syncs of the docs."""
-import gc
 import json
 import math
-import re
-import weakref
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,11 @@ from lightrft.config.presets import RECIPES
 from lightrft.config.schema import StrategyConfig
 from lightrft.models import attention
 from lightrft.ops.segment import segment_sum
-from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Request, SamplingParams
-from lightrft.rollout.hf import continuous_batching
-from lightrft.rollout.hf.decode_graph import StepGraph
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.sampling import sample
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, runtime, SYNC
+from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED, marginal
 from lightrft.trainer import ppo_update
 from lightrft.trainer.tests import test_sft_trainer as sft
@@ -215,148 +208,6 @@ def test_the_host_waits_once_per_decode_step():
     assert marginal(few.sites(SYNC), many.sites(SYNC), 8) == SYNCS[DECODE]
     assert sum(marginal(few.sites(KERNEL), many.sites(KERNEL), 8).values()) == 1, "the copy of what has ended"
     assert many.total(GRAPH) - few.total(GRAPH) == 8
-
-
-def launches(layers):
-    """Launches of a decode step without graphs."""
-    totals = []
-    for tokens in (8, 16):
-        with fake_cuda() as ledger:
-            model = tiny.model(num_hidden_layers=layers)
-            model.set_attn_implementation("packed")
-            engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20)
-            engine._graph.enabled = False
-            engine.generate([Request([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
-        totals.append(ledger.total(KERNEL))
-    return (totals[1] - totals[0]) / 8
-
-
-def test_a_graph_saves_the_launches_that_the_docs_name():
-    page = (Path(__file__).parents[2] / "docs" / "host_syncs.md").read_text(encoding="utf-8")
-    said = int(re.search(r"one launch in place of (\d+) or so per layer", page.replace("\n  ", " "))[1])
-    assert launches(2) - launches(1) == pytest.approx(said, rel=0.1)
-
-
-def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):
-    """More responses than slots: rows are freed, filled and moved between the steps that graphs replay."""
-
-    def tokens(device):
-        model = tiny.model(initializer_range=0.5).to(device)
-        model.set_attn_implementation("packed")
-        engine = HFEngine(model, range(40, 52), kv_bytes=20_000)
-        asked = [Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)]
-        found = engine.generate(asked, SamplingParams(max_new_tokens=24))
-        return [each.token_ids for part in found for each in part]
-
-    expected, forget = tokens("cpu"), StepGraph.forget
-    with fake_cuda() as ledger:
-        assert tokens("cuda") == expected
-    assert ledger.total(GRAPH) > 10 and len({len(each) for each in expected}) > 2
-    monkeypatch.setattr(StepGraph, "forget", lambda self: None if hasattr(self, "key") else forget(self))
-    with fake_cuda():
-        assert tokens("cuda") != expected, "a graph of other slots draws other tokens"
-
-
-def test_a_step_that_waits_for_the_device_is_not_captured(monkeypatch, capsys):
-    monkeypatch.setattr(continuous_batching, "sample",
-                        lambda logits, *rest: sample(logits + logits.sum().item() * 0, *rest))
-    assert decode(8).total(GRAPH) == 0
-    said = "decodes without CUDA graphs: a step cannot be captured (operation not permitted"
-    assert capsys.readouterr().err.count(said) == 1
-
-
-def test_a_capture_that_fails_leaves_the_program_on_its_stream():
-    with fake_cuda():
-        graph, before = StepGraph(torch.device("cuda")), torch.cuda.current_stream()
-        found = [graph.run("shape", lambda: torch.ones(1, device="cuda") * torch.ones(1, device="cuda").item())
-                 for _ in range(4)]  # yapf: disable
-        assert not graph.enabled and [each.item() for each in found] == [1.0] * 4
-        assert torch.cuda.current_stream() is before
-        assert not runtime.CAPTURING, "torch would still allocate as during a capture"
-
-
-def failing_first(error, draw=sample):
-    """``sample`` that raises in a first capture."""
-    errors = [error]
-
-    def draw_or_raise(*args):
-        if errors and torch.cuda.is_current_stream_capturing():
-            raise errors.pop()
-        return draw(*args)
-
-    return draw_or_raise
-
-
-@pytest.mark.parametrize("error, again", [(torch.OutOfMemoryError("CUDA out of memory"), True), (ValueError(""), False),
-                                          (AssertionError("no"), False)])
-def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch, capsys):
-    """Until the engine wakes, if memory was lacking: an update, or the sleep of another engine, has freed some."""
-    monkeypatch.setattr(continuous_batching, "sample", failing_first(error))
-    with fake_cuda() as ledger:
-        model = tiny.model()
-        model.set_attn_implementation("packed")
-        engine, graphs = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
-        for wakes in (False, False, True):
-            if wakes:
-                engine.sleep()
-                engine.wake()
-            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
-            graphs.append(ledger.total(GRAPH))
-        assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
-    told = capsys.readouterr().err
-    assert told.count("a step cannot be captured") == 1 and ("until the engine next wakes" in told) == again
-
-
-def test_a_capture_that_fails_keeps_no_tensor_of_its_step():
-    kept = []
-
-    def step():
-        made = torch.ones(1, device="cuda")
-        if runtime.CAPTURING:
-            kept.append(weakref.ref(made))
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return made
-
-    with fake_cuda():
-        gc.disable()
-        try:
-            graph = StepGraph(torch.device("cuda"))
-            for _ in range(4):
-                graph.run(64, step)
-            assert [each() for each in kept] == [None] and graph.graph is None
-        finally:
-            gc.enable()
-
-
-def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
-    monkeypatch.setattr(CompletionCollector, "take", lambda *args: 1 / 0)
-    with fake_cuda():
-        model = tiny.model()
-        model.set_attn_implementation("packed")
-        engine, freed = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
-        monkeypatch.setattr(engine._graph, "free", lambda: freed.append(True))
-        with pytest.raises(ZeroDivisionError):
-            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
-        assert len(freed) == 2, "at the begin and at the end"
-
-
-def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monkeypatch):
-    begun, modes, emptied, begin = [], set(), [], runtime.CUDAGraph.capture_begin
-    monkeypatch.setattr(runtime.CUDAGraph, "capture_begin", lambda self, pool, mode:
-                        (begun.append(pool), modes.add(mode), begin(self, pool, mode)))
-    with fake_cuda() as ledger, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-        graph = StepGraph(torch.device("cuda"))
-        for width in (64, 128):
-            for _ in range(4):
-                graph.run(width, lambda: torch.ones(1, device="cuda") * 2)
-        assert len(begun) == 2 and begun[0] == begun[1] and ledger.total(SYNC) == 0
-        assert len(emptied) == 1, "the first capture finds the memory that an update has left cached"
-        graph.free()
-        for _ in range(4):
-            graph.run(64, lambda: torch.ones(1, device="cuda") * 2)
-        assert begun[2] != begun[0], "the memory of a generation that has ended is free"
-    assert modes == {"thread_local"}, "allocations of other threads end a capture"
 
 
 def test_the_docs_list_every_sync():

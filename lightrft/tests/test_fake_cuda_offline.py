@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.sft_schema import KDConfig
 from lightrft.inference.tests import test_generate as inference
 from lightrft.tests.support import preference_runs, runs, tiny_task
 from lightrft.tests.support.fake_cuda import CudaTensor, fake_cuda

@@ -35,7 +35,7 @@ def test_help_loads_nothing_heavy(script, flag):
 
 def test_a_mistake_in_a_program_does_not_wait_for_torch():
     heavy = set(HEAVY) - {"numpy"}
-    run("import sys\nfrom lightrft import GRPO\ntry:\n    GRPO('model', 'exact', [], gama=1)\n"
+    run("import sys\nfrom lightrft import GRPO\ntry:\n    GRPO('model', 'exact', [{'prompt': '1'}], gama=1)\n"
         f"except Exception as error: assert 'gamma' in str(error) and not {heavy} & set(sys.modules), error\n"
         "else: assert False")
 

@@ -12,8 +12,8 @@ import pytest
 
 from lightrft.cli.main import COMMANDS
 from lightrft.cli.offline import OFFLINE
-from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.tree import options
@@ -30,6 +30,12 @@ SHORT = {
     "PACKED": "--flash_attn --packing_samples --gradient_checkpointing --load_checkpoint",
     "PAIRS": "--dataset HOME/pairs.jsonl --prompt_key prompt --chosen_key chosen --rejected_key rejected",
     "DEMOS": "--dataset HOME/judged.jsonl --input_key prompt --output_key completion",
+    "DOTTED": """--actor.model_name_or_path HOME/model --data.max_len 2048 --data.max_samples 500000
+        --ckpt.output_dir HOME/out --ckpt.save_steps -1 --ckpt.max_num 3 --ckpt.load_enable --ckpt.save_hf
+        --logger.logging_steps 1 --logger.wandb.key KEY --logger.wandb.project tiny --eval.steps -1
+        --train.batch_size 256 --train.micro_batch_size 2 --train.max_epochs 1 --train.seed 42 --ds.zero_stage 2
+        --ds.packing_samples --ds.param_dtype bf16 --ds.attn_implementation flash_attention_2 --ds.adam_offload
+        --ds.use_universal_ckpt --adam.lr 5e-6 --actor.gradient_checkpointing_enable""",
     # LightRFT's
     "ROLLOUTS": """--save_trajectories --fsdp --flash_attn --rm_use_engine --micro_train_batch_size 4
         --micro_rollout_batch_size 4 --rollout_batch_size 128 --train_batch_size 128 --max_epochs 1 --num_episodes 20
@@ -54,7 +60,11 @@ SAME = {"model", "dataset", "num_train_epochs", "save_total_limit", "max_length"
         "rpo_alpha", "cpo_alpha", "actor_learning_rate", "learning_rate", "prompt_max_len", "system", "epsilon", "lam",
         "num_ppo_epochs", "max_grad_norm", "lr_scheduler_type", "cliprange_value", "kl_coef", "val_dataset",
         "num_iterations", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "loss_type"}  # yapf: disable
-"""Flags whose remedy takes the same value."""
+OTHER = {"vllm.num_engines", "vllm.enforce_eager", "ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",
+         "train.async_enable", "algo.advantage.is_correction_enable", "actor.eps_clip_low_high",
+         "reward.clip_range", "reward.normalize_enable", "data.dataset_probs",
+         "algo.dynamic_filtering_enable"}  # yapf: disable
+"""Plain flags whose remedy takes the same value, and dotted ones whose remedy does not."""
 MANUAL = {
     "sft":
     """sft DEMOS --max_len 2048 --input_template 'User: {}' --micro_train_batch_size 2 --max_samples 500000
@@ -74,23 +84,39 @@ MANUAL = {
         --learning_rate 5e-7 --apply_chat_template --ref_offload SIZES PACKED""",
     "IPO":
     "dpo PAIRS --ipo --beta 0.1 --max_len 2048 --zero_stage 2 --nll_loss_coef 0.1 --adam_offload SIZES",
-    "cDPO":
-    "dpo PAIRS --label_smoothing 0.1 --eval_dataset HOME/pairs.jsonl --ref_pretrain HOME/model SIZES",
+    "cDPO, dotted flags":
+    """dpo --data.dataset HOME/pairs.jsonl --eval.dataset HOME/pairs.jsonl --data.prompt_key prompt
+        --data.chosen_key chosen --data.rejected_key rejected --model.label_smoothing 0.1 --model.beta 0.1
+        --model.aux_loss_coef 0 --ref.model_name_or_path HOME/model --ref.offload --model.nll_loss_coef 0.1
+        DOTTED --ds.ring_attn_size 2""",
     "KTO":
     """kto DEMOS --label_key label --micro_train_batch_size 1 --max_len 2048 --zero_stage 3 --beta 0.1
         --learning_rate 5e-7 --desirable_loss_weight 1 --undesirable_loss_weight 1.33 SIZES PACKED""",
     "distillation":
     """kd DEMOS --max_len 4096 --zero_stage 2 --teacher_model HOME/model --teacher_offload --kd_coef 0.4
         --learning_rate 5e-6 --l2 0 SIZES PACKED""",
-    "rejection sampling":
-    """sft DEMOS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --zero_stage 2
-        --learning_rate 2e-6 SIZES PACKED""",
+    "SFT, dotted flags":
+    """sft --data.dataset HOME/judged.jsonl --data.input_key prompt --data.output_key completion
+        --data.input_template 'User: {}' --data.dataset_probs 1.0 --lr_scheduler constant --min_lr_ratio 0.1 DOTTED
+        --ds.lora.rank 16 --ds.lora.alpha 32 --muon.lr 0.02""",
+    "PPO, dotted flags":
+    """train --ref.num_nodes 1 --ref.num_gpus_per_node 8 --reward.num_nodes 1 --critic.num_gpus_per_node 8
+        --actor.num_nodes 1 --vllm.num_engines 4 --vllm.tensor_parallel_size 2 --train.colocate_all
+        --vllm.gpu_memory_utilization 0.5 --reward.model_name_or_path HOME/rm --critic.model_name_or_path HOME/model
+        --rollout.batch_size 1024 --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384
+        --rollout.n_samples_per_prompt 1 --prompt_max_len 1024 --rollout.max_new_tokens 1024 --actor.adam.lr 5e-7
+        --critic.adam.lr 9e-6 --algo.kl.init_coef 0.01 --algo.kl.use_loss --algo.kl.estimator k2
+        --algo.advantage.estimator gae --actor.eps_clip_low_high 0.2 0.28 --reward.clip_range -10 10
+        --data.prompt_dataset HOME/rl/train.jsonl --data.input_key prompt --data.label_key ground_truth
+        --data.apply_chat_template --reward.normalize_enable --vllm.sync_backend nccl --vllm.enforce_eager
+        --vllm.enable_sleep --ds.enable_sleep --train.agent_func_path agent.py --train.async_enable
+        --algo.advantage.is_correction_enable --algo.dynamic_filtering_enable DOTTED""",
     "iterative DPO":
     """dpo PAIRS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --ref_pretrain HOME/model
         --beta 0.1 --zero_stage 3 --learning_rate 5e-7 --ring_attn_size 2 SIZES PACKED""",
-    "server":
-    "serve_rm --reward_pretrain HOME/rm --port 5000 --bf16 --flash_attn --normalize_reward --max_len 8192 "
-    "--batch_size 16",
+    "server, dotted flags":
+    """serve_rm --reward.model_name_or_path HOME/rm --port 5000 --ds.param_dtype bf16 --ds.attn_implementation x
+        --reward.normalize_enable --data.max_len 8192 --batch_size 16""",
     "chat":
     "chat --pretrain HOME/model --bf16 --max_new_tokens 128 --temperature 0.7 --top_p 0.9 --flash_attn",
     "LightRFT, GRPO":
@@ -215,8 +241,12 @@ def name_of(flag):
 def translated(command, flag):
     """The option that the error names, with the value of the flag."""
     name, _, value = flag[2:].partition(" ")
-    ours = re.search(r"--\w+", refusal(name, options(TREES[command])).partition("here: ")[2])
+    ours = re.search(r"--\w+", refusal(name, options(TREES[command])).partition("; here: ")[2])
     return f"{ours[0]} {value}" if ours else ""
+
+
+def takes_the_same(name):
+    return name in SAME or "." in name and name not in OTHER and not name.endswith(("_nodes", "_per_node"))
 
 
 @pytest.mark.parametrize("name", MANUAL)
@@ -228,21 +258,22 @@ def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys, request):
     text = text.replace("EVALUATED", data[1] if data else "").replace("HOME", str(home))
     command, text = text.split()[0], " ".join(text.split())
     flags = re.findall(r"--\w+.*?(?= --|$)", text)
-    if command in OFFLINE and not {"pretrain", "model"} & {*map(name_of, flags)}:
+    if command in OFFLINE and not {"pretrain", "model", "actor.model_name_or_path"} & {*map(name_of, flags)}:
         flags.append(f"--pretrain {home}/model")
     kept, refused = parted(command, flags)
     folder = ["--save_path", str(tmp_path)] * (command in {"train", *OFFLINE})
     if refused:
         code, said = ended([command, *shlex.split(" ".join(flags)), *folder], capsys)
-        told = re.findall(r"(\w+) is (?:not an option here: |an option of another \w+; here: )\w+",
+        told = re.findall(r"([\w.]+) is (?:not an option here: |an option of another \w+; here: )\w+",
                           said.replace(": --", ": "))
         assert code == 2 and {*map(name_of, refused)} == {*told} and "unknown" not in said, said
-    moved = [translated(command, flag) for flag in refused if name_of(flag) in SAME]
+    moved = [translated(command, flag) for flag in refused if takes_the_same(name_of(flag))]
     if "--reward_pretrain {}" in kept:
         code, said = ended([command, *shlex.split(" ".join(kept)), *folder, "--dry_run"], capsys)
         assert code == 2 and "--reward_pretrain {}: names no model" in said, said
         kept.remove("--reward_pretrain {}")
-    added = ["--strategy deepspeed"] if "--zero_stage" in text and "--fsdp" not in text else []  # named by an error
+    added = ["--strategy deepspeed"] if "zero_stage" in text and "--fsdp" not in text else []  # named by an error
+    added += ["--engine_type vllm"] * ("--vllm." in text)
     words = [*shlex.split(" ".join([*kept, *moved, *added])), *folder]
     code, said = ended([command, *words, "--dry_run", *["--plan_gpus", "8xH100"] * bool(folder)], capsys)
     assert not code, said

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import find_row_media
 from lightrft.tests.support import tiny

@@ -9,13 +9,11 @@ import pytest
 
 import lightrft
 from lightrft.config.cli import parse_config
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.offline_schema import OfflineConfig, PairConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.prm_schema import PRMConfig
-from lightrft.config.rm_schema import RMConfig
+from lightrft.config.rm_schema import PRMConfig, RMConfig
 from lightrft.config.schema import Config, LogConfig
-from lightrft.config.sft_schema import SFTConfig, SFTTrainConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig, SFTTrainConfig
 from lightrft.config.tree import group_options, options
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate

@@ -2,6 +2,7 @@
 import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,24 @@ def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
             shown = f"| {names[run.split(',')[0]]} | {side.replace('trl', 'TRL')} |"
             assert f"{shown} {cpu:.2f} | {tokens:.0f} | {peak:.0f} |" in page, (run, side)
             assert side != "lightrft" or statistics.median(ratios) >= 2, run
+
+
+def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
+    """Twice as many tokens per CPU second as TRL on equal lengths, by default; README has these ratios alone."""
+    found, page = recorded("peers.json")
+    names = {"trl": "TRL", "lightrft": "lightrft, every sample trained", "lightrft, default": "lightrft"}
+    medians = set()
+    for run, side in ((run, side) for run in found["runs"] for side in names):
+        case, results, peers = run.split(",")[0], found["runs"][run][side], found["runs"][run]["trl"]
+        ratios = [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(results, peers)]
+        cpu, *counts = (statistics.median(one[key] for one in results)
+                        for key in ("cpu_s", "tokens", "trained", "tokens_per_cpu_s"))  # yapf: disable
+        shown = f"| {case} | {names[side]} | {cpu:.2f} | {' | '.join(f'{one:.0f}' for one in counts)} |"
+        assert f"{shown} {statistics.median(ratios):.2f}x" in page, (run, side)
+        assert (case, side) != ("equal", "lightrft, default") or len(ratios) == 3 and min(ratios) >= 2, ratios
+        medians.add(f"{statistics.median(ratios):.2f}")
+    (claim, ) = re.findall(r"^\| Side by side with TRL .*?\| (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\b\d+\.\d\d\b", claim)) == medians - {"1.00"}
 
 
 @pytest.mark.slow

@@ -70,6 +70,9 @@ def test_the_page_shows_the_recorded_runs():
     found = json.loads(chain.OUTPUTS.data.read_text(encoding="utf-8"))
     assert chain.section(found) in chain.OUTPUTS.page.read_text(encoding="utf-8")
     assert chain.missed(found) == [] and len(chain.of_run(found, "sft")) == 3
-    worse = [row | {"accuracy": 0.4} if row["run"] in ("kto", "rm", "student") and row["seed"] == 2 else row
-             for row in found]  # yapf: disable
-    assert [each.split(":")[0] for each in chain.missed(worse)] == ["KTO", "reward model", "student"]
+    checked = set(chain.NAMES) - {"sft"} | {"rm", "prm"}
+    worse = [row | {"accuracy": 0.4} if row["run"] in checked and row["seed"] == 2 else row for row in found]
+    wanted = [chain.NAMES[name] for name in chain.GAINS] + ["reward model", "process reward model"]
+    assert [each.split(":")[0] for each in chain.missed(worse)] == wanted
+    worse = [row | {"accuracy": 0.4} if row["run"] == "student" else row for row in found]
+    assert [each.split(":")[0] for each in chain.missed(worse)] == ["student"]

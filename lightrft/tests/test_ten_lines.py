@@ -77,7 +77,7 @@ def test_a_notebook_runs_the_program(home, alone, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     first, second = re.split(r"\n(?=accuracy = )", program().replace("max_steps=40", "max_steps=2"))
-    wrong = "GRPO('runs/quickstart/sft/hf', 'exact', [], num_generations=8)"
+    wrong = "GRPO('runs/quickstart/sft/hf', 'exact', [{'prompt': '1'}], num_generations=8)"
     cells = [nbformat.v4.new_code_cell(text) for text in (first, second, "run.model().config.vocab_size", wrong)]
     cells[3].metadata["tags"] = ["raises-exception"]
     notebook = nbformat.v4.new_notebook(cells=cells)

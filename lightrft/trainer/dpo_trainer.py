@@ -12,8 +12,7 @@ from lightrft.datasets.rows import DataError
 from lightrft.ops.preference import match_by_rank, PAIR_LOSSES, Pairs
 from lightrft.ops.segment import segment_sum
 from lightrft.trainer.offline_trainer import Batch, Loss
-from lightrft.trainer.pair_trainer import pairs_of, PairTrainer
-from lightrft.trainer.preference_trainer import PreferenceTrainer
+from lightrft.trainer.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
 from lightrft.trainer.reference import response_sums, summed
 from lightrft.types import Experience
 from lightrft.utils.logging import get_logger

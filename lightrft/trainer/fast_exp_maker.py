@@ -258,13 +258,13 @@ class FastExperienceMaker:
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
         """Process the media of this rank's share of the next prompts in the background, but those whose features are
-        kept. SGLang computes features of its own, and vLLM has a processor of its own, for which all are decoded."""
+        kept; all where the engine computes features of its own. vLLM asks for decoded media too, for their sizes."""
         if self.media is None:
             return
         engine, keys = self.config.rollout.engine_type, [key for prompt in self.deal(prompts) for key in prompt.media]
         if engine == "vllm":
             self.media.decode_ahead(keys)
-        self.media.prefetch(key for key in keys if engine == "sglang" or not self.logprobs.has_features(key))
+        self.media.prefetch(key for key in keys if engine != "hf" or not self.logprobs.has_features(key))
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's share of ``items``, dealt one by one."""

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.shared_schema import PolicyModelConfig
-from lightrft.models.loader import load_actor
+from lightrft.models.loader import load_actor, logit_count
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
@@ -19,17 +19,33 @@ from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
 
 
+def check_tokens(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model at ``path``, of ``option``, knows the tokens of the ``policy`` with ``tokenizer``.
+
+    Raises:
+        UserError: it numbers its tokens otherwise, or has no logit for one of them.
+    """
+    own, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
+    remedy = f"Take a model of the same family as --pretrain {policy}"
+    differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
+    if differ:
+        raise UserError(
+            f"--{option} {path}: {len(differ)} of its tokens are not those of the trained model (the first: "
+            f"{differ[0]!r}; vocabularies of {len(theirs)} and {len(own)}), so their distributions cannot "
+            f"be compared. {remedy}")
+    width, needed = logit_count(path), min(max(own.values()) + 1, logit_count(policy))
+    if width < needed:  # more tokens than the policy has logits may be in a tokenizer: text models of Gemma-3
+        raise UserError(f"--{option} {path}: it has {width} logits, and the vocabulary needs {needed}. {remedy}, with "
+                        "logits for all tokens")
+
+
 def teacher_builder(cfg: PolicyModelConfig, path: str, student: PreTrainedTokenizerBase) -> Builder:
     """Return what loads the teacher at ``path``, frozen.
 
     Raises:
-        UserError: it numbers its tokens otherwise than the ``student``.
+        UserError: of :func:`check_tokens`.
     """
-    own, theirs = student.get_vocab(), load_tokenizer(path).get_vocab()
-    differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
-    if differ:
-        raise UserError(f"--teacher_model {path}: {len(differ)} of its tokens are not those of the student (the first: "
-                        f"{differ[0]!r}), so their distributions cannot be compared. Take a teacher of the same family")
+    check_tokens("teacher_model", path, str(cfg.pretrain), student)
     return partial(load_actor, cfg, path=path, train=False, deferred=True)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.grm_schema import GRMConfig
+from lightrft.config.rm_schema import GRMConfig
 from lightrft.config.schema import RolloutConfig
 from lightrft.datasets.judgements import ANSWERS, judge_format, JudgedExample, JudgementDataset, TIE, verdict
 from lightrft.datasets.media_store import MediaStore

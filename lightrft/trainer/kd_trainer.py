@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.kd_schema import KDConfig
+from lightrft.config.sft_schema import KDConfig
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import logit_count
 from lightrft.ops.divergence import coarse, divergence

@@ -14,7 +14,7 @@ from lightrft.trainer.preference_trainer import PreferenceTrainer
 from lightrft.trainer.reference import response_sums, summed
 from lightrft.trainer.sft_trainer import pack_rows
 from lightrft.types import Experience
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 
 @dataclass(frozen=True)

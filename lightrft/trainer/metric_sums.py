@@ -70,6 +70,10 @@ class MetricSums:
         self._to_host()
         return [key for key in self._sums if key not in self._vectors]
 
+    def counted(self) -> list[str]:
+        """Return the keys whose mean is over at least one item."""
+        return [key for key in self.keys() if self._sums[key][1]]
+
     def peaks(self) -> list[str]:
         """Return the keys that have a maximum."""
         return list(self._peaks)

@@ -9,8 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
-from lightrft.config.prm_schema import PRMConfig, StepFormat
-from lightrft.config.rm_schema import RMConfig
+from lightrft.config.rm_schema import PRMConfig, RMConfig, StepFormat
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.models.architectures import modality_of

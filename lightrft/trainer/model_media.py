@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media_store import MediaStore, open_store
-from lightrft.models.feature_cache import FeatureCache
 from lightrft.models.loader import media_kinds, token_frames
 from lightrft.models.lora import hf_name
+from lightrft.models.media_features import FeatureCache
 from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.optimizer import is_whole
@@ -52,7 +52,7 @@ def connect_media(model: nn.Module, media: MediaSource | None, strategy: Strateg
         return
     trained = [name for name in read if named[name].requires_grad]
     if trained:
-        raise UserError(
-            f"--cache_features: {trained[0]} is trained, so the features of media change at every step; add "
-            "--freeze_prefix visual audio projector (those that the model has), or drop it")
+        raise UserError(f"--cache_features: {trained[0]} is trained, so the features of media, which are kept as they "
+                        "leave the projector, change at every step; add --freeze_prefix visual audio projector (those "
+                        "that the model has), or drop it")
     modality.cache = cache

@@ -160,11 +160,11 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         return loss
 
     def _means(self, name: str, sums: MetricSums) -> dict[str, float]:
-        """Average the metrics over all ranks."""
+        """Average the metrics over all ranks; those of which the batch has no item are left out."""
         if not sums.keys():
             return {}
         sums.reduce(self.strategy)
-        return {f"{name}/{key}": sums.mean(key) for key in sums.keys()}
+        return {f"{name}/{key}": sums.mean(key) for key in sums.counted()}
 
     def extra_state(self) -> dict[str, Any]:
         """Return sampler position and bad steps in a row."""
@@ -179,7 +179,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
 def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[Any]]) -> None:
     """Run the ``trainer`` of a command; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
     config, data = parsed.config, parsed.config.data.as_data_config()
-    with training_session(parsed, exits) as session:
+    with training_session(parsed, exits, trainer.read) as session:
         path = config.model.pretrain
         fetch_once(session.strategy, config, data)
         check_context(path, max_len=config.data.max_len)

@@ -29,11 +29,13 @@ class PassThread:
 
     Args:
         n_per_prompt: samples per group; it makes sample ids unique, together with the number of the group.
+        stream: CUDA stream of the passes; None on CPUs.
     """
 
-    def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits,
-                 n_per_prompt: int) -> None:
+    def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits, n_per_prompt: int,
+                 stream: Any = None) -> None:
         self.strategy, self.passes, self.limits, self.n_per_prompt = strategy, passes, limits, n_per_prompt
+        self._stream = stream
         self.found: dict[int, Tensor] = {}  # by sample id: [fields, tokens]
         self._open: list[Sample] = []
         self._packs: SimpleQueue[list[Sample]] = SimpleQueue()  # the last one is empty
@@ -41,9 +43,7 @@ class PassThread:
         self._thread = threading.Thread(target=self._run, name="early passes", daemon=True)
 
     def __enter__(self) -> "PassThread":
-        self._stream = None
-        if self.strategy.device.type == "cuda":  # runs alongside the engine's kernels, once the weights are loaded
-            self._stream = torch.cuda.Stream(self.strategy.device)
+        if self._stream is not None:  # runs alongside the engine's kernels, once the weights are loaded
             self._stream.wait_stream(torch.cuda.current_stream(self.strategy.device))
         self._thread.start()
         return self
@@ -82,6 +82,8 @@ class PassThread:
             raise self._caught.cause
 
     def _run(self) -> None:
+        if self._stream is not None:  # a new thread is on GPU 0, where every rank would open a context
+            torch.cuda.set_device(self.strategy.device)
         with self._caught, torch.no_grad(), torch.cuda.stream(self._stream):  # errors belong to the main thread
             self._rounds()
 
@@ -108,12 +110,15 @@ class OverlappedPasses:
                  timer: Timer) -> None:
         self.strategy, self.logprobs, self.timer = strategy, logprobs, timer
         self.n_per_prompt, self.num_samples = n_per_prompt, num_samples
+        # One for the whole run: torch deals out 32 in turn, and a new one per rollout would come to the stream on which
+        # the hf engine captures its graphs.
+        self.stream = torch.cuda.Stream(strategy.device) if strategy.device.type == "cuda" else None
 
     @contextmanager
     def during(self, groups: int) -> Iterator[None]:
         """Run the passes of one generation; it ends when those of all ranks are done."""
         self.thread = PassThread(self.strategy, self.logprobs.wanted(self.num_samples), self.logprobs.limits,
-                                 self.n_per_prompt)
+                                 self.n_per_prompt, self.stream)
         with self.timer("early_passes"), self.thread:
             yield
 

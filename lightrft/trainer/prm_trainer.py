@@ -6,12 +6,12 @@ import torch
 from torch import nn, Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.prm_schema import PRMConfig
+from lightrft.config.rm_schema import PRMConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.steps import StepDataset, StepExample
 from lightrft.models.loader import load_process_reward_model
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.ops.reward_loss import step_loss
+from lightrft.ops.preference import step_loss
 from lightrft.ops.segment import seq_ids
 from lightrft.trainer.offline_trainer import Batch, Loss, OfflineTrainer
 from lightrft.trainer.sft_trainer import pack_rows

@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.options import show
 from lightrft.config.rm_schema import RMConfig
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
-from lightrft.ops.reward_loss import pair_loss
+from lightrft.ops.preference import pair_loss
 from lightrft.trainer.offline_trainer import Batch, Loss
-from lightrft.trainer.pair_trainer import PairTrainer, pairs_of
+from lightrft.trainer.preference_trainer import pairs_of, PairTrainer
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 
 class RMTrainer(PairTrainer):
@@ -30,6 +33,15 @@ class RMTrainer(PairTrainer):
     def scorer(self) -> RewardModel:
         """The model."""
         return cast(RewardModel, self.actor.model)
+
+    @classmethod
+    def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
+             media: MediaStore | None) -> Sequence[Pair]:
+        """Extend :meth:`PairTrainer.read`: refuse heads that would learn nothing (:func:`check_heads`)."""
+        check_names(config.model.heads_types)
+        rows = super().read(config, tokenizer, split, media)
+        check_heads(rows, config.model.heads_types, split)
+        return rows
 
     @classmethod
     def load(cls, config: RMConfig) -> nn.Module:
@@ -97,3 +109,41 @@ class RMTrainer(PairTrainer):
         """Continue from :meth:`extra_state`."""
         super().load_extra_state(state)
         self.describe(self.scorer, self.tokenizer, state)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check the names of the heads.
+
+    Raises:
+        UserError: there are none, or two are the same.
+    """
+    if not names:
+        raise UserError("--heads_types is empty: a reward model has at least one score; name it, e.g. preference")
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise UserError(f"--heads_types {show(list(names))}: {twice[0]!r} is there twice; give each score its own name")
+
+
+def check_heads(rows: Sequence[Pair], names: Sequence[str], split: str) -> None:
+    """Check that rows of the ``split`` "train" label every head after the first one, and no rows another one; with one
+    head the labels are not read.
+
+    Raises:
+        UserError: a row labels a head that is not there, or no training row labels one that is.
+    """
+    others, labelled = names[1:], {name: pair.uid for pair in reversed(rows) for name in pair.heads}
+    known = ", ".join(map(repr, others))
+    for name, uid in labelled.items():
+        if others and name not in others:
+            entry, _, number = uid.partition(":")
+            purpose = "training" if split == "train" else "evaluation"
+            raise UserError(
+                f"row {int(number) + 1} of {purpose} data {int(entry) + 1}: the column 'heads' has {name!r}, and the "
+                f"scores that learn from it are {known} (--heads_types without its first one). Correct or "
+                "remove it in the rows, or add it to --heads_types")
+    for name in others if split == "train" else ():
+        if name not in labelled:
+            raise UserError(
+                f"--heads_types {show(list(names))}: no row of the training data labels {name!r} (labelled: "
+                f"{', '.join(map(repr, labelled)) or 'nothing'}). Give rows a column 'heads' with "
+                f"{{{name!r}: 'chosen', 'rejected' or 'tie'}}, or drop the score")

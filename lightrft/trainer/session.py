@@ -14,6 +14,7 @@ from lightrft.config.cli import ParsedConfig, exit_on_config_error
 from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
+from lightrft.config.tree import flatten
 from lightrft.preflight.hardware import Machine, unlike_gpus
 from lightrft.preflight.planned import (chosen_by_machine, refuse_emulated_bf16, refuse_together, refuse_unlike_ranks,
                                         refuse_what_does_not_fit, settle)
@@ -22,11 +23,10 @@ from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
-from lightrft.trainer.trial import try_out
+from lightrft.trainer.trial import Reader, try_out
 from lightrft.utils.env import World, seed_everything, used_memory_gib
-from lightrft.utils.errors import ExpectedError, UserError, disk_full_is_expected
+from lightrft.utils.errors import disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
-from lightrft.utils.launcher import leave_error
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 from lightrft.utils.watchdog import (Watchdog, clear_stop_request, connect_store, signal_handlers, stop_exit_code,
@@ -41,7 +41,7 @@ class Session:
 
 
 @contextmanager
-def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Session]:
+def training_session(parsed: ParsedConfig, exits: bool = True, read: Reader | None = None) -> Iterator[Session]:
     """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
@@ -52,10 +52,10 @@ def training_session(parsed: ParsedConfig, exits: bool = True) -> Iterator[Sessi
     it has saved.
 
     With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
-    ``KeyboardInterrupt``.
+    ``KeyboardInterrupt``. ``read`` tries the data in a dry run (:func:`lightrft.trainer.trial.try_out`).
     """
     with exit_on_config_error(parsed.prog) if exits else nullcontext(), parsed.own_words():
-        check_together(parsed)
+        check_together(parsed, read)
     with signal_handlers():
         yield from _session(parsed, exits)
     if exits and stop_exit_code():
@@ -98,14 +98,14 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
         raise SystemExit(error.exit_code) from None
 
 
-def check_together(parsed: ParsedConfig) -> None:
+def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
     """Check the run on every rank; what one of them refuses is an error on all, before they form a group.
 
     Those of other machines would wait for one that ends alone.
     """
     try:
         refusal: UserError | None = None
-        check(parsed)
+        check(parsed, read)
     except UserError as error:
         if parsed.dry_run:  # there other ranks do not wait
             raise
@@ -113,29 +113,28 @@ def check_together(parsed: ParsedConfig) -> None:
     refuse_together(gather_early(str(refusal or "")), refusal)
 
 
-def check(parsed: ParsedConfig) -> None:
+def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
     """Validate, and exit if that is all that was asked for; else create the folder of the run.
 
     GPUs that cannot run it, a rank without a GPU of its own, and a folder that cannot be created, are errors.
     """
-    world, machine = World.from_env(), settled(parsed)
+    machine = settled(parsed)
     if parsed.dry_run:
-        _dry_run(parsed, machine)
-    rank_device(world.local_rank, world.local_world_size)
+        _dry_run(parsed, machine, read)
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
     if parsed.config.folder is not None:
-        _make_folder(parsed.config.folder)
+        _make_folder(parsed.config.folder, "save_path" if "save_path" in flatten(parsed.config) else "output_path")
 
 
-def _dry_run(parsed: ParsedConfig, machine: Machine) -> NoReturn:
+def _dry_run(parsed: ParsedConfig, machine: Machine, read: Reader | None) -> NoReturn:
     """Print the report, refuse a run that does not fit, read the data, score one row and exit."""
     is_main = World.from_env().is_main
     text = report(parsed.config, parsed.provenance, machine)
     sys.stdout.write(text + "\n" if is_main else "")
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
-    for line in try_out(parsed.config, machine.device.cuda) if is_main else ():
+    for line in try_out(parsed.config, machine.device.cuda, read) if is_main else ():
         sys.stdout.write(f"{line}\n")
     raise SystemExit(0)
 
@@ -144,11 +143,11 @@ def settled(parsed: ParsedConfig) -> Machine:
     """Give options the defaults of the machine that the run is for, validate them, and return the machine.
 
     Raises:
+        UserError: torch cannot use the GPU of this machine, or there are more ranks than GPUs.
         ConfigError: with every problem, and the preset, script or file that set an option if no flag did.
     """
-    world, planned = World.from_env(), parsed.plan_gpus
-    here = (world.world_size, world.local_rank, world.local_world_size)
-    machine = Machine.planned(planned) if planned else Machine.here(*here)
+    planned = parsed.plan_gpus
+    machine = Machine.planned(planned) if planned else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda, bool(planned), machine.local_ranks)
@@ -157,12 +156,19 @@ def settled(parsed: ParsedConfig) -> Machine:
     return machine
 
 
-def _make_folder(path: Path) -> None:
-    """Create the folder of the run early, so that hours of training are not lost for lack of it."""
+def _this_machine() -> Machine:
+    """Describe this machine once every rank has its GPU; a plan for the CPU instead would be of no use."""
+    world = World.from_env()
+    rank_device(world.local_rank, world.local_world_size)
+    return Machine.here(world.world_size, world.local_rank, world.local_world_size)
+
+
+def _make_folder(path: Path, option: str) -> None:
+    """Create the folder of the run, which ``option`` names, early: hours of training are not lost for lack of it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--save_path {path}: cannot be created ({error.strerror}); give a folder that can be "
+        raise UserError(f"--{option} {path}: cannot be created ({error.strerror}); give a folder that can be "
                         "written to") from error
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn, Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.grm_schema import GRMConfig
+from lightrft.config.rm_schema import GRMConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample

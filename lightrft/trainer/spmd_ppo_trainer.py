@@ -21,7 +21,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_spread, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
-from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
@@ -29,7 +29,7 @@ from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
-from lightrft.trainer.frozen_model import FrozenModel, teacher_builder
+from lightrft.trainer.frozen_model import check_tokens, FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import schedule_of
@@ -84,6 +84,60 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
         probe(rewards, asked)
 
 
+@dataclass
+class PreparedModels:
+    """Models of a run, prepared by the strategy and connected to the media of the prompts."""
+    actor: Prepared
+    critic: Prepared | None
+    reference: Prepared | None
+    teacher: FrozenModel | None
+
+    @property
+    def resident(self) -> list[Prepared]:
+        """Models that are on the device outside generation: all but a teacher that visits it for its passes."""
+        teacher = self.teacher and not self.teacher.offloads and self.teacher.prepared
+        return [each for each in (self.actor, self.critic, self.reference, teacher) if each]
+
+    @property
+    def trained(self) -> dict[str, Prepared]:
+        """Models with an optimizer, by the names of their checkpoints."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+
+def _prepare(config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
+             media: MediaSource | None, total: int) -> PreparedModels:
+    """Prepare the models of a run of ``total`` steps, one after the other."""
+    if models.reference is not None and config.model.ref_pretrain is not None:
+        check_tokens("ref_pretrain", config.model.ref_pretrain, str(config.model.pretrain), tokenizer)
+    train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, updates_per_rollout(config)
+    policy = _optim(config, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
+    actor, critic, reference = strategy.prepare(models.actor, policy, shard_size), None, None
+    if models.critic is not None:
+        critic = strategy.prepare(models.critic, _optim(config, train.critic_learning_rate, total * rate), shard_size)
+    if models.reference is not None:
+        reference = strategy.prepare(models.reference, shard_size=config.model.initial_model_shard_size)
+    prepared = PreparedModels(actor, critic, reference, _teacher(config, strategy, tokenizer, media))
+    _connect(config, strategy, prepared, media)
+    return prepared
+
+
+def _connect(config: Config, strategy: StrategyBase, models: PreparedModels, media: MediaSource | None) -> None:
+    """Give policy, critic and reference their media; features are cached for models whose towers are not trained.
+
+    A reference of the policy's own weights has the policy's features.
+    """
+    cache = feature_cache(config.data)
+    connect_media(models.actor.model, media, strategy, cache)
+    if models.critic is not None:  # its towers are trained
+        connect_media(models.critic.model, media, strategy)
+    if models.reference is not None:
+        same = config.model.ref_pretrain in (None, config.model.pretrain)
+        connect_media(models.reference.model, media, strategy, cache if same else feature_cache(config.data))
+    for each in (models.actor, models.critic, models.reference, models.teacher and models.teacher.prepared):
+        if each:
+            cast(PackedModel, each.model).share_prompts = config.shares_prompts
+
+
 def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase,
              media: MediaSource | None) -> FrozenModel | None:
     """Load the teacher that ``--teacher_model`` asks for, sharded as the policy is.
@@ -116,6 +170,20 @@ def _start_engine(config: Config, strategy: StrategyBase, actor: nn.Module, toke
     return engine
 
 
+def _greedy(config: Config, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase,
+            environment: Environment | None) -> GreedyBaseline | None:
+    """Create what answers each prompt greedily as well, for estimators that need it."""
+    needed = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
+    return GreedyBaseline(engine, rewards, tokenizer, environment) if needed else None
+
+
+def _overlapped(config: Config, strategy: StrategyBase, logprobs: LogprobPass, timer: Timer) -> OverlappedPasses | None:
+    """Create what runs the passes of finished groups during generation (``--overlap_passes``)."""
+    rollout = config.rollout
+    return OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
+                            timer) if rollout.overlap_passes else None
+
+
 class SPMDPPOTrainer(PPOTrainer):
     """Trainer of a run: ``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
@@ -135,54 +203,30 @@ class SPMDPPOTrainer(PPOTrainer):
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
                  rewards: RewardManager | None = None, environment: Environment | None = None,
                  media: MediaSource | None = None, pretraining: Sequence[SFTExample] = ()) -> None:
-        train = config.train
-        loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, train.seed)
-        total = train.max_steps or loader.steps(train.num_episodes, partial=config.rollout.dynamic_sampling)
+        loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, config.train.seed)
+        total = config.train.max_steps or loader.steps(config.train.num_episodes,
+                                                       partial=config.rollout.dynamic_sampling)
         check_total(config.rollout.stages, total)
-        updates = total * updates_per_rollout(config)
-        trained = max(total - train.freezing_actor_steps, 1) * updates_per_rollout(config)
-        actor = strategy.prepare(models.actor, _optim(config, train.actor_learning_rate, trained),
-                                 config.strategy.fsdp_shard_size)
-        critic = strategy.prepare(models.critic, _optim(config, train.critic_learning_rate, updates),
-                                  config.strategy.fsdp_shard_size) if models.critic is not None else None
-        reference = strategy.prepare(
-            models.reference,
-            shard_size=config.model.initial_model_shard_size) if models.reference is not None else None
-        teacher = _teacher(config, strategy, tokenizer, media)
-        cache = feature_cache(config.data)
-        connect_media(actor.model, media, strategy, cache)
-        if critic is not None:  # its towers are trained
-            connect_media(critic.model, media, strategy)
-        if reference is not None:
-            same = config.model.ref_pretrain in (None, config.model.pretrain)
-            connect_media(reference.model, media, strategy, cache if same else feature_cache(config.data))
-        models_used = [each for each in (actor, critic, reference, teacher and teacher.prepared) if each]
-        for each in models_used:
-            cast(PackedModel, each.model).share_prompts = config.shares_prompts
-        timer = timer or Timer()
+        ready, timer = _prepare(config, strategy, models, tokenizer, media, total), timer or Timer()
         store = media if isinstance(media, MediaStore) else None
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device, strategy,
                                                                                store))
         _try_rewards(config, rewards, prompts)
-        offloader = ModelOffloader(config, strategy, models_used[:-1] if teacher and teacher.offloads else models_used,
-                                   timer)
-        engine = _start_engine(config, strategy, actor.model, tokenizer, offloader)
-        needs_greedy = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
-        greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if needs_greedy else None
-        logprobs, rollout = LogprobPass(config, strategy, actor, critic, reference, offloader, teacher), config.rollout
-        overlapped = OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
-                                      timer) if rollout.overlap_passes else None
-        calculator = get_advantage_calculator(config.algorithm, config.reward, rollout.generate_max_len)
-        maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
-                                    overlapped, environment, media)
+        offloader = ModelOffloader(config, strategy, ready.resident, timer)
+        engine = _start_engine(config, strategy, ready.actor.model, tokenizer, offloader)
+        logprobs = LogprobPass(config, strategy, ready.actor, ready.critic, ready.reference, offloader, ready.teacher)
+        maker = FastExperienceMaker(
+            config, strategy, engine, rewards, tokenizer, logprobs,
+            get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len), timer,
+            _greedy(config, engine, rewards, tokenizer, environment), _overlapped(config, strategy, logprobs, timer),
+            environment, media)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts,
                               environment) if eval_prompts else None
-        prepared = {"actor": actor} | ({"critic": critic} if critic else {})
-        update = PolicyUpdate(config, strategy, actor, critic, timer,
+        update = PolicyUpdate(config, strategy, ready.actor, ready.critic, timer,
                               PretrainingLoss(config, strategy, pretraining) if pretraining else None)
-        log, kl = RolloutLog(config, strategy), get_kl_controller(config.algorithm)
-        super().__init__(config, strategy, prepared, engine, maker, update, loader, kl, evaluator, tokenizer, log,
-                         timer, total)
+        super().__init__(config, strategy, ready.trained, engine, maker, update, loader,
+                         get_kl_controller(config.algorithm), evaluator, tokenizer, RolloutLog(config, strategy), timer,
+                         total)
 
     def fit(self) -> None:
         """Train, then shut down the reward workers and the engine."""

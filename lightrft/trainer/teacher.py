@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightrft.config.kd_schema import KDConfig
+from lightrft.config.sft_schema import KDConfig
 from lightrft.ops.divergence import top_tokens
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
@@ -16,7 +16,7 @@ from lightrft.trainer.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 
 class Teacher(Protocol):

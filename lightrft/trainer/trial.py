@@ -1,15 +1,18 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
-from lightrft.config.offline_schema import OfflineConfig, PairConfig
+from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
@@ -17,7 +20,6 @@ from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.pair_sources import parse_source
-from lightrft.datasets.preferences import find_pairs, side_rows
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rows import Rows
@@ -28,21 +30,23 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import good_answers, quoted
+from lightrft.rewards.validation import good_answers, nothing_scored, quoted, score_answers
 from lightrft.trainer.model_media import open_media
 from lightrft.utils.errors import UserError
 
 Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its place
+Reader = Callable[[Any, PreTrainedTokenizerBase, str, MediaStore | None], Sequence[Any]]
 EXCUSED = (None, "none", "unreachable", "no_rival")
 """Scored; the function declines to judge; the server does not run yet; a judge will compare it with others."""
 
 
 @singledispatch
-def try_out(config: Tree, cuda: bool = False) -> Iterator[str]:
+def try_out(config: Tree, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
     """Yield a line for everything that is tried; each tree registers its own.
 
     Args:
         cuda: the run is for GPUs.
+        read: reads the rows of a split as the run does, of a trainer on fixed data.
 
     Raises:
         UserError: the data or a reward of the run cannot be used, or its engine cannot take the media of the data.
@@ -51,38 +55,39 @@ def try_out(config: Tree, cuda: bool = False) -> Iterator[str]:
 
 
 @try_out.register
-def _(config: OfflineConfig, cuda: bool = False) -> Iterator[str]:
-    for split in ("train", "eval"):
-        yield from _read(config.data.as_data_config(), split, {}, config.model.pretrain, Counter())
+def _(config: OfflineConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
+    assert read is not None, "the trainer reads rows"
+    given, path = config.data, str(config.model.pretrain)
+    train, held_out = ([one for one in entries if _is_here(one)] for entries in (given.train_data, given.eval_data))
+    yield from (_later(one) for one in [*given.train_data, *given.eval_data] if not _is_here(one))
+    try:
+        tokenizer = load_tokenizer(path, given.chat_template)
+    except UserError as error:
+        yield f"data: not read, which takes the tokenizer: {error}"
+        return
+    local = replace(config, data=replace(given, train_data=train, eval_data=held_out))
+    media = open_media(path, tokenizer, given.as_data_config())
+    for split, entries in (("train", train), ("eval", held_out)):
+        if entries:
+            yield _counted(len(read(local, tokenizer, split, media)), ", ".join(entries), split)
+    if media is not None and (first := media.try_first()):
+        yield f"media: {first} can be read"
 
 
 @try_out.register
-def _(config: EvaluateConfig, cuda: bool = False) -> Iterator[str]:
+def _(config: EvaluateConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
     for path in config.model.pretrain:
         yield from _generated(config.as_config(path), ["eval"], {}, cuda)
 
 
 @try_out.register
-def _(config: GenerateConfig, cuda: bool = False) -> Iterator[str]:
+def _(config: GenerateConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
     if config.generates:
         yield from _generated(config.as_config(), ["train"], {}, cuda)
 
 
 @try_out.register
-def _(config: PairConfig, cuda: bool = False) -> Iterator[str]:
-    for split in ("train", "eval"):
-        data = config.data.as_data_config()
-        lines, parts = _on_disk(data, split)
-        yield from lines
-        for rows in parts:
-            pairs = find_pairs(rows, config.data)
-            yield f"pairs: {len(pairs):,} of {len(rows):,} rows can be compared"
-            chats = [_chat(pair.prompt) + _chat(pair.chosen) for pair in pairs.values()]
-            yield from _opened(side_rows(rows, pairs, config.data)[0], chats, data, config.model.pretrain, Counter())
-
-
-@try_out.register
-def _(config: Config, cuda: bool = False) -> Iterator[str]:
+def _(config: Config, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
     found: Found = {}
     yield from _generated(config, ["train", "eval"], found, cuda)
     for entry in config.data.eval_suite:
@@ -112,11 +117,15 @@ def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Re
     return found
 
 
+def _is_here(entry: str) -> bool:
+    """Return True if the rows of an entry of the data are in memory, or on this machine."""
+    return entry.startswith("memory:") or Path(parse_source(entry)[1].rsplit("@", 1)[0]).expanduser().exists()
+
+
 def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     """Return a line for each entry of a split, and the rows of those that are on this machine."""
     entries = cfg.prompt_data if split == "train" else cfg.eval_data
-    paths = {one: Path(parse_source(one)[1].rsplit("@", 1)[0]).expanduser() for one in entries}
-    here = [one for one in entries if one.startswith("memory:") or paths[one].exists()]
+    here = [one for one in entries if _is_here(one)]
     later = [_later(entry) for entry in entries if entry not in here]
     if not here:
         return later, []
@@ -149,8 +158,7 @@ def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
         refused_by_sglang(model, most)
 
 
-def _read(cfg: DataConfig, split: str, found: Found, model: str | None,
-          most: Counter[str]) -> Iterator[str]:
+def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Counter[str]) -> Iterator[str]:
     """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place, and
     the most media of a row to ``most``."""
     lines, parts = _on_disk(cfg, split)
@@ -217,7 +225,8 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
     """Score a stand-in for a response to one row; the time is bounded as in a run.
 
     Raises:
-        UserError: it is left unscored for another reason than those of ``EXCUSED``.
+        UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
+            every answer with which a run probes the rewards.
     """
     chat = record.prompt if isinstance(record.prompt, list) else []
     prompt = "\n".join(text_of(turn["content"]) for turn in chat) if chat else str(record.prompt)
@@ -232,6 +241,10 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
         raise UserError(
             f"--dry_run: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
             "above). Correct the reward or the row")
+    if score.error == "none" and rewards.cfg.reward_probe:
+        probed = score_answers(rewards, row)
+        if all(one.error == "none" for one in probed):
+            raise nothing_scored(row, probed)
     parts = ", ".join(f"{name} {'unscored' if value is None else show(value)} x {show(score.weights[name])}"
                       for name, value in score.parts.items() if name in score.weights)  # yapf: disable
     total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"

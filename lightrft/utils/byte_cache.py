@@ -1,8 +1,11 @@
-"""Cache of values by key, within a number of bytes."""
+"""Cache of values by key, within a number of bytes; and work on a key that several threads share."""
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Lock
 from typing import Generic, TypeVar
+
+from lightrft.utils.errors import CaptureException
 
 Value = TypeVar("Value")
 
@@ -46,3 +49,32 @@ class ByteCache(Generic[Value]):
             while self.nbytes > self.budget and len(self._values) > self.least:
                 self.nbytes -= self.size(self._values.popitem(last=False)[1])
         return value
+
+
+class OncePerKey(Generic[Value]):
+    """Runs the work on a key in the first thread that asks; those that ask meanwhile get its result, or its error.
+
+    A thread waits for work that runs, never for work in a queue, so the threads of one pool may share it.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, Future[Value]] = {}
+        self._lock = Lock()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._running
+
+    def run(self, key: str, work: Callable[[str], Value]) -> Value:
+        """Return ``work(key)``, or what another thread makes of ``key`` at this time."""
+        own = Future[Value]()
+        with self._lock:
+            running = self._running.setdefault(key, own)
+        if running is not own:
+            return running.result()
+        with CaptureException() as captured:
+            own.set_result(work(key))
+        if captured.cause is not None:
+            own.set_exception(captured.cause)
+        with self._lock:
+            del self._running[key]
+        return own.result()

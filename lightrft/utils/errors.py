@@ -1,17 +1,23 @@
 """Errors that the user can fix, reported in one line, and a context manager around foreign code."""
 import errno
+import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lightrft.utils.logging import get_logger
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# set by torchrun, for each rank: the error that it reports last; only the rank that found the error uses it
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+PATIENCE_S = 10.0  # ranks start within seconds of each other
 
 
 class ExpectedError(Exception):
@@ -104,3 +110,28 @@ class CaptureException:
     def text(self) -> str:
         """The formatted traceback; empty without an exception."""
         return "".join(traceback.format_exception(self.cause)) if self.cause is not None else ""
+
+
+def leave_error(text: str, speaks: bool = True, ended: Callable[[], bool] = lambda: False) -> bool:
+    """Leave ``text`` for the end of torchrun's report, which names it as the cause of the failure.
+
+    Args:
+        speaks: this rank reports the error. Another one waits for torchrun to end it, and leaves the text if that does
+            not happen, because the rank that speaks belongs to another machine.
+        ended: returns True once torchrun's signal has arrived, for a process that does not end by it.
+
+    Returns:
+        False if this process was not started by torchrun: then nobody else prints the text.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path and (speaks or not _is_ended(ended)):
+        error = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")
+    return bool(path)
+
+
+def _is_ended(ended: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not ended() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return ended()

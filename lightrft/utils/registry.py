@@ -1,5 +1,6 @@
 """Names of components: registries that third parties can add to, and exports of a package that load at first use."""
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -19,8 +20,9 @@ class Registry(Generic[T]):
         def rloo(exp, cfg): ...
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, elsewhere: dict[str, str] | None = None) -> None:
+        """Begin without entries; ``elsewhere``: names of other trainers, and the entry that does the same."""
+        self.kind, self.elsewhere = kind, elsewhere or {}
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -37,8 +39,10 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
         if name not in self._entries:
-            raise UserError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._entries)}; known: "
-                            f"{', '.join(sorted(self._entries))}")
+            known = get_close_matches(name, [*self.elsewhere, *self._entries], n=1)
+            theirs = self.elsewhere.get(known[0]) if known else None
+            near = f" (here: {theirs})" if theirs else did_you_mean(name, self._entries)
+            raise UserError(f"unknown {self.kind} {name!r}{near}; known: {', '.join(sorted(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

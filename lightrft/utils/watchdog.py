@@ -1,4 +1,5 @@
 """Watchdog of the ranks: if one dies, raises or hangs, the others report it, its phase and its stack, and exit."""
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -8,13 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from lightrft.utils.env import World
-from lightrft.utils.errors import ExpectedError
-from lightrft.utils.launcher import leave_error
+from lightrft.utils.errors import ExpectedError, leave_error
 from lightrft.utils.logging import get_logger
 
 BEAT_S = 1.0
@@ -128,6 +128,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="lightrft-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
+        show_crashes()
         if self.world_size > 1:
             self._thread.start()
         return self
@@ -299,6 +300,13 @@ class _Stop:
     """The signal that asked this process to stop, if any."""
     received: int = 0
     at: float = 0.0
+
+
+def show_crashes() -> None:
+    """Let a crash in native code print the Python stack of every thread; else its signal alone would be reported."""
+    with suppress(AttributeError, OSError, RuntimeError):  # a program without an error output, or one that is no file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 @contextmanager

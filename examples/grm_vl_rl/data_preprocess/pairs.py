@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightrft.config.grm_schema import JudgeDataConfig
+from lightrft.config.rm_schema import JudgeDataConfig
 from lightrft.datasets.judgements import chosen_is_second, INSTRUCTION, to_judgement
 from lightrft.datasets.rows import load_rows
 

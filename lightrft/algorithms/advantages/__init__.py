@@ -2,7 +2,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-FIRST = ("group_relative", "returns", "whitened")  # one family per file, in the order of the table of algorithms
+FIRST = ("group_relative", "returns")  # one family per file, in the order of the table of algorithms
 
 __all__ = [*FIRST, *sorted({info.name for info in iter_modules(__path__)} - {*FIRST})]
 

@@ -6,7 +6,7 @@ import pytest
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.preflight.checks import examine
-from lightrft.preflight.checks.media import check_media, check_package, PACKAGES
+from lightrft.preflight.checks.packages import check_media, check_media_package, MEDIA_PACKAGES
 from lightrft.tests.support import tiny
 from lightrft.tests.support.tiny_vision import FAMILIES
 from lightrft.utils.errors import install_command
@@ -32,7 +32,7 @@ def test_what_a_model_that_sees_or_hears_needs(tmp_path, monkeypatch):
     assert found["soundfile"].verdict == "warn" and found["soundfile"].remedy == install_command("audio")
     assert "without it only PCM and float WAV can be read" in found["soundfile"].text
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert check_package(PACKAGES["image"][0]).verdict == "fail"
+    assert check_media_package(MEDIA_PACKAGES["image"][0]).verdict == "fail"
     (sees / "preprocessor_config.json").unlink(missing_ok=True)
     (sees / "processor_config.json").unlink()
     monkeypatch.undo()

@@ -9,7 +9,8 @@ import pytest
 
 from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, ELSEWHERE, REFUSED
+from lightrft.config.compat import ALIASES, REFUSED
+from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
@@ -114,6 +115,7 @@ def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -
     (["--freeze_prefix"], ["--freeze_prefix", "name the parts"]),
     (["--eval_data"], ["--eval_data", "at least one value"]),
     (["--roll", "1"], ["--roll"]),
+    (["--num_generation", "8"], ["unknown flag --num_generation; num_generations is", "here: --n_samples_per_prompt"]),
     (["stray"], ["'stray'", "--name value"]),
     (["--config", "absent.yaml"], ["absent.yaml", "no such file"]),
     (["--plugin", "no_such_module_here"], ["no_such_module_here", "PYTHONPATH"]),
@@ -307,6 +309,8 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "data.train_files=a", "here: --prompt_data"),
     (Config, "trainer.nothing=8", "options are given as --name value; docs/coming_from.md translates those of verl"),
     (Config, "word", "unexpected value 'word': options are given as --name value\n"),
+    (Config, "--data.label_key answer", "data.label_key is an option of another trainer; here: --reference_key"),
+    (KTOConfig, "--data.label_key good", "here: --label_key"),
     (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
     (SFTConfig, "--dataset_name a", "here: --train_data"),
     (SFTConfig, "--dataset_probs 1.0", "here: no weights; a source that --train_data names twice counts twice"),

@@ -2,7 +2,9 @@
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event, Semaphore
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from PIL import Image
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.config.prm_schema import StepDataConfig
+from lightrft.config.rm_schema import StepDataConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.sft_schema import SFTDataConfig
+from lightrft.datasets import media_store
 from lightrft.datasets.judged import JudgedDataset
 from lightrft.datasets.media import find_medium, MediaError
 from lightrft.datasets.media_store import open_store
@@ -296,6 +299,32 @@ def test_media_are_decoded_ahead_for_engines_that_process_them(folder, tokenizer
     store.decode_ahead([broken])
     with pytest.raises(MediaError, match="row 2"):
         store.open(broken)
+
+
+def test_threads_that_need_a_medium_at_once_decode_it_once(folder, tokenizer, monkeypatch):
+    """Decoding ahead and processing ahead, in both orders, and two threads that ask."""
+    store, decode = open_store(str(folder), tokenizer, DataConfig()), media_store.decode
+    begun, may_end = Semaphore(0), Event()
+
+    def slow(*args):
+        begun.release()
+        assert may_end.wait(60)
+        return decode(*args)
+
+    monkeypatch.setattr(media_store, "decode", slow)
+    works = [store.decode_ahead, store.prefetch]
+    with ThreadPoolExecutor(2) as threads:
+        for seed, (first, other) in enumerate((works, works[::-1]), start=1):
+            (key, ) = store.register([find_medium(png(seed), "image", store.rules, "row 1")])
+            may_end.clear()
+            first([key])
+            assert begun.acquire(timeout=60)
+            other([key])
+            asked = [threads.submit(store.tensors, key) for _ in range(2)]
+            again = begun.acquire(timeout=0.2)
+            may_end.set()
+            assert not again and asked[0].result(60) is asked[1].result(60) is store.tensors(key)
+            assert store.open(key).size == (84, 56) and store.decoded == seed, "decoded for the engine and the trainer"
 
 
 def test_a_template_with_an_order_of_roles_gets_texts(tokenizer):

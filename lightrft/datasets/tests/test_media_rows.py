@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from lightrft.config.media_schema import MediaConfig
+from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import MediaError, MediaRules
 from lightrft.datasets.media_rows import find_media, find_row_media
 from lightrft.datasets.rows import DataError, load_rows, Rows

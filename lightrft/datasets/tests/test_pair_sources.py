@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from lightrft.config.grm_schema import JudgeDataConfig
 from lightrft.config.offline_schema import PairDataConfig
+from lightrft.config.rm_schema import JudgeDataConfig
 from lightrft.datasets.judgements import to_judgement
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import find_row_media

@@ -16,6 +16,11 @@ FORMS = {
     "ms-swift, response": {"messages": [ASK, GOOD], "rejected_response": "3"},
     "ms-swift, messages": {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
     "chat and texts": {"prompt": [ASK], "chosen": "2", "rejected": "3"},
+    "a chat that asks": {"messages": [ASK], "chosen": "2", "rejected": "3"},
+    "Alpaca": {"instruction": "1+1?", "input": "", "output": "2", "chosen": "2", "rejected": "3"},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "1+1?"}], "chosen": {"from": "gpt", "value": "2"},
+                 "rejected": {"from": "gpt", "value": "3"}},
+    "one goes on": {"prompt": [], "chosen": [ASK, BAD, ASK, GOOD], "rejected": [ASK, BAD]},
 }  # yapf: disable
 
 
@@ -38,7 +43,9 @@ def texts(example, tokenizer):
 @pytest.mark.parametrize("form", FORMS)
 def test_chats_of_every_form(build, tokenizer, form):
     (pair, ) = build([FORMS[form]])
-    assert texts(pair.chosen, tokenizer) == (CHAT + "2<|im_end|>", "2<|im_end|>")
+    again = ("3<|im_end|>\n" + CHAT) * (form == "one goes on")
+    assert texts(pair.chosen, tokenizer)[0] == CHAT + again + "2<|im_end|>"
+    assert texts(pair.chosen, tokenizer)[1] == "3<|im_end|>" * bool(again) + "2<|im_end|>"
     assert texts(pair.rejected, tokenizer) == (CHAT + "3<|im_end|>", "3<|im_end|>")
     assert (pair.uid, pair.margin, pair.tie) == ("0:0", 0.0, False)
 
@@ -47,6 +54,7 @@ def test_chats_of_every_form(build, tokenizer, form):
     ({"prompt": "1+1? ", "chosen": "It is 2", "rejected": "It is 3"}, {}),
     ({"q": "1+1? ", "good": "It is 2", "bad": "It is 3"
       }, {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}),
+    ({"question": "1+1? ", "chosen": "It is 2", "rejected": "It is 3"}, {}),
 ])
 def test_texts(build, tokenizer, row, options):
     (pair, ) = build([row], **options)
@@ -56,10 +64,11 @@ def test_texts(build, tokenizer, row, options):
     assert texts(pair.chosen, tokenizer)[0].startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ: 1+1? <")
 
 
-def test_the_prompt_of_texts_without_one_ends_before_a_whole_word(build, tokenizer):
-    (pair, ) = build([{"chosen": "Human: 1+1? Assistant: twenty", "rejected": "Human: 1+1? Assistant: two"}])
-    assert texts(pair.chosen, tokenizer)[1] == "twenty<|im_end|>" and texts(pair.rejected,
-                                                                            tokenizer)[1] == "two<|im_end|>"
+@pytest.mark.parametrize("asked,said", [("Human: 1+1? Assistant: ", ["twenty", "two"]),
+                                        ("Human: 1+1?\n\nAssistant:\n", ["2", "3"])])  # yapf: disable
+def test_the_prompt_of_texts_without_one_ends_before_a_whole_word(build, tokenizer, asked, said):
+    (pair, ) = build([{"chosen": asked + said[0], "rejected": asked + said[1]}])
+    assert [texts(side, tokenizer)[1] for side in (pair.chosen, pair.rejected)] == [f"{one}<|im_end|>" for one in said]
 
 
 def test_margins_and_ties(build):
@@ -76,9 +85,21 @@ BROKEN = {
     "an empty turn": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]}, "rejected answer is m"),
     "an empty turn before": ({"prompt": [ASK], "chosen": [BAD | {"content": ""}, ASK, GOOD], "rejected":
                               [BAD]}, "the chosen answer has an empty turn"),
-    "a null part": ({"prompt": [ASK], "chosen": [GOOD | {"content": ["4", None]}], "rejected": [BAD]},
-                    "a chat message of 'assistant' has a part without text"),
+    "a null part": ({"prompt": [ASK], "chosen": [GOOD | {"content": ["4", None]}], "rejected":
+                     [BAD]}, "a chat message of 'assistant' has a part without text"),
     "a turn of the user at the end": ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "rejected answer is missing"),
+    "no prompt": ({"chosen": "It", "rejected": "That"}, "no prompt .it has chosen, rejected.*--prompt_key"),
+    "an empty prompt": ({"prompt": " ", "chosen": "It is 2", "rejected": "It is 3"}, "the row has no prompt"),
+    "a null prompt": ({"prompt": None, "chosen": "It is 2", "rejected": "It is 3"}, "the row has no prompt"),
+    "no turn before": ({"chosen": [GOOD], "rejected": [BAD]}, "the row has no prompt"),
+    "an empty turn that asks": ({"prompt": [ASK | {"content": ""}], "chosen": [GOOD], "rejected": [BAD]}, "no prompt"),
+    "answers alone": ({"messages": [GOOD], "rejected_response": "3"}, "no prompt, only empty or assistant messages"),
+    "the beginning of the other one":
+    ({"chosen": "1+1? Two ", "rejected":
+      "1+1? Two or three"}, "the chosen answer has .*nothing after the beginning that both share"),
+    "two questions": ({"chosen": [ASK, GOOD], "rejected":
+                       [ASK | {"content": "2+2?"},
+                        BAD]}, "the chosen answer begins with a turn of 'user', .* answer different questions"),
     "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
 }
 
@@ -86,8 +107,8 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_rows_that_cannot_be_compared(build, name, capsys):
     row, problem = BROKEN[name]
-    good = FORMS["TRL, explicit prompt"] if isinstance(row.get("prompt", []), list) else \
-        {"prompt": "a", "chosen": "b", "rejected": "c"}
+    plain = name != "answers alone" and any(isinstance(row.get(key), str) for key in ("prompt", "chosen"))
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"} if plain else FORMS["TRL, explicit prompt"]
     with pytest.raises(DataError, match="row 2: .*" + problem):
         build([good, row])
     pairs = build([good, row, good], pair_policy="skip")
@@ -95,6 +116,13 @@ def test_rows_that_cannot_be_compared(build, name, capsys):
     assert "1 of 3 rows have answers that cannot be compared" in capsys.readouterr().err
     with pytest.raises(DataError, match="none of 1 pairs can be used"):
         build([row], pair_policy="skip")
+
+
+@pytest.mark.parametrize("option", ["prompt_key", "chosen_key", "rejected_key"])
+def test_a_named_column_that_no_row_has(build, option):
+    """Also where the answers share words that could be a prompt, and whatever the policy."""
+    with pytest.raises(DataError, match=f"--{option} 'typo': no row of .* Its columns: q, chosen, rejected"):
+        build([{"q": "1+1?", "chosen": "It is 2", "rejected": "It is 3"}], pair_policy="skip", **{option: "typo"})
 
 
 def test_what_stops_a_run_under_every_policy(build):

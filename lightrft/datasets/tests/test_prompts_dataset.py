@@ -63,12 +63,14 @@ def test_lookup_order_and_key_options(build):
 
 
 @pytest.mark.parametrize("option, expected", [("input_key", "prompt, target, extra_info"),
-                                              ("reference_key", "prompt, target, extra_info, split")])
+                                              ("reference_key", "prompt, target, extra_info, split"),
+                                              ("label_key", "prompt, target, extra_info, split")])
 def test_a_named_column_that_no_row_has(build, option, expected):
     rows = [{"prompt": "1+1?", "target": "2", "extra_info": {"split": "a"}, "blank": ""}] * 2
     with pytest.raises(DataError, match=f"--{option} 'quesion': no row of .*rows.jsonl has it. .*: {expected}$"):
         build(rows, **{option: "quesion"})
     assert build([VERL | {"prompt": "p"}], reference_key="ground_truth")[0].reference == "2"
+    assert build(rows, label_key="split")[0].label == "a"
     assert build([PLAIN, PLAIN | {"question": "other"}], input_key="question")[0].text == "1+1?"
 
 

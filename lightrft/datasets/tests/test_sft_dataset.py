@@ -3,8 +3,8 @@ import pytest
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.records import text_of, to_message
-from lightrft.datasets.rows import DataError
-from lightrft.datasets.sft_dataset import Learning, SFTDataset
+from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTDataset
 from lightrft.tests.support import tiny
 
 TURNS = [("system", "s"), ("user", "1+1?"), ("assistant", "It is 2."), ("user", "2+2?"), ("assistant", "4")]
@@ -84,7 +84,9 @@ def test_generation_block_around_nothing(build):
         build([{"messages": MESSAGES}], tokenizer=with_template(empty))
 
 
-@pytest.mark.parametrize("row", [{"messages": MESSAGES[:2]}, {"prompt": "x", "response": " "}, {"input": "x"}])
+@pytest.mark.parametrize("row",
+                         [{"messages": MESSAGES[:2]}, {"prompt": "x", "response": " "}, {"input": "x"},
+                          {"prompt": "x", "completion": "", "response": "y"}, {"prompt": MESSAGES, "answer": ""}])
 def test_row_without_answer(build, row):
     with pytest.raises(DataError, match="rows.jsonl, row 1: the row has no answer to learn"):
         build([row])
@@ -201,8 +203,16 @@ def test_the_column_of_the_answer(build, tokenizer):
     row = {"q": "1+1?", "a": "2", "output": "3"}
     example = build([row], input_key="q", learning=Learning("a"))[0]
     assert tokenizer.decode(example.token_ids) == "1+1?2<|im_end|>"
-    with pytest.raises(DataError, match="no answer to learn .* in b\\). .* --output_key"):
-        build([row], input_key="q", learning=Learning("b"))
+    with pytest.raises(DataError, match="row 2: .* no answer to learn .* in b\\). .* --output_key"):
+        build([row | {"b": "4"}, row], input_key="q", learning=Learning("b"))
+    for options, said in (({"learning": Learning("b")}, "--output_key 'b'"), ({"input_key": "p"}, "--input_key 'p'")):
+        with pytest.raises(DataError, match=f"{said}: no row of .* has it. Its columns: q, a, output"):
+            build([row], **options)
+    for chat in ({"messages": MESSAGES[:3]}, ALPACA):  # whose own answer it replaces
+        example = build([chat | {"a": "two"}], learning=Learning("a"))[0]
+        assert learnt(example, tokenizer) == ["two<|im_end|>"]
+        assert tokenizer.decode(example.token_ids).count("<|im_start|>assistant") == 1 + (chat is ALPACA)
+    assert learnt(build([{"prompt": "x", "completion": None, "response": "y"}])[0], tokenizer) == ["y<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
@@ -221,6 +231,8 @@ def test_every_token_of_a_text(build, tokenizer, row, text):
     example = build([row], learning=Learning(whole=True))[0]
     assert example.token_ids == tokenizer(text).input_ids, "prompt and answer are one text"
     assert example.loss_mask == [False] + [True] * (len(example.token_ids) - 1), "nothing predicts the first"
+    data = DataConfig(prompt_data=[hold_rows([row])], input_key="question")  # of the policy's prompts
+    assert PretrainingDataset(data, tokenizer, 500, learning=Learning(whole=True))[0] == example
     if "response" not in row:
         with pytest.raises(DataError, match="no demonstration|no answer to learn"):
             build([row])

@@ -1,7 +1,7 @@
 """Solutions in steps: the known schemas, their tokens, and rows, labels and tokens that cannot be used."""
 import pytest
 
-from lightrft.config.prm_schema import StepDataConfig, StepFormat
+from lightrft.config.rm_schema import StepDataConfig, StepFormat
 from lightrft.datasets.rows import DataError, hold_rows, UnusableRow
 from lightrft.datasets.steps import encode_steps, split_steps, StepDataset
 from lightrft.tests.support import tiny
@@ -84,11 +84,14 @@ def test_steps_without_a_label_each_stop_the_run_or_are_counted(row, said):
     (ROW | {"label": [True, 0.0]}, {"reward_tokens": []}, "the label True is not a token: name the tokens"),
     (ROW | {"label": ["good", "bad"]}, {"reward_tokens": []}, "the label 'good' is 4 tokens"),
     ({"prompt": "1+1?", "label": ["+"]}, {}, "the row has no solution"),
+    (TRL, {"input_key": "typo"}, "--input_key 'typo': no row of .* has it"),
+    (TRL, {"label_key": "typo"}, "--label_key 'typo': no row of .* has it"),
+    (ROW, {"system_prompt": "Judge."}, "--system_prompt has no effect on 'input', which holds a whole solution"),
+    (ROW, {"input_template": "Q: {}"}, "--input_template has no effect on 'input'"),
 ])  # yapf: disable
 def test_labels_and_rows_of_another_kind_are_refused_whatever_the_policy(row, options, said):
     with pytest.raises((DataError, UserError), match=said):
-        read(ROW
-             | {"label": ["+", "-"]}, row, step_policy="skip", **options) if "input" in row else read(row, **options)
+        read(*[ROW] * ("input" in row), row, step_policy="skip", **options)
 
 
 @pytest.mark.parametrize("options,said", [

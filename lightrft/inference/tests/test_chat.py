@@ -7,8 +7,8 @@ from PIL import Image
 
 from lightrft import SFT
 from lightrft.cli.chat import main
-from lightrft.config.chat_schema import ChatConfig
 from lightrft.config.cli import parse_config
+from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.inference import conversation

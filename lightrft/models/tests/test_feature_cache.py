@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from lightrft.config.schema import DataConfig, ModelConfig, StrategyConfig
-from lightrft.models.feature_cache import FeatureCache
 from lightrft.models.loader import load_actor
+from lightrft.models.media_features import FeatureCache
 from lightrft.models.towers import Features, Tower
 from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from lightrft.ops.reward_loss import LOSSES, pair_loss, step_loss
+from lightrft.ops.preference import pair_loss, REWARD_LOSSES, step_loss
 
 CHOSEN, REJECTED = torch.tensor([1.0, 0.2]), torch.tensor([0.5, 0.4])
 
@@ -25,7 +25,7 @@ def naive(chosen, rejected, label, margin):
     return label * math.log(1 + math.exp(-right)) + (1 - label) * math.log(1 + math.exp(-wrong))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", REWARD_LOSSES)
 def test_a_naive_loop_and_its_gradient(kind):
     draw = torch.Generator().manual_seed(0)
     chosen, rejected = (torch.randn(40, 2, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -43,7 +43,7 @@ def test_a_naive_loop_and_its_gradient(kind):
 
 def test_far_scores_stay_finite_and_a_tie_is_least_where_both_are_equal():
     far = torch.tensor([1e4, -1e4], requires_grad=True)
-    for kind in LOSSES:
+    for kind in REWARD_LOSSES:
         loss = pair_loss(far, torch.zeros(2), torch.ones(2), 0.0, kind)
         assert loss.tolist() == [0.0, 1e4]
         gaps = torch.linspace(-1, 1, 21)

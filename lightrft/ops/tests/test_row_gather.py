@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from lightrft.ops.row_gather import RowGather
+from lightrft.ops.segment import RowGather
 
 
 @pytest.mark.parametrize("index", [[2, 0, 2, 2, 1], [3, 1, 0, 2], [1], []], ids=str)

@@ -1,13 +1,15 @@
-"""Checks of Python and the packages: versions, imports, and engines that need other versions of shared packages."""
+"""Checks of Python and the packages: versions, imports, engines that need other versions of shared packages, media."""
 import platform
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib import import_module
+from importlib.metadata import metadata, PackageNotFoundError, requires, version
 
 from lightrft.config.engines import INSTALL
+from lightrft.config.schema import Config
 from lightrft.preflight.checks import Finding
-from lightrft.utils.errors import install_command
+from lightrft.utils.errors import first_line, install_command
 
 PACKAGE = "lightrft"
 SUMMARY = "as one torchrun program"  # of this project; the index has another one of the same name
@@ -135,3 +137,43 @@ def _conflicts(name: str) -> Iterator[str]:
         wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if here and wanted and not requirement.specifier.contains(here, prereleases=True):
             yield f"it wants {requirement.name}{requirement.specifier}, {here} is installed"
+
+
+# module, distribution, extra, and what is read without it (empty: nothing)
+MediaPackage = tuple[str, str, str, str]
+MEDIA_PACKAGES: dict[str, tuple[MediaPackage, ...]] = {
+    "image": (("PIL", "pillow", "vl", ""), ("torchvision", "torchvision", "vl", "")),
+    "video": (("av", "av", "video", "animated GIF, WebP and PNG, and lists of pictures"), ),
+    "audio": (("soundfile", "soundfile", "audio", "PCM and float WAV"),
+              ("soxr", "soxr", "audio", "sounds at the rate of the model")),
+}  # yapf: disable
+
+
+def check_media(config: Config) -> Iterator[Finding]:
+    """Yield one finding per package that the kinds of media of the model need, and one for its processor; none for a
+    model that takes text only."""
+    path = config.model.pretrain
+    if not path:
+        return
+    from lightrft.datasets.media_store import open_store
+    from lightrft.models.loader import media_kinds, token_frames
+    from lightrft.models.tokenizer import load_tokenizer
+    kinds = media_kinds(path)
+    packages = [package for kind in kinds for package in MEDIA_PACKAGES[kind]]
+    if packages and MEDIA_PACKAGES["image"][0] not in packages:
+        packages = [*MEDIA_PACKAGES["image"][:1], *packages]  # Pillow, which the reader of rows imports
+    yield from map(check_media_package, packages)
+    if kinds:
+        store = open_store(path, load_tokenizer(path), config.data, token_frames(path), kinds)
+        yield Finding("ok", "media", f"{', '.join(kinds)}, processed by {type(store.processor).__name__}")
+
+
+def check_media_package(package: MediaPackage) -> Finding:
+    """Import a package. A missing one fails the run if nothing of its kind can be read without it."""
+    module, name, extra, without = package
+    try:
+        import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = f"{first_line(error)}" + (f"; without it only {without} can be read" if without else "")
+        return Finding("warn" if without else "fail", name, f"cannot be imported: {reason}", install_command(extra))
+    return Finding("ok", name, f"{installed(name) or 'installed'}, for {extra if extra != 'vl' else 'pictures'}")

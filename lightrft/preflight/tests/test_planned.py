@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.kd_schema import KDConfig
 from lightrft.config.options import ConfigError
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.preflight import planned

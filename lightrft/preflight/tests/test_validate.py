@@ -194,6 +194,9 @@ def test_an_estimator_with_another_gradient_in_the_reward_is_told(values: dict[s
     ({"train_data": ["no.jsonl"]}, "no such file"),
     ({"train_batch_size": 1}, "2 ranks"),
     ({"eval_steps": 3}, "--eval_data"),
+    ({"eval_split": "dev"}, "--eval_split dev: has no effect without --eval_data"),
+    ({"lora_alpha": 64}, "--lora_alpha 64: has no effect without --lora_rank; add --lora_rank 16 or drop"),
+    ({"target_modules": ["q_proj"]}, "has no effect without --lora_rank; add --lora_rank 16 or drop --target_modules"),
     ({"learning_rate": -1.0}, "--learning_rate -1"),
     ({"pretrain": None}, "--pretrain is missing"),
     ({"lora_dropout": 0.1}, "--lora_rank"),
@@ -222,6 +225,17 @@ def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any
     found = list(warnings(build(Config, GOOD | values)))
     assert len(found) == len(named) and all(text.startswith(name) for text, name in zip(found, named)), found
     assert all(f"--rollout_correction {values['rollout_correction']}" in text for text in found)
+
+
+def test_what_nothing_reads_is_told() -> None:
+    """Names for trackers, and the sampling of evaluations, without any."""
+    for tree, given in ((Config, GOOD), (SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]})):
+        found, = warnings(build(tree, given | {"wandb_run_name": "mine"}))
+        assert found.startswith("--wandb_run_name mine: has no effect, because no tracker is selected; add --use_wandb")
+        assert not list(warnings(build(tree, given | {"wandb_run_name": "mine", "use_trackio": True})))
+    found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
+    assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite; add --eval_data")
+    assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))
 
 
 def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):

@@ -99,6 +99,10 @@ def test_exact_is_string_equality_of_the_last_box():
     assert exact_score(RewardInput("", r"\boxed{0633}", reference="633")).value == 0.0, "another string"
     assert exact_score(RewardInput("", "633", reference="633")).value == 0.0, "not boxed"
     assert boxed_answers(r"\boxed{1} \boxed{2") == ["1"], "only complete boxes"
+    several = RewardInput("", r"\boxed{two}", reference=["2", "two"])
+    assert exact_score(several).value == 1.0, "one of several accepted answers"
+    assert FAST["choice"](RewardInput("", r"\boxed{b}", reference=["A", "B"])).value == 1.0
+    assert exact_score(RewardInput("", r"\boxed{3}", reference=["2", "two"])).value == 0.0
 
 
 def test_the_prompts_own_example_earns_nothing():

@@ -1,10 +1,11 @@
-"""Reward models that see or hear, on the prompts of a run: their own processor and template, their own numbers."""
+"""Reward models that see or hear, in a run and in batch inference: their own processor, template and numbers."""
 import pytest
 import torch
 
+from lightrft.cli.generate import generate
 from lightrft.config.cli import parse_config
-from lightrft.config.grm_schema import JudgeDataConfig
-from lightrft.config.rm_schema import RMConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.rm_schema import JudgeDataConfig, RMConfig
 from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.judgements import judge_format, JudgementDataset
 from lightrft.datasets.prompts_dataset import PromptsDataset
@@ -75,8 +76,11 @@ def test_a_run_has_the_numbers_of_the_evaluation(sees, tmp_path):
     path = f"{trainer.config.folder}/hf"
     done = runs.run(tmp_path, tmp_path / "run", reward_pretrain=[path], save_trajectories=True, **options)
     asked = {f"0:{row['id']}": row for row in media_runs.rows("image")}
-    rollout = [row for row in done.rollout(1) if row["reward"] is not None and row["response"].strip()]
-    assert len(rollout) >= 12, "a response may have drawn the token of a picture"
+    made = [row | {"uid": row["prompt_id"], "response": row["output"]} for row in answers(tmp_path, path, options)]
+    rollout, batch = ([row for row in rows if row["reward"] is not None and row["response"].strip()]
+                      for rows in (done.rollout(1), made))
+    assert len(rollout) >= 12 and len(batch) >= 6, "a response may have drawn the token of a picture"
+    rollout += batch
     answered = [{**asked[row["uid"]], "id": str(i), "chosen": row["response"], "rejected": "never"}
                 for i, row in enumerate(rollout)]  # yapf: disable
     wanted = evaluated(trainer, media, answered)
@@ -85,6 +89,16 @@ def test_a_run_has_the_numbers_of_the_evaluation(sees, tmp_path):
     config = runs.config_of(tmp_path, tmp_path / "run", reward_pretrain=[path], **options)
     assert f"reward model rm: {path} scores responses with its head, " in report(config, {}, Machine.here(1, 0, 1))
     assert any(line.startswith("rewards: a stand-in") and "rm " in line for line in try_out(config))
+
+
+def answers(folder, scorer, options):
+    """Rows of batch inference on the prompts of a run, scored."""
+    given = {name: options[name] for name in ("prompt_data", "chat_template", "generate_max_len", "prompt_max_len",
+                                              "apply_chat_template") if name in options}  # yapf: disable
+    given |= {"pretrain": str(folder / "model"), "score": [scorer], "best_of_n": 2, "engine_kv_mib": 4}
+    generate(parse_config([], defaults=given | {"output_path": str(folder / "out.jsonl")}, tree=GenerateConfig),
+             exits=False)
+    return runs.read_lines(folder / "out.jsonl")
 
 
 def test_sounds_are_heard(tmp_path):

@@ -3,9 +3,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrft.config.prm_schema import StepFormat
+from lightrft.config.rm_schema import StepFormat
 from lightrft.config.schema import RewardConfig
-from lightrft.models.process_reward_model import KEY
+from lightrft.models.reward_model import STEPS
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
@@ -84,4 +84,4 @@ def test_what_cannot_be_a_reward_is_refused(judge, tmp_path):
         scores(judge, [picture])
     long = scores(judge, [ITEMS[0], RewardInput("", "4" * 600, CHAT)])
     assert long[0].total is not None and long[1].error == "too_long"
-    assert StepFormat(**getattr(AutoConfig.from_pretrained(judge), KEY)) == StepFormat("#", ["+", "-"])
+    assert StepFormat(**getattr(AutoConfig.from_pretrained(judge), STEPS)) == StepFormat("#", ["+", "-"])

@@ -106,7 +106,7 @@ def test_an_unfit_file_stops_before_training(scores, source, function, expected)
     ("1 / 0 if {bad} else 1.0", "exception"),
     ("None if {bad} else 1.0", "none"),
     ("float('nan') if {bad} else 1.0", "not_finite"),
-    ("float('inf') if {bad} else 1.0", "not_finite"),
+    ("float('inf') if {bad} else 1.0", "not_finite"), ("-1e20 if {bad} else 1.0", "not_finite"),
     ("'good' if {bad} else 1.0", "wrong_type"),
     ("__import__('sys').exit(1) if {bad} else 1.0", "exception"),
     ("__import__('time').sleep(9) if {bad} else 1.0", "timeout"),

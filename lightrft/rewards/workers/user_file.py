@@ -27,6 +27,7 @@ SIGNATURES = {
 EXPECTED = (
     "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None) "
     "or f(prompts, completions, **columns)")
+LARGEST = 1e15  # size of a reward: float32 holds sums of the squares of larger ones no more, and advantages become 0
 Scorer = Callable[[list[RewardInput]], Iterator[Outcome | None]]
 """Yields one Outcome per response in order; a None restarts the deadline."""
 
@@ -188,6 +189,8 @@ def outcomes_of(result: Any, size: int) -> list[Outcome]:
     """Convert a batch result (list, tensor, or dict with ``rewards`` or ``scores`` and ``extra_logs``) to outcomes."""
     extras: dict[str, Any] = {}
     if isinstance(result, dict):
+        if not {"rewards", "scores"} & result.keys():
+            return [Outcome(None, "wrong_type", _lacks(result, "'rewards'"))] * size
         extras = dict(
             result.get("extra_logs") or {},
             **({"scores": result["scores"]} if {"rewards", "scores"} <= result.keys() else {}))
@@ -212,18 +215,24 @@ def outcome_of(result: Any, extra: dict[str, Any] | None = None) -> Outcome:
     """Convert one result to an outcome: a number, or a dict with ``score`` whose other numbers become metrics."""
     extra = dict(extra or {})
     if isinstance(result, dict):
+        if "score" not in result:
+            return Outcome(None, "wrong_type", _lacks(result, "'score'"))
         extra |= {name: value for name, value in result.items() if name != "score"}
-        result = result.get("score")
+        result = result["score"]
     if result is None:
         return Outcome(None, "none", "the reward returned None")
     value = _number(result)
     if value is None:
         return Outcome(None, "wrong_type", f"expected a number, got {result!r:.200}")
-    if not math.isfinite(value):
-        return Outcome(None, "not_finite", f"the reward is {value}")
+    if not abs(value) <= LARGEST:
+        return Outcome(None, "not_finite", f"the reward is {value}; its statistics need at most {LARGEST:g} in size")
     numbers = {name: _number(item) for name, item in extra.items()}
     return Outcome(value,
                    extra={name: item for name, item in numbers.items() if item is not None and math.isfinite(item)})
+
+
+def _lacks(result: dict[Any, Any], key: str) -> str:
+    return f"the dict has no {key} (it has {', '.join(map(str, result)) or 'nothing'})"[:200]
 
 
 def _listed(value: Any) -> list[Any] | None:

@@ -25,7 +25,7 @@ from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.hf.module_calls import Forward
 from lightrft.rollout.sampling import sample, uniforms
 from lightrft.types import Experience
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free

@@ -92,15 +92,26 @@ class StepGraph:
         """Run the steps that follow as they are. ``cause``: the error that ended the capture."""
         self.result, self.enabled, self.lacked_memory = None, False, isinstance(cause, torch.OutOfMemoryError)
         self._end_allocation()
+        self._end_capture_mode()
         self.graph = None
         until = " until the engine next wakes" if self.lacked_memory else ""
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
         get_logger().warning(f"the hf engine decodes without CUDA graphs{until}: a step cannot be captured ({reason})")
 
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def _end_capture_mode(self) -> None:
+        """Let the generator of the GPU draw as before a capture that failed. In torch 2.11 its state stays in the mode
+        of captures until one ends well, and dropout would raise. A copy has seed and offset, but not the mode."""
+        with suppress(RuntimeError, AttributeError):  # a GPU in error, or another torch: decoding must go on
+            generator = torch.cuda.default_generators[self._index()]
+            generator.graphsafe_set_state(generator.clone_state())
+
     def _end_allocation(self) -> None:
         """Let torch allocate as before a capture that failed. ``capture_end`` then raises before it does so, and torch
         would keep memory that another stream has used for ever."""
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        index = self._index()
         # RuntimeError: the capture itself had ended, and the graph has given the pool back. The others: torch's private
         # functions have changed, and decoding without graphs must go on.
         with suppress(RuntimeError, AttributeError, TypeError):

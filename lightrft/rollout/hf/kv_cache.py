@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention import PackedLayout, packed_attention
 from lightrft.utils.errors import UserError
-from lightrft.utils.transfer import upload
+from lightrft.utils.tensors import upload
 
 _LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name

@@ -1,21 +1,27 @@
 """Every family on its way into vLLM, the real one on a CPU: right weights pass the proof, wrong ones do not."""
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightrft.config.schema import RolloutConfig
+from lightrft.config.schema import ModelConfig, RolloutConfig
+from lightrft.models.loader import load_actor
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout import SamplingParams
+from lightrft.rollout import Request, SamplingParams
 from lightrft.rollout.tests import test_vllm_engine
 from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.vllm.engine import VLLMEngine
+from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept
+from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
-from lightrft.tests.support import tiny
+from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights_come_once, names_a_fault,
                                                names_faults_of_experts, requests)
-from lightrft.tests.support.faulty_sync import TARGET, TWIN
+from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET, TWIN
+from lightrft.tests.support.vision_rig import RawMedia
 from lightrft.types import Prompt
+from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
 
@@ -133,7 +139,7 @@ def test_a_wrong_expert_is_named(family, monkeypatch):
     assert after > 1e-4 > before, "what is looked at is not what is computed with"
 
 
-@pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
+@pytest.mark.parametrize("kind", OF_STREAMS)
 def test_a_faulty_sync_is_named(rig, kind):
     names_a_fault(rig, kind)
 
@@ -182,3 +188,34 @@ def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
         rig.sync()
     monkeypatch.undo()
     assert rig.sync() < 1e-5
+
+
+def test_a_video_in_bfloat16_has_the_positions_of_the_trainer(tmp_path):
+    """vLLM's processing, without an engine: it rounds pixels, and not the seconds that positions are computed of."""
+    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.renderers import renderer_from_config
+    actor = load_actor(ModelConfig(pretrain=str(tiny_vision.save_model(tmp_path, "qwen2_5_vl", True))))
+    config, mark = actor.hf_model.config, tiny_vision.FAMILIES["qwen2_5_vl"].placeholders["video"]
+    source = actor.modality.media = RawMedia(tmp_path, {"video": mark})
+    source.most, source.rate = {"video":
+                                1}, 2 / 0.3749  # in bfloat16 0.375 s between grids: at 4 a second another index
+    ids = source.prompt(f"{mark} what", ("video:0", ))["input_ids"][0].tolist()
+    request = Request(ids, [0], ("video:0", ), [], source.processor.tokenizer(f"{mark} what").input_ids)
+    with process_state_kept():
+        given = engine_arguments(RolloutConfig(prompt_max_len=64, generate_max_len=8), config, torch.device("cpu"),
+                                 True, World(), 9, source.most)
+        of = EngineArgs(**given).create_engine_config()
+        native = SimpleNamespace(renderer=renderer_from_config(of), model_config=of.model_config)
+        found = VLLMMedia(native, source).prompt(request)
+    (item, ), (at, ) = found["mm_kwargs"]["video"], found["mm_placeholders"]["video"]
+    tensors = item.get_data()
+    assert tensors["pixel_values_videos"].dtype == torch.bfloat16
+    seconds = tensors["second_per_grid_ts"]
+    assert seconds.dtype == torch.float32 and int(2 * 4 * seconds) != int(2 * 4 * seconds.bfloat16())
+    model = Qwen2_5_VLForConditionalGeneration.__new__(Qwen2_5_VLForConditionalGeneration)
+    vars(model)["config"] = of.model_config.hf_config
+    theirs, _ = model.get_mrope_input_positions(ids, [MultiModalFeatureSpec(item, "video", "video:0", at)])
+    assert torch.equal(theirs, actor.modality.prompt_positions(actor.hf_model, ids, request.media))

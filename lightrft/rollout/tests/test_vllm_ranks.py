@@ -2,6 +2,7 @@
 with one engine or one each, and what they say when it comes to grief on one of them: which one, in which phase, why.
 """
 import math
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,3 +137,13 @@ def test_models_that_see(tmp_path):
     """Qwen2.5-VL and Qwen3-VL: names, fingerprints and log-probs of text and pictures."""
     pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
     torchrun("lightrft.tests.support.vllm_vision", tmp_path, ranks=1)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_the_other_families_that_see_or_hear(tmp_path):
+    """Pictures, sounds and videos; LLaVA and Mistral take part where mistral_common is installed."""
+    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    said = torchrun("lightrft.tests.support.vllm_media", tmp_path, "others", ranks=1, limit_s=550)
+    mistral = (Path(sys.prefix) / "mistral" / "mistral_common").is_dir() or find_spec("mistral_common")
+    assert said.count("\t1\t") == (12 if mistral else 7), said

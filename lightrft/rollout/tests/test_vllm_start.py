@@ -201,4 +201,5 @@ def test_limits_of_media_reach_vllm():
     seeing = engine_arguments(RolloutConfig(), Qwen2_5_VLConfig(name_or_path="folder"), CPU, False, World(), LIMIT_S,
                               {"image": 3})  # yapf: disable
     assert seeing["limit_mm_per_prompt"] == {"image": 3, "video": 0, "audio": 0}
+    assert seeing["mm_processor_cache_gb"] == 1 and "mm_processor_cache_gb" not in arguments()
     assert "limit_mm_per_prompt" not in arguments()

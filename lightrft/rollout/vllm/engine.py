@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.models.towers import config_value
 from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
                                      refuse_media, stop_ids)
@@ -20,8 +21,9 @@ from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
-from lightrft.rollout.vllm.generate import media_tensors, VLLMRun
+from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
+from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.types import MediaSource
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
@@ -54,7 +56,7 @@ def refuse_families(config: PretrainedConfig, most: Mapping[str, int], causal: b
         refuse_media("vllm", {*most} & {"video"}, reason)
     if config.model_type == "glm4v" and most.get("video", 0) > 1:
         refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {most['video']}")
-    ear: Any = getattr(config, "audio_config", None)
+    ear: Any = config_value(config, "audio_config", None)
     if config.model_type == "qwen2_audio" and ear.max_source_positions > _HALF_MINUTE:
         refuse_media("vllm", most, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
     if causal:
@@ -86,7 +88,8 @@ class VLLMEngine:
                  group: dist.ProcessGroup | None = None, owns_world: bool = False, adapters: Adapters | None = None,
                  media: MediaSource | None = None, unused: tuple[str, ...] = (),
                  buffers: Mapping[str, Tensor] | None = None) -> None:
-        self.media, self.unused, self.buffers = media, unused, buffers or {}
+        self.unused, self.buffers = unused, buffers or {}
+        self.media = None if media is None else VLLMMedia(native, media)
         self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
         self.weight_version = 0
@@ -198,7 +201,7 @@ class VLLMEngine:
     def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
         """Implement :meth:`~lightrft.rollout.engine.ShowsMedia.media_tensors`."""
         with process_state_kept():
-            return {} if self.media is None else media_tensors(self.native, request, self.media)
+            return {} if self.media is None else self.media.tensors(request)
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:

@@ -1,13 +1,9 @@
 """One call of ``generate`` on vLLM: requests in, responses out as they finish."""
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch import Tensor
-
 from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import Completion, Ended, Request, SamplingParams
-from lightrft.types import MediaSource
-from lightrft.utils.errors import UserError
+from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.rollout.vllm.media import VLLMMedia
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -24,14 +20,14 @@ class VLLMRun:
     Args:
         collector: has the requests, and gets the parts as they end.
         adapter: vLLM's ``LoRARequest`` of all requests, if any.
-        media: source of the media of requests.
+        media: media of requests.
     """
 
     def __init__(self, engine: "LLMEngine", collector: CompletionCollector, params: SamplingParams, stop_ids: list[int],
-                 adapter: Any = None, media: MediaSource | None = None) -> None:
+                 adapter: Any = None, media: VLLMMedia | None = None) -> None:
         self.engine, self.collector, self.params, self.stop_ids = engine, collector, params, stop_ids
         self.adapter, self.media = adapter, media
-        self.rendered: dict[int, Any] = {}  # vLLM's form of the prompts with media, whose media it has processed
+        self.rendered: dict[int, Any] = {}  # vLLM's form of the prompts with media, with the tensors of their media
         self.drawing: dict[str, tuple[int, int, str]] = {}  # request, index among its seeds, vLLM's own name; by ours
 
     def run(self) -> list[list[Completion]]:
@@ -64,12 +60,12 @@ class VLLMRun:
         self.drawing[name] = i, j, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
 
     def _prompt(self, i: int) -> Any:
-        """Return vLLM's form of the prompt of request ``i``, with its media: processed once for all its responses."""
+        """Return vLLM's form of the prompt of request ``i``, with its media: made once for all its responses."""
         request = self.collector.requests[i]
         if not request.media or self.media is None:
             return {}
         if i not in self.rendered:
-            self.rendered[i] = rendered(self.engine, request, self.media)
+            self.rendered[i] = self.media.prompt(request)
         return self.rendered[i]
 
     def _native(self, temperature: float, max_tokens: int, seed: int) -> Any:
@@ -100,59 +96,6 @@ class VLLMRun:
         self.engine.abort_request(list(self.drawing))
         self.drawing.clear()
         return rest
-
-
-def rendered(engine: "LLMEngine", request: Request, media: MediaSource, whole: bool = False) -> Any:
-    """Process the media of a prompt; return vLLM's form of it. ``whole``: with the tensors of all media, also of those
-    that vLLM's cache holds.
-
-    Raises:
-        UserError: vLLM expands the prompt to other tokens than the trainer.
-    """
-    data: dict[str, list[Any]] = {}
-    for key in request.media:
-        kind = key.partition(":")[0]
-        data.setdefault(kind, []).append(_native_medium(kind, media.open(key)))
-    prompt: Any = {"prompt_token_ids": request.unexpanded, "multi_modal_data": data}
-    if "video" in data:  # its frames were chosen when it was decoded
-        prompt["mm_processor_kwargs"] = {"do_sample_frames": False}
-    (found, ) = engine.renderer.render_cmpl([prompt], skip_mm_cache=whole)
-    if not _same_tokens(found, request.token_ids):
-        raise UserError(
-            f"vLLM makes {len(found['prompt_token_ids'])} tokens of a prompt with {', '.join(data)} that has "
-            f"{len(request.token_ids)} for the trainer: it processes media of this model in another way; "
-            "use --engine_type hf")
-    return found
-
-
-def media_tensors(engine: "LLMEngine", request: Request, media: MediaSource) -> dict[str, list[Tensor]]:
-    """Return the tensors that vLLM's processor makes of the media of a prompt, by name, in the order of the media."""
-    found: dict[str, list[Tensor]] = {}
-    for items in rendered(engine, request, media, whole=True)["mm_kwargs"].values():
-        for item in items:
-            for name, value in item.get_data().items():
-                if isinstance(value, Tensor):  # Qwen3-VL's keep a list of times too
-                    found.setdefault(name, []).append(value)
-    return found
-
-
-def _same_tokens(found: Any, ours: list[int]) -> bool:
-    """Return True if vLLM's tokens are the trainer's. In the places of features one other token may stand, which vLLM
-    writes for videos of InternVL: nobody reads it."""
-    places = {each.offset + i for some in found["mm_placeholders"].values() for each in some
-              for i in range(each.length) if each.is_embed is None or each.is_embed[i]}  # yapf: disable
-    theirs = list(found["prompt_token_ids"])
-    other = [(i, pair) for i, pair in enumerate(zip(theirs, ours)) if pair[0] != pair[1]]
-    return len(theirs) == len(ours) and all(i in places for i, _ in other) and len({pair for _, pair in other}) < 2
-
-
-def _native_medium(kind: str, medium: Any) -> Any:
-    """Return a decoded medium in vLLM's form; frames with their times, as indices into a video of one a second."""
-    if kind == "video":
-        told = {"fps": 1.0, "duration": medium.seconds, "total_num_frames": medium.seconds, "frames_indices":
-                list(medium.times), "do_sample_frames": False}  # yapf: disable
-        return np.stack([np.asarray(frame) for frame in medium.frames]), told
-    return (medium.samples, medium.rate) if kind == "audio" else medium
 
 
 def _part(output: "RequestOutput") -> Completion:

@@ -75,8 +75,9 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
 
 
 def _media_arguments(most: dict[str, int]) -> dict[str, Any]:
-    """Limits of media, and a hash for vLLM's cache of them that is installed."""
-    limits = {"limit_mm_per_prompt": {kind: most.get(kind, 0) for kind in ("image", "video", "audio")}}
+    """Limits of media and of what vLLM's cache keeps of them, and a hash for it that is installed."""
+    limits: dict[str, Any] = {"limit_mm_per_prompt": {kind: most.get(kind, 0) for kind in ("image", "video", "audio")},
+                              "mm_processor_cache_gb": 1.0}  # yapf: disable  (what --media_cache_mib is by default)
     return limits if find_spec("blake3") else limits | {"mm_hasher_algorithm": "sha256"}
 
 

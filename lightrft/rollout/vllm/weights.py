@@ -7,6 +7,7 @@ import torch
 from torch import nn, Tensor
 from transformers import PretrainedConfig
 
+from lightrft.models.towers import config_value
 from lightrft.rollout.weight_sync.sync import Shapes
 from lightrft.utils.errors import UserError
 
@@ -96,7 +97,7 @@ def under_native_names(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -
 def unused_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
     """Prefixes of weights of a tower that nothing is computed with, and that vLLM does not hold: the head of SigLIP,
     and what comes after the layer whose output is the features, where ``config`` names one."""
-    chosen, after = getattr(config, "vision_feature_layer", None), ["head"]
+    chosen, after = config_value(config, "vision_feature_layer", None), ["head"]
     if chosen is not None:
         layers = config.vision_config.num_hidden_layers
         last = max(layer % (layers + 1) for layer in ([chosen] if isinstance(chosen, int) else chosen))

@@ -19,7 +19,7 @@ from lightrft.strategy.distributed import DistributedStrategy, shard_mesh, trans
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
-from lightrft.utils.module_tensors import replace_tensors
+from lightrft.utils.tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs

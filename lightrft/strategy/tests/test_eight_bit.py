@@ -9,9 +9,9 @@ from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build
 from lightrft.preflight.validate import validate
-from lightrft.strategy import eight_bit
-from lightrft.strategy.eight_bit import block_size, decode, encode, SIGNED
-from lightrft.strategy.optimizer import create_optimizer, LocalAdamW, OptimSpec
+from lightrft.strategy import optimizer as adam
+from lightrft.strategy.optimizer import (block_size, create_optimizer, decode_moment, encode_moment, LocalAdamW,
+                                         OptimSpec, SIGNED)
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.strategy_case import Case
 from lightrft.tests.support.tiny_lm import SPEC
@@ -24,23 +24,23 @@ def test_each_value_becomes_the_nearest_of_its_block(key: str) -> None:
     moment = torch.randn(8, 3, 64) * torch.logspace(-9, 0, 24).view(8, 3, 1)  # a parameter of three dimensions
     moment = moment if SIGNED[key] else moment.square()
     moment[2] = 0.0
-    codes, scales = encode(key, moment, 64)
+    codes, scales = encode_moment(key, moment, 64)
     assert codes.dtype == torch.uint8 and codes.shape == moment.shape and scales.shape == (8, 3)
     assert torch.equal(scales, moment.abs().amax(-1))
     shares = (moment / scales.unsqueeze(-1)).nan_to_num()
-    nearest = (shares.unsqueeze(-1) - eight_bit._code(key, moment.device)).abs().amin(-1)
-    off = (decode(key, codes, scales) - moment).abs() / scales.unsqueeze(-1)
-    assert (off.nan_to_num() <= nearest + 1e-4).all() and not decode(key, codes, scales)[2].any()
+    nearest = (shares.unsqueeze(-1) - adam._code(key, moment.device)).abs().amin(-1)
+    off = (decode_moment(key, codes, scales) - moment).abs() / scales.unsqueeze(-1)
+    assert (off.nan_to_num() <= nearest + 1e-4).all() and not decode_moment(key, codes, scales)[2].any()
 
 
 def test_rows_are_encoded_the_same_on_any_number_of_ranks() -> None:
     moment = torch.randn(7, 192, generator=torch.Generator().manual_seed(0))
     size = block_size(moment.shape)
-    codes, scales = encode("exp_avg", moment, size)
+    codes, scales = encode_moment("exp_avg", moment, size)
     for first, last in ((0, 3), (3, 7), (7, 7)):
-        part = encode("exp_avg", moment[first:last], size)
+        part = encode_moment("exp_avg", moment[first:last], size)
         assert size == 64 and torch.equal(part[0], codes[first:last]) and torch.equal(part[1], scales[first:last])
-        assert decode("exp_avg", *part).shape == (last - first, 192)
+        assert decode_moment("exp_avg", *part).shape == (last - first, 192)
 
 
 def test_blocks_divide_rows() -> None:

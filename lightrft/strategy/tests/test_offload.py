@@ -103,6 +103,15 @@ def test_what_is_in_host_memory_is_not_copied() -> None:
     assert HostBuffers().store("a", tensor) is tensor and optimizers.load(tensor, torch.device("cpu")) is tensor
 
 
+def test_the_host_waits_for_what_it_may_read_at_once() -> None:
+    """A copy to the device is queued; one to host memory, as of a module's buffer, has arrived."""
+    with fake_cuda() as ledger:
+        there = optimizers.load(torch.ones(3), torch.device("cuda"))
+        assert there.is_cuda and ledger.total(SYNC) == 0
+        optimizers.load(there, torch.device("cpu"))
+        assert ledger.total(DOWNLOAD) == 0 and ledger.total(SYNC) == 1
+
+
 def test_pinned_buffers_take_little_more_than_the_tensors() -> None:
     """torch pins powers of two: each of these moments in a buffer of its own would take 1.9 times their size."""
     sizes = 2 * [152064, *[3584, 512, 512, 3584, 18944, 18944, 18944] * 28, 152064]  # rows of Qwen2.5-7B, of 14 KiB

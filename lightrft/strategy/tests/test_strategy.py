@@ -17,7 +17,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.distributed import local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
-from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy
+from lightrft.strategy.fsdp import FSDPV2Strategy
 from lightrft.strategy.optimizer import OptimSpec, create_optimizer
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM

@@ -21,6 +21,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"reward": ["absent.py:score=2"]}, ["--reward absent.py:score=2", "no such file"]),
     ({"reward": ["math=much"]}, ["--reward math=much", "a number"]),
     ({"remote_rm_url": ["localhost:80"]}, ["--remote_rm_url localhost:80", "http://localhost:80"]),
+    ({"remote_rm_url": ["my.py"]}, ["--remote_rm_url my.py", "a file of functions belongs to --reward my.py"]),
     ({"rollout_batch_size": 100, "n_samples_per_prompt":
       5}, ["--train_batch_size 128", "500", "--train_batch_size 125 or 250", "--rollout_batch_size 128"]),
     ({"rollout_batch_size": 300, "n_samples_per_prompt": 1, "advantage_estimator":

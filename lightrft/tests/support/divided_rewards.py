@@ -14,7 +14,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed import Sizes
-from lightrft.strategy.fsdp.fsdpv2_strategy import WrapPolicy
+from lightrft.strategy.fsdp import WrapPolicy
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs
 

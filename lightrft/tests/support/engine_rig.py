@@ -1,5 +1,6 @@
 """A trainer and a real engine on its weights, in one process; and what every engine has to do there."""
 import random
+import re
 
 import pytest
 import torch
@@ -119,14 +120,18 @@ def refuses_broken_streams(rig):
     assert mean < EXACT and rig.engine.weight_version == rig.version
 
 
-def names_a_fault(rig, kind):
-    """Of the next sync."""
-    break_sync(rig.engine, kind)
+def names_a_fault(rig, kind, target=TARGET, twin=TWIN):
+    """Of the next sync, in a weight that is compared. The ``twin`` has its shape."""
+    right, wrong = rig.engine.update_weights, {target, twin} if kind == "swapped" else {target}
+    compared = list(rig.proof.fingerprints.trainer)
+    break_sync(rig.engine, kind, target, twin)
     with pytest.raises(WeightSyncError) as caught:
         rig.sync()
-    said, first = str(caught.value), f"{TWIN} (layer 0)" if kind == "swapped" else f"{TARGET} (layer 1)"
-    assert f": {first} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
-    assert f". {2 if kind == 'swapped' else 1} of 26 weights differ" in said, said
+    rig.engine.update_weights = right
+    said, first = str(caught.value), min(wrong, key=compared.index)
+    layer = "".join(f" (layer {number})" for number in re.findall(r"layers\.(\d+)\.", first))
+    assert f": {first}{layer} differs between engine and trainer on rank 0: " in said and FAULTS[kind][1] in said, said
+    assert f". {len(wrong)} of {len(compared)} weights differ" in said, said
 
 
 def reports_responses_as_they_end(engine, asked, params):

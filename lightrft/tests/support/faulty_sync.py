@@ -12,9 +12,10 @@ Named = Iterator[tuple[str, Tensor]]
 TARGET, TWIN = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
-def changed_at_target(change):
-    """A stream whose TARGET is ``change(tensor)``."""
-    return lambda stream, engine: ((name, change(tensor) if name == TARGET else tensor) for name, tensor in stream)
+def changed(change):
+    """A stream whose ``target`` is ``change(tensor)``."""
+    return lambda stream, engine, target, twin: (
+        (name, change(tensor) if name == target else tensor) for name, tensor in stream)
 
 
 def held(engine: HFEngine, name: str) -> Tensor:
@@ -22,20 +23,25 @@ def held(engine: HFEngine, name: str) -> Tensor:
     return engine.model.get_parameter(name).detach().clone()
 
 
-def skipped(stream: Named, engine: HFEngine) -> Named:
-    """TARGET never arrives: what the engine has stays."""
-    return ((name, held(engine, name) if name == TARGET else tensor) for name, tensor in stream)
+def skipped(stream: Named, engine: HFEngine, target: str, twin: str) -> Named:
+    """``target`` never arrives: what the engine has stays."""
+    return ((name, held(engine, name) if name == target else tensor) for name, tensor in stream)
 
 
-def stale(stream: Named, engine: HFEngine) -> Named:
+def stale(stream: Named, engine: HFEngine, target: str, twin: str) -> Named:
     """Nothing new arrives."""
     return ((name, held(engine, name)) for name, _ in stream)
 
 
-def swapped(stream: Named, engine: HFEngine) -> Named:
-    """Two layers are exchanged."""
-    names = {TARGET: TWIN, TWIN: TARGET}
+def swapped(stream: Named, engine: HFEngine, target: str, twin: str) -> Named:
+    """Two weights of one shape are exchanged."""
+    names = {target: twin, twin: target}
     return ((names.get(name, name), tensor) for name, tensor in stream)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The elements in the order of the transposed matrix."""
+    return tensor.t().reshape(tensor.shape)
 
 
 def one_bit(tensor: Tensor) -> Tensor:
@@ -48,18 +54,19 @@ def one_bit(tensor: Tensor) -> Tensor:
 FAULTS = {
     "skipped": (skipped, "it still has the values of the previous sync"),
     "stale": (stale, "it still has the values of the previous sync"),
-    "transposed": (changed_at_target(torch.t), "transposed"),
-    "scaled": (changed_at_target(lambda tensor: tensor * (1 + 1e-3)), "scaled"),
-    "one bit": (changed_at_target(one_bit), "cut"),
-    "rows": (changed_at_target(lambda tensor: tensor.roll(1, 0)), "mixed"),
-    "swapped": (swapped, "it has the values of model.layers."),
+    "transposed": (changed(transposed), "transposed"),
+    "scaled": (changed(lambda tensor: tensor * (1 + 1e-3)), "scaled"),
+    "one bit": (changed(one_bit), "cut"),
+    "rows": (changed(lambda tensor: tensor.roll(1, 0)), "mixed"),
+    "swapped": (swapped, "it has the values of model."),
 }
+OF_STREAMS = ("transposed", "scaled", "one bit", "rows", "swapped")  # the others need the HF engine's parameters
 
 
-def break_sync(engine: HFEngine, kind: str) -> None:
+def break_sync(engine: HFEngine, kind: str, target: str = TARGET, twin: str = TWIN) -> None:
     """From now on ``engine`` takes over faulty streams; the fault is outside of everything that is proven."""
     right = engine.update_weights
-    engine.update_weights = lambda stream, version: right(FAULTS[kind][0](stream, engine), version)
+    engine.update_weights = lambda stream, version: right(FAULTS[kind][0](stream, engine, target, twin), version)
 
 
 def _from_environment() -> None:
@@ -69,7 +76,7 @@ def _from_environment() -> None:
 
     def update_weights(self: HFEngine, stream: Named, version: int) -> None:
         due = os.environ.get("RANK", "0") == rank and version >= int(first)
-        right(self, FAULTS[kind][0](stream, self) if due else stream, version)
+        right(self, FAULTS[kind][0](stream, self, TARGET, TWIN) if due else stream, version)
 
     HFEngine.update_weights = update_weights
 

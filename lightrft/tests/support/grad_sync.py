@@ -3,8 +3,8 @@ from unittest import mock
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared
-from lightrft.strategy.fsdp import fsdpv2_strategy
-from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, WrapPolicy
+from lightrft.strategy import fsdp
+from lightrft.strategy.fsdp import FSDPV2Strategy, WrapPolicy
 from lightrft.strategy.memory import WHOLE_GRADIENTS_SHARE
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM, loss_of, micro_batch
@@ -50,5 +50,5 @@ def chosen_grad_sync(case: Case) -> None:
     for ratio, every in ((1.0, False), (0.99, True)):
         smallest = int(ratio * 4 * size / WHOLE_GRADIENTS_SHARE) * (case.strategy.world_size)
         room = smallest if strategy.is_main else 1 << 40
-        with mock.patch.object(fsdpv2_strategy, "total_memory", lambda device, room=room: room):
+        with mock.patch.object(fsdp, "total_memory", lambda device, room=room: room):
             assert strategy._placements[strategy.prepare(TinyLM(), SPEC).model].every is every

@@ -3,6 +3,7 @@
 Processes are forked from one server that has imported everything, so a start takes a fraction of a second; otherwise
 they are what torchrun starts (environment, store, process groups of their own, output in files).
 """
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -29,8 +30,8 @@ _PRELOAD = [
     "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2", "lightrft.cli.train",
     "lightrft.models.lora", "lightrft.preflight.checks.run_plan", "lightrft.preflight.report",
-    "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp.fsdpv2_strategy",
-    "lightrft.trainer.session", "lightrft.trainer.spmd_ppo_trainer"
+    "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp", "lightrft.trainer.session",
+    "lightrft.trainer.spmd_ppo_trainer"
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
@@ -66,6 +67,7 @@ def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, l
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.enable()
     if module.startswith("lightrft.cli."):
         import_module(module).main(argv)
         return

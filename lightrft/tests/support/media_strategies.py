@@ -17,14 +17,14 @@ from torch import Tensor
 from lightrft.config.schema import DataConfig, ModelConfig, StrategyConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError, hold_rows
-from lightrft.models.feature_cache import FeatureCache
 from lightrft.models.loader import load_actor, load_exported
+from lightrft.models.media_features import FeatureCache
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.distributed import transformer_blocks
-from lightrft.strategy.fsdp.fsdpv2_strategy import units, WrapPolicy
+from lightrft.strategy.fsdp import units, WrapPolicy
 from lightrft.strategy.optimizer import is_whole
 from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
 from lightrft.tests.support.media_runs import picture

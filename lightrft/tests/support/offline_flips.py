@@ -103,10 +103,10 @@ KD_FLIPS: dict[str, Flip] = {
 PRM_FLIPS: dict[str, Flip] = {
     "input_key": Flip("again", metric("prm/tokens")),
     "label_key": Flip("flipped", metric("prm/base_rate")),
-    "placeholder_token": Flip("~", metric("prm/loss"), {"input_key": "none"}),
+    "placeholder_token": Flip("~", metric("prm/loss"), {"train_data": ["@completions"]}),
     "reward_tokens": Flip(["-", "+"], metric("prm/base_rate")),
-    "step_separator": Flip("; ", metric("prm/tokens"), {"input_key": "none"}),
-    "apply_chat_template": Flip(True, metric("prm/tokens"), {"input_key": "none"}),
+    "step_separator": Flip("; ", metric("prm/tokens"), {"train_data": ["@completions"]}),
+    "apply_chat_template": Flip(True, metric("prm/tokens"), {"train_data": ["@completions"]}),
 }
 PRM_SHOWN: dict[str, str] = {
     "step_policy": "lightrft/datasets/tests/test_steps.py::"

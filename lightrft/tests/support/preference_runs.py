@@ -55,7 +55,8 @@ def write_home(folder: Path) -> Path:
 
 def write_rows(folder: Path) -> None:
     """The rows of all trainers."""
-    for name, rows in (("pairs", PAIRS), ("judged", JUDGED), ("steps", STEPS)):
+    apart = [{name: value for name, value in row.items() if name != "input"} for row in STEPS]
+    for name, rows in (("pairs", PAIRS), ("judged", JUDGED), ("steps", STEPS), ("completions", apart)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -146,6 +147,13 @@ def all_under_zero(home: Path, save: Path) -> None:
     for command in EVERY:
         run_of(command, home, save / command, strategy="deepspeed", zero_stage=3, micro_train_batch_size=2)
     run_of("grm", home, save / "grm, fsdp", strategy="fsdp", micro_train_batch_size=2)
+
+
+def same_steps(one: Path, two: Path, name: str) -> None:
+    """Compare loss and gradient of every step: Adam and clipping hide a gradient of another scale from the weights."""
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for key in (f"{name}/loss", f"{name}/grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
 
 
 def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:

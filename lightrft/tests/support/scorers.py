@@ -6,9 +6,8 @@ import string
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightrft.config.grm_schema import GRMConfig
-from lightrft.models.process_reward_model import KEY as STEPS
-from lightrft.models.reward_model import KEY, RewardHead
+from lightrft.config.rm_schema import GRMConfig
+from lightrft.models.reward_model import RewardHead, SCORES, STEPS
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.preference_runs import trainer_of
@@ -23,7 +22,7 @@ def save_scorer(folder, seed, template=tiny.CHATML, **moments):
     torch.manual_seed(seed)
     hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     if moments:
-        setattr(hf.config, KEY, vars(RewardHead(**moments)))
+        setattr(hf.config, SCORES, vars(RewardHead(**moments)))
     hf.save_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = template

@@ -27,7 +27,7 @@ from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
                                                refuses_requests, requests, reports_responses_as_they_end, tokens)
-from lightrft.tests.support.faulty_sync import TARGET
+from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
 
@@ -285,7 +285,7 @@ def proven(rig, monkeypatch):
     yield rig
 
 
-@pytest.mark.parametrize("kind", ["transposed", "scaled", "one bit", "rows", "swapped"])
+@pytest.mark.parametrize("kind", OF_STREAMS)
 def test_a_faulty_sync_is_named(proven, kind):
     names_a_fault(proven, kind)
 

@@ -1,5 +1,4 @@
-"""The checks every strategy passes, on any number of ranks; started by test_conformance.py, in its process or by
-torchrun."""
+"""Checks that every strategy passes on any number of ranks; test_conformance.py starts them, here or by torchrun."""
 import gc
 import json
 import resource
@@ -15,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
-from lightrft.strategy.fsdp.fsdpv2_strategy import FSDPV2Strategy, WrapPolicy, units
+from lightrft.strategy.fsdp import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync

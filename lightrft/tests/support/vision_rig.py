@@ -5,11 +5,18 @@ from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import load_actor
 from lightrft.rollout import Request, SamplingParams
 from lightrft.tests.support import tiny_vision
-from lightrft.tests.support.engine_rig import EXACT, LARGEST, NEW, STOPS, requests
+from lightrft.tests.support.engine_rig import EXACT, LARGEST, NEW, STOPS, names_a_fault, requests
+from lightrft.tests.support.faulty_sync import OF_STREAMS
 from lightrft.tests.support.media_rig import decoded, MediaRig, ProcessedMedia
 
 TOWER = "model.visual.blocks.1.attn.qkv.weight"
 PROJECTORS = {"qwen2_5_vl": "model.visual.merger.mlp.2.weight", "qwen3_vl": "model.visual.merger.linear_fc2.weight"}
+TWINS = {  # of the same shape; the projector of Qwen2.5-VL has a bias alone that is exchanged
+    TOWER: (TOWER, TOWER.replace("1", "0")),
+    PROJECTORS["qwen2_5_vl"]: ("model.visual.merger.mlp.2.bias",
+                               "model.language_model.layers.0.input_layernorm.weight"),
+    PROJECTORS["qwen3_vl"]: (PROJECTORS["qwen3_vl"], "model.visual.deepstack_merger_list.0.linear_fc2.weight"),
+}  # yapf: disable
 PROMPT = f"<|im_start|>a {tiny_vision.PICTURE} b?"
 ROWS = [(PROMPT, ("image:0", )), (f"{tiny_vision.PICTURE}{tiny_vision.PICTURE} c", ("image:1", "image:2")),
         ("no picture?", ())]  # yapf: disable
@@ -103,3 +110,13 @@ def parts_change_apart(rig):
         assert rig.sync() < 1e-5
         seen, unseen = rig.picture_gap()
         assert seen < LARGEST and unseen > 1e-2, (names[0], seen, unseen)
+
+
+def faults_are_named(rig, name):
+    """Those of text, in the weight ``name`` of the tower or of the projector; no canary has media. The engine ends with
+    the right weights."""
+    rig.sync()
+    rig.learn()
+    for kind in OF_STREAMS:
+        names_a_fault(rig, kind, *(TWINS[name] if kind == "swapped" else (name, )))
+    assert rig.sync() < 1e-5

@@ -3,10 +3,12 @@
     python -m lightrft.tests.support.vllm_media FOLDER [FAMILY ...]
 
 prints the largest differences in nats, of text alone and of prompts with one medium, three, and none, in one batch.
-test_vllm_ranks runs those that differ most; LLaVA and Mistral need mistral_common.
+test_vllm_ranks runs those that differ most, and with ``make chain`` all others (``OTHERS``); LLaVA and Mistral need
+mistral_common, which ``make .venv/mistral/.installed`` installs.
 """
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm.model_executor.models import registry
@@ -22,8 +24,8 @@ from lightrft.trainer.checks.parity import check_parity
 from lightrft.types import Prompt
 
 DIFFERENT = ("gemma3", "gemma4_layers", "glm4v", "internvl", "qwen2_audio", "qwen3_vl_moe")
-OTHERS = ("gemma4", "idefics3", "llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3",
-          "qwen2_audio_long", "qwen2_vl", "smolvlm")
+MISTRAL = ("llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3")  # need mistral_common
+OTHERS = ("gemma4", "idefics3", "qwen2_5_vl", "qwen2_audio_long", "qwen2_vl", "qwen3_vl", "smolvlm", *MISTRAL)
 _LAYERS = tiny_vision.FAMILIES["gemma4_layers"]
 _WIDE = _LAYERS.config | {"text_config": _LAYERS.config["text_config"] | {"global_head_dim": 64}}  # as published ones
 FAMILIES = tiny_vision.FAMILIES | {"gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio_long": tiny_sound.LONG}
@@ -79,8 +81,11 @@ def differences(rig):
 
 
 def main(folder: str, *families: str) -> None:
-    """Print a row per family, and fail if one differs."""
+    """Print a row per family, and fail if one differs. "others": all others that can start here."""
     registry._run_in_subprocess = lambda look: look()
+    sys.path.append(f"{sys.prefix}/mistral")
+    if families == ("others", ):
+        families = tuple(one for one in OTHERS if one not in MISTRAL or find_spec("mistral_common"))
     print("family", "update", "text", "media", "with others", sep="\t")
     for family in families or (*DIFFERENT, *OTHERS):
         rig = Rig(Path(folder) / f"media_{family}", family)

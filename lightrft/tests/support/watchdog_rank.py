@@ -1,4 +1,5 @@
 """A rank of the watchdog test: ``torchrun ... watchdog_rank.py MODE``. Rank 1 misbehaves, rank 0 waits for it."""
+import ctypes
 import os
 import sys
 import time
@@ -13,8 +14,10 @@ from lightrft.utils.watchdog import (Watchdog, connect_store, install_signal_han
 
 def misbehave(mode: str) -> None:
     time.sleep(1.5)  # long enough for a beat in this phase
-    if mode in ("exit", "async"):
+    if mode == "exit":
         os._exit(1)
+    if mode == "async":
+        ctypes.string_at(0)  # a segmentation fault
     if mode == "raise":
         raise ValueError("the reward of sample 17 is broken")
     if mode == "hang":

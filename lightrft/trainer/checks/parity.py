@@ -109,6 +109,9 @@ def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | N
     index = torch.arange(len(request.token_ids)).expand(3, -1)
     left, right = (index if each is None else each for each in (theirs, ours))
     if left.shape != right.shape or not torch.equal(left, right):
-        first = int((left != right).any(0).nonzero()[0]) if left.shape == right.shape else min(map(len, (left, right)))
+        if left.shape != right.shape:
+            raise UserError(f"the prompt has {left.shape[1]} positions for the engine and {right.shape[1]} for the "
+                            "trainer; use another --engine_type")
+        first = int((left != right).any(0).nonzero()[0])
         raise UserError(f"the position of token {first} is {left[:, first].tolist()} for the engine and "
                         f"{right[:, first].tolist()} for the trainer; use another --engine_type")

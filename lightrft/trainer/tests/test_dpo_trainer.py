@@ -101,6 +101,7 @@ def test_one_micro_batch_is_eight(straight, home, tmp_path):
     run(home, tmp_path, **AOT, micro_train_batch_size=1)
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 1e-5
     assert runs.close(runs.exported(tmp_path), runs.load_file(home / "model" / "model.safetensors")) > 1e-3
+    runs.same_steps(tmp_path, straight[1], "dpo")
 
 
 def test_resumed_is_straight(straight, home, tmp_path):

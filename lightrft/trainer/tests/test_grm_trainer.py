@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrft.cli.train_grm import main
-from lightrft.config.grm_schema import GRMConfig, JudgeDataConfig
 from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.rm_schema import GRMConfig, JudgeDataConfig
 from lightrft.config.tree import options
 from lightrft.datasets.judgements import ANSWERS, chosen_is_second, JudgementDataset, to_judgement, verdict
 from lightrft.datasets.rows import DataError, hold_rows
@@ -174,6 +174,9 @@ def test_rows_of_a_split_are_rendered_with_their_options(home):
              "task_instruction": SHORT}  # yapf: disable
     for name, value in flips.items():
         assert JudgementDataset(data(**{name: value}), tokenizer)[0].token_ids != plain.token_ids, name
+        if name.endswith("_key"):
+            with pytest.raises(DataError, match=f"--{name} 'typo': no row of .*all.jsonl has it"):
+                JudgementDataset(data(**{name: "typo"}), tokenizer)
     learnt = [token for token, keep in zip(plain.token_ids, plain.loss_mask) if keep]
     assert tokenizer.decode(learnt) == f"<answer>{ANSWERS[plain.right]}</answer><|im_end|>"
     assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len", "aux_loss_coef"}

@@ -122,8 +122,12 @@ def test_the_student_comes_to_the_teacher(home, tmp_path):
 def test_a_teacher_with_another_vocabulary_is_refused(home, tmp_path):
     tiny.save_model(home / "foreign")
     tiny.tokenizer(extra="<|extra|>").save_pretrained(home / "foreign")
-    with pytest.raises(UserError, match="of its tokens are not those of the student.*same family"):
+    with pytest.raises(UserError, match="--teacher_model .*of its tokens are not those of the trained.*same family"):
         trainer_of(home, tmp_path, teacher_model=str(home / "foreign"))
+    width = len(tiny.tokenizer())
+    tiny.change_json(tiny.save_model(home / "short") / "config.json", vocab_size=width - 8)
+    with pytest.raises(UserError, match=f"--teacher_model .*: it has {width - 8} logits, .* needs {width}. Take a"):
+        trainer_of(home, tmp_path, teacher_model=str(home / "short"))
 
 
 def test_a_padded_head_is_not(home, tmp_path):

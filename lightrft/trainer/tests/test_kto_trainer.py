@@ -80,6 +80,7 @@ def test_one_micro_batch_is_eight(straight, home, tmp_path):
     run(home, tmp_path, **held(home), micro_train_batch_size=1)
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 1e-5
     assert runs.close(runs.exported(tmp_path), runs.load_file(home / "model" / "model.safetensors")) > 1e-3
+    runs.same_steps(tmp_path, straight[1], "kto")
     assert runs.metrics(tmp_path)[-1]["kto/kl"] > 0
 
 
@@ -125,6 +126,7 @@ def test_training_on_judged_answers_learns_them(home, tmp_path):
     ({"prompt": "a", "completion": "b", "label": "yes"}, "the column 'label' is 'yes': expected true or false"),
     ({"prompt": "a", "completion": "b", "label": 0.5}, "the column 'label' is 0.5"),
     ({"prompt": "a", "completion": " ", "label": True}, "no answer to learn"),
+    ({"prompt": "a", "completion": "", "response": "b", "label": True}, "no answer to learn"),
     ({"completion": "b", "label": True}, "no demonstration"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                    {"role": "user", "content": "c"}], "label": True}, "does not end with an answer"),
@@ -135,6 +137,22 @@ def test_rows_that_cannot_be_used_are_refused(row, said, home, tmp_path):
     (home / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=said):
         trainer_of(home, tmp_path, "bad")
+
+
+@pytest.mark.parametrize("option", ["input_key", "output_key", "label_key"])
+def test_a_named_column_that_no_row_has(option, home, tmp_path):
+    with pytest.raises(DataError, match=f"--{option} 'typo': no row of .*judged.jsonl has it"):
+        trainer_of(home, tmp_path, **{option: "typo"})
+
+
+def test_a_row_beyond_the_limit_is_left_out_and_counted(home, tmp_path, capsys):
+    """A long prompt as well as a long answer; no sequence of another row's answer is longer either."""
+    rows = [*runs.JUDGED[:4], *({**runs.JUDGED[0], key: "1" * 40} for key in ("prompt", "completion"))]
+    (home / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = trainer_of(home, tmp_path, "long", max_len=12, train_batch_size=1).rows
+    assert [row.uid for row in found] == [f"0:{i}" for i in range(4)] and found.dropped == 2
+    assert "2 of 6 rows are longer than --max_len 12" in capsys.readouterr().err
+    assert all(row.mismatched.loss_mask.index(True) < len(row.mismatched.token_ids) <= 12 for row in found)
 
 
 def test_of_a_chat_only_the_last_answer_is_in_the_loss(home, tmp_path):

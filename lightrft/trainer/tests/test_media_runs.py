@@ -8,7 +8,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import current_thread, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,15 +33,16 @@ from lightrft.rollout.engine import Request
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import media_runs, tiny, tiny_vision
 from lightrft.tests.support.media_rig import ProcessedMedia
-from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of  # noqa: F401  (a fixture)
+from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of, weights  # noqa: F401
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
 from lightrft.trainer.offline_trainer import train_rows
+from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
 from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.trainer.trial import try_out
-from lightrft.types import Prompt
+from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import UserError
 
 pytest.importorskip("torchvision")
@@ -141,11 +142,14 @@ def test_a_picture_that_is_gone_costs_its_thumbnail_alone(straight, tmp_path, ca
 
 
 def test_a_run_on_videos_and_pictures_is_evaluated_and_resumes(home, options, tmp_path):
-    """From the checkpoint of its first step on it is the same run, bit for bit."""
+    """PPO, whose critic sees what the policy sees. From the checkpoint of its first step on it is the same run, bit for
+    bit."""
     given = options | {"prompt_data": [hold_rows(media_runs.with_videos())], "prompt_max_len": 200, "eval_steps": 1,
                        "eval_data": [hold_rows(media_runs.with_videos()[2:])], "disable_ckpt": False, "save_steps": 1,
-                       "async_save": False}  # yapf: disable
+                       "async_save": False, "advantage_estimator": "gae"}  # yapf: disable
     straight = run(home, tmp_path / "straight", **given)
+    assert all(line["critic/loss"] > 0 for line in straight.lines)
+    critics_see(straight.trainer)
     media = straight.trainer.maker.media
     assert media.most == {"image": 1, "video": 2} and len(straight.trainer.loader.dataset) == 4
     assert straight.lines[1]["rollout/canary_gap"] < 1e-5 and straight.lines[1]["rollout/mismatch/abs_logp_max"] < 1e-4
@@ -154,8 +158,27 @@ def test_a_run_on_videos_and_pictures_is_evaluated_and_resumes(home, options, tm
     resumed = run(home, tmp_path / "resumed", **given, load_checkpoint=True)
     (again, ) = (line for line in resumed.lines if line["step"] == 2)
     assert again["eval/all/pass@1"] == straight.metrics["eval/all/pass@1"] >= 0
-    for name, weight in straight.weights.items():
-        assert torch.equal(weight, resumed.weights[name]), name
+    for model in ("actor", "critic"):
+        again = weights(resumed.trainer, model)
+        for name, weight in weights(straight.trainer, model).items():
+            assert torch.equal(weight, again[name]), (model, name)
+
+
+@torch.no_grad()
+def critics_see(trainer):
+    """The values after prompts with media change with these; that after text alone does not."""
+    critic, prompts = trainer.prepared["critic"].model, [*trainer.loader.dataset]
+    exp = Experience.pack([one.token_ids + [5] for one in prompts],
+                          [[False] * len(one.token_ids) + [True] for one in prompts],
+                          prompt_lens=[len(one.token_ids) for one in prompts], media=[one.media for one in prompts])
+    with pytest.MonkeyPatch.context() as patch:
+        right, before = critic.modality.media.tensors, critic(exp.to("cpu"))[exp.loss_mask]
+        patch.setattr(
+            critic.modality.media, "tensors", lambda key: replace(made := right(key), tensors={
+                name: -one if one.is_floating_point() else one for name, one in made.tensors.items()}))  # yapf: disable
+        gaps = (critic(exp.to("cpu"))[exp.loss_mask] - before).abs()
+    assert [len(one.media) for one in prompts] == [1, 0, 2, 2], "videos; the last has a picture too"
+    assert gaps[1] == 0 and all(gaps[i] > 1e-4 * before.abs().max() for i in (0, 2, 3)), (gaps, before)
 
 
 def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, capfd):
@@ -171,6 +194,9 @@ def test_engine_and_trainer_are_compared_at_the_start(home, options, tmp_path, c
     engine.positions = lambda request: actor.modality.prompt_positions(actor.hf_model, request.token_ids, request.media
                                                                        ).flip(0)
     with pytest.raises(UserError, match=r"row 0:0: the position of token \d+ is \[.*\] for the engine and"):
+        trainer.before_loop(True)
+    engine.positions = lambda request: torch.zeros(3, len(request.token_ids) + 2, dtype=torch.long)
+    with pytest.raises(UserError, match=r"row 0:0: the prompt has (\d+) positions for the engine and \d+ for the"):
         trainer.before_loop(True)
     del engine.positions
     engine.model = copy.deepcopy(engine.model)
@@ -217,30 +243,45 @@ def prefetched(trainer):
     return found
 
 
+def threads_of(patch, name):
+    """Threads in which the stores of the test call their method ``name``, by the medium."""
+    work, found = getattr(MediaStore, name), {}
+
+    def noted(store, key):
+        found.setdefault(key, []).append(current_thread().name)
+        return work(store, key)
+
+    patch.setattr(MediaStore, name, noted)
+    return found
+
+
 def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tmp_path, monkeypatch):
     """The towers of policy and reference, which are one; after a resume features are computed again, bit for bit.
 
-    Before the first step of the plain run and in each its media, those of the next one, are processed, which the data
-    set of headers does not.
+    In the plain run, whose data set reads headers alone, workers process all media ahead of the step that needs them.
     """
     frozen = options | {"freeze_prefix": ["visual"], "disable_ckpt": False, "save_steps": 1, "async_save": False}
     asked, work = [], MediaStore.prefetch
     with monkeypatch.context() as patch:
+        processed = threads_of(patch, "_processed")
         patch.setattr(MediaStore, "prefetch", lambda store, keys: asked.append([*keys]) or work(store, asked[-1]))
         plain = run(home, tmp_path / "plain", **frozen, media_check="header")
     assert [len(keys) for keys in asked] == [4] * 3, "before the steps and in each, the four pictures of four prompts"
+    assert len(processed) == 3 and all(len(some) == 1 and some[0].startswith("media") for some in processed.values())
     kept = run(home, tmp_path / "kept", **frozen, cache_features=True)
     assert [line["media/features_computed"] for line in kept.lines] == [3, 0], "three pictures, for two models"
     assert all(line["media/features_reused"] > 3 for line in kept.lines)
     assert not any("media/features_computed" in line for line in plain.lines)
     ahead = [prefetched(each.trainer) for each in (plain, kept)]
     assert ahead[0] and not ahead[1], "media are processed whose features are kept"
-    maker, count = kept.trainer.maker, kept.trainer.maker.media.decoded
+    maker = kept.trainer.maker
     maker.config = replace(maker.config, rollout=replace(maker.config.rollout, engine_type="vllm"))
-    maker.prefetch(kept.trainer.loader.ahead())
     keys = [key for prompt in kept.trainer.loader.ahead() for key in prompt.media]
-    assert all(maker.media.open(key) is maker.media.open(key) for key in keys), "vLLM's own processor gets pictures"
-    assert maker.media.decoded == count + 3
+    with monkeypatch.context() as patch:
+        opened = threads_of(patch, "_open")
+        maker.prefetch(kept.trainer.loader.ahead())
+        assert all(maker.media.open(key) is maker.media.open(key) for key in keys), "vLLM asks for pictures again"
+    assert len(opened) == 3 and all(len(some) == 1 and some[0].startswith("media") for some in opened.values())
     for name, weight in plain.weights.items():
         torch.testing.assert_close(weight, kept.weights[name], atol=1e-5, rtol=0)
     run(home, tmp_path / "cut", **frozen | {"max_steps": 1}, cache_features=True)
@@ -271,13 +312,15 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
     text = str(tiny.save_model(tmp_path / "text", num_hidden_layers=1))
     with pytest.raises(UserError, match="row 1: the column 'images' holds .*, and this model takes text only"):
         list(try_out(config_of(home, tmp_path, **given | {"pretrain": text})))
-    pair = hold_rows([{"prompt": "1+1?", "chosen": "2", "rejected": "3", "images": rows[0]["images"]}])
-    trees = {RMConfig: {"train_data": [pair]}, SFTConfig: {"train_data": [hold_rows(rows)]},
+    row = {"prompt": "1+1?", "response": "2", "chosen": "2", "rejected": "3", "images": rows[0]["images"]}
+    pair = hold_rows([row])
+    trees = {RMConfig: {"train_data": [pair]}, SFTConfig: {"train_data": [pair]},
              GenerateConfig: {"prompt_data": [pair]}, EvaluateConfig: {"eval_data": [pair]}}  # yapf: disable
+    reads = {RMConfig: RMTrainer.read, SFTConfig: SFTTrainer.read}
     for tree, data in trees.items():
         config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
         with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
-            list(try_out(config.config))
+            list(try_out(config.config, read=reads.get(tree)))
 
 
 def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_reduce_is_one_collective():
 def test_nothing_counted_is_zero_and_still_has_its_keys():
     sums = MetricSums()
     sums.add_tokens({"a": torch.full((2, ), torch.nan)}, torch.zeros(2, dtype=torch.bool))
-    assert sums.keys() == ["a"] and sums.mean("a") == 0.0
+    assert sums.keys() == ["a"] and sums.mean("a") == 0.0 and sums.counted() == []
     MetricSums().reduce(OneOfTwo(0))
 
 

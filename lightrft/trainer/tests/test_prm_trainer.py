@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.cli.export import export
 from lightrft.cli.merge_lora import merge
-from lightrft.config.prm_schema import PRMConfig, StepFormat
+from lightrft.config.rm_schema import PRMConfig, StepFormat
 from lightrft.models.loader import reward_kind
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
@@ -59,7 +59,7 @@ def naive(hf, rows, classes, graded):
         zip(("accuracy", "accuracy_solution", "accuracy_first_error", "base_rate"), means))
 
 
-@pytest.mark.parametrize("options,count", [({}, 4), ({"label_key": "graded"}, 4), ({"input_key": "none"}, 4),
+@pytest.mark.parametrize("options,count", [({}, 4), ({"label_key": "graded"}, 4), ({"data": "completions"}, 4),
                                            ({"reward_tokens": ["+", "-", "0"]}, 4), ({"reward_tokens": []}, 2)])
 def test_loss_gradient_and_metrics_are_those_of_hugging_face(options, count, home, tmp_path):
     """Hard and graded labels, of completions, of three classes, and over the whole vocabulary."""

@@ -5,25 +5,30 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from lightrft.config.cli import parse_config
-from lightrft.config.prm_schema import PRMConfig
-from lightrft.config.rm_schema import RMConfig
+from lightrft.config.preference_schema import DPOConfig
+from lightrft.config.rm_schema import PRMConfig, RMConfig
+from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import runs, tiny_vision
+from lightrft.tests.support import media_runs, runs, tiny_vision
+from lightrft.tests.support.tiny_grids import VIDEO
 from lightrft.trainer.dpo_trainer import DPOTrainer
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.prm_trainer import PRMTrainer
 from lightrft.trainer.rm_trainer import RMTrainer
+from lightrft.trainer.sft_trainer import SFTTrainer
 
 no_picture = runs.no_picture
 
 pytest.importorskip("torchvision")
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
             "{% for p in m.content %}{% if p.type == 'image' %}" + tiny_vision.PICTURE +
+            "{% elif p.type == 'video' %}" + VIDEO +
             "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}")
 
@@ -101,3 +106,33 @@ def test_steps_after_a_picture(tmp_path):
         other.media = exp.media[1:2]
         torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
         assert (judged(other) - together[:2]).abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("family, kind, tower", [("qwen2_5_vl", "image", "visual"),
+                                                 ("qwen2_audio", "audio", "audio_tower")])  # yapf: disable
+def test_sft_teaches_the_tower_that_sees_or_hears(family, kind, tower, tmp_path):
+    """The loss of the answers reaches every matrix of the tower of their prompts."""
+    options, made = media_runs.write_home(tmp_path, family), {"image": media_runs.picture, "audio": media_runs.sound}
+    rows = [{"prompt": [{"role": "user", "content": f"<{kind}>?"}], f"{kind}s": [made[kind](i)], "completion": "ab"[i]}
+            for i in (0, 1)] * 2  # yapf: disable
+    trained(tmp_path, SFTConfig, SFTTrainer, rows, pretrain=str(tmp_path / "model"), max_steps=1, l2=0.0,
+            chat_template=options["chat_template"])
+    before, after = ({
+        name.rpartition(f"{tower}.")[2]: weight for name, weight in load_file(file).items() if tower in name
+    } for file in (tmp_path / "model/model.safetensors", tmp_path / "run/hf/model.safetensors"))
+    matrices = [name for name, weight in before.items() if weight.dim() > 1]
+    taught = [name for name in matrices if not torch.equal(before[name], after[name])]
+    assert before.keys() == after.keys() and len(matrices) > 4, "the tower is not exported"
+    assert len(taught) >= 0.9 * len(matrices), {*matrices} - {*taught}
+
+
+@pytest.mark.parametrize("tree, kind", [(SFTConfig, SFTTrainer), (DPOConfig, DPOTrainer), (RMConfig, RMTrainer)])
+def test_videos(tree, kind, tmp_path):
+    """Two steps change the tower."""
+    answers = {"output": "a"} if kind is SFTTrainer else {"chosen": "a", "rejected": "bb"}
+    rows = [{"prompt": [{"role": "user", "content": "<video>What?"}], "videos": [media_runs.video(i)], **answers}
+            for i in range(4)]  # yapf: disable
+    trainer, media = trained(tmp_path, tree, kind, rows)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "run/hf"))
+    name = "visual.blocks.1.attn.qkv.weight"
+    assert not torch.equal(after[f"model.{name}"], before[name]) and media.most == {"video": 1}

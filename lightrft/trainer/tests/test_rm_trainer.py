@@ -19,7 +19,7 @@ from lightrft.config.rm_schema import RewardModelConfig, RMConfig
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_reward_model, load_scorer
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.ops.reward_loss import pair_loss
+from lightrft.ops.preference import pair_loss
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
@@ -256,6 +256,30 @@ def test_several_heads_learn_from_their_labels(base, tmp_path):
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
 
 
+@pytest.mark.parametrize("names,reason", [
+    ([], "--heads_types is empty: .* at least one"), (["short", "short"], "'short' is there twice"),
+    (["preference", "shrt"], "row 1 of training data 1: the column 'heads' has 'short', .* learn from it are 'shrt'"),
+    (["preference", "short", "kind"], "no row of the training data labels 'kind' .labelled: 'short'.*drop the score"),
+])  # yapf: disable
+def test_heads_that_would_learn_nothing_are_refused(names, reason, base, tmp_path):
+    config = config_of(base, tmp_path, heads_types=names)
+    with pytest.raises(UserError, match=reason):
+        RMTrainer.read(config, load_tokenizer(str(base)), "train", None)
+
+
+def test_held_out_pairs_need_no_label_of_every_head_and_what_none_has_is_no_metric(base, tmp_path):
+    """Nor a preference: of ties there is no accuracy, also in training; zero would say that each is wrong."""
+    ties = [{**row, "tie": True, "heads": None} for row in ROWS[:8]]
+    names = ["preference", "short"]
+    trainer = trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows(ties)], max_steps=1))
+    got = trainer.evaluate()
+    assert got["eval/loss"] > 0 and not [name for name in got if "accuracy" in name]
+    assert trainer_of(config_of(base, tmp_path, train_data=[hold_rows(ties)])).train_step().get("rm/accuracy") is None
+    with pytest.raises(UserError, match="row 1 of evaluation data 1: the column 'heads' has 'shrt'"):
+        wrong = [{**ROWS[0], "heads": {"shrt": "chosen"}}]
+        trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows(wrong)]))
+
+
 @pytest.mark.parametrize("flag,given,typed", [("heads_types", ["short", "preference"], "short,preference"),
                                               ("pooling_method", "last", "last"),
                                               ("value_head_prefix", "score", "score")])  # yapf: disable
@@ -340,7 +364,7 @@ def test_models_that_cannot_score_are_refused(base, tmp_path):
     three.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has 3 scores; give a sequence classifier with one"):
         load_scorer(str(tmp_path))
-    with pytest.raises(DataError, match="row 1: the chosen answer is missing"):
+    with pytest.raises(DataError, match="--chosen_key 'better': no row of"):
         trainer_of(config_of(base, tmp_path, chosen_key="better"))
 
 

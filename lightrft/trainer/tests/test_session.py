@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
-from lightrft.cli import train, train_sft
+from lightrft.cli import generate, train, train_sft
+from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
 from lightrft.preflight.hardware import unlike_gpus
-from lightrft.tests.support import runs
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import fake_cuda, SYNC
-from lightrft.tests.support.launch import launch
+from lightrft.tests.support.launch import flags, launch
 from lightrft.trainer import session
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import build_models
@@ -61,27 +62,36 @@ def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
 
 
 @pytest.mark.parametrize("reward,told", [
-    ("accuracy", "unknown reward 'accuracy'; known: "), ("exatc", "(did you mean exact?)"),
-    ("reward.py", "could not be scored: exception, by compute_score"), ("", "no reward recipe for label ''"),
+    ("accuracy", "unknown reward 'accuracy' (here: math); known: "), ("exatc", "(did you mean exact?)"),
+    ("reward.py:zero", "could not be scored: exception, by zero"), ("", "no reward recipe for label ''"),
+    ("reward.py:typo", "could not be scored: wrong_type, by typo"), ("reward.py:silent", "could be scored: none ("),
 ])  # yapf: disable
 def test_a_dry_run_tries_the_rewards(home, tmp_path, capsys, caplog, no_strategy, monkeypatch, reward, told):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reward.py").write_text("def compute_score(solution_str, ground_truth):\n    return 1 / 0\n")
+    (tmp_path / "reward.py").write_text("".join(f"def {name}(solution_str, ground_truth):\n    return {value}\n"
+                                                for name, value in (("zero", "1 / 0"), ("typo", "{'scor': 1.0}"),
+                                                                    ("silent", "None"))))
     with pytest.raises(SystemExit) as error:
-        train.main([*words(home, tmp_path / "run", reward=reward), "--dry_run"])
+        train.main([*words(home, tmp_path / "run", reward=reward, reward_probe=True), "--dry_run"])
     said = capsys.readouterr()
     assert error.value.code == 2 and told in said.err, said
     assert "See --help" not in said.err, "no option helps"
-    assert reward != "reward.py" or "ZeroDivisionError" in said.err + caplog.text
+    detail = {"reward.py:zero": "ZeroDivisionError", "reward.py:typo": "the dict has no 'score' (it has scor)"}
+    assert detail.get(reward, "") in said.err + caplog.text
 
 
 def test_a_dry_run_leaves_what_is_elsewhere_to_the_run(home, tmp_path, capsys, no_strategy):
-    """Data of the hub is not fetched; rewards are resolved all the same, and a server need not run yet."""
+    """Data of the hub is not fetched; rewards are resolved all the same, a server need not run yet, and a function may
+    decline an answer."""
+    (tmp_path / "picky.py").write_text("def f(completions):\n"
+                                       "    return [None if 'think' in one else 0.0 for one in completions]\n")
     for data, more, told in ((f"{home}/train.jsonl", {"remote_rm_url": "http://127.0.0.1:9/"},
                               "format 1 x 1, remote unscored x 1; total unscored: unreachable"),
+                             (f"{home}/train.jsonl", {"reward": f"{tmp_path}/picky.py"}, "total unscored: none"),
                              ("owner/name", {}, "data: owner/name is read from the hub when the run starts")):
         with pytest.raises(SystemExit) as error:
-            train.main([*words(home, tmp_path / "run", prompt_data=data, reward="format", **more), "--dry_run"])
+            more = {"prompt_data": data, "reward": "format", "reward_probe": True, **more}
+            train.main([*words(home, tmp_path / "run", **more), "--dry_run"])
         assert error.value.code == 0 and told in capsys.readouterr().out
 
 
@@ -96,11 +106,41 @@ def test_a_dry_run_reads_local_suites(home, tmp_path, capsys, no_strategy):
         assert error.value.code == code and told in said.out + said.err, said
 
 
-def test_dry_run_of_supervised_fine_tuning(home, tmp_path, capsys, no_strategy):
-    with pytest.raises(SystemExit) as error:
-        train_sft.main(["--pretrain", str(home / "model"), "--train_data", str(home / "train.jsonl"), "--dry_run"])
-    out = capsys.readouterr().out
-    assert error.value.code == 0 and "learning_rate" in out and f"data: 6 rows of {home}/train.jsonl" in out
+@pytest.mark.parametrize("name,answers,more", [
+    ("sft", {"response": "2"}, {}), ("kd", {"response": "2"}, {"teacher_model": "model"}),
+    ("rm", {"chosen": "2", "rejected": "3"}, {}), ("dpo", {"chosen": "2", "rejected": "3"}, {}),
+    ("grm", {"chosen": "2", "rejected": "3"}, {}), ("kto", {"response": "2", "label": True}, {}),
+    ("prm", {"completions": ["2"], "labels": [True]}, {"placeholder_token": "#", "reward_tokens": "+,-"}),
+])  # yapf: disable
+def test_a_dry_run_reads_rows_as_its_trainer_does(home, tmp_path, capsys, no_strategy, monkeypatch, name, answers,
+                                                  more):
+    """Of both splits, where they and the tokenizer are on this machine; no model is loaded."""
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(OFFLINE[name].trainer_class(), "load", None)
+    for number, row in enumerate((answers, {"reference": "2"})):
+        rows = [json.dumps({"prompt": prompt, **row}) for prompt in ("1+1=", "0+2=")]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(rows))
+    options = {"pretrain": "model", "train_data": f"{tmp_path}/0.jsonl,org/name", "save_path": tmp_path / "run"} | more
+    for held_out, code, told in ((0, 0, f"data: 2 rows of {tmp_path}/0.jsonl (evaluation)"), (1, 2, "1.jsonl, row 1")):
+        with pytest.raises(SystemExit) as error:
+            OFFLINE[name].main([*flags(options | {"eval_data": tmp_path / f"{held_out}.jsonl"}), "--dry_run"])
+        said = capsys.readouterr()
+        assert error.value.code == code and told in said.out + said.err, said
+        assert "learning_rate" in said.out and "data: org/name is read from the hub when the run starts" in said.out
+
+
+def test_a_reference_with_other_tokens_is_refused(home, tmp_path, capsys):
+    """Before a model is loaded; in reinforcement learning and in training on pairs."""
+    foreign = tiny.save_model(tmp_path / "foreign")
+    tiny.tokenizer(extra="<|extra|>").save_pretrained(foreign)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) + "\n")
+    more = f"--ref_pretrain {foreign} --save_path {tmp_path}/run".split()
+    pairs = f"--pretrain {home}/model --train_data {tmp_path}/rows.jsonl --max_len 64 --train_batch_size 1".split()
+    for main, given in ((OFFLINE["dpo"].main, pairs), (train.main, words(home, tmp_path / "run", init_kl_coef=0.1))):
+        with pytest.raises(SystemExit) as error:
+            main([*given, *more])
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and re.search("--ref_pretrain .*.<.extra.>.; vocabularies of .* same family", said)
 
 
 def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, no_strategy):
@@ -113,6 +153,7 @@ def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, n
             train_sft.main([*sft, gpus])
         said = capsys.readouterr()
         assert error.value.code == code and re.search("^ +log-probs +backward +optimizer$", said.out, re.M), said
+        assert ("data: not read, which takes the tokenizer: " in said.out) == (code == 0)
         assert "fits: " in said.out if code == 0 else "--gradient_checkpointing" not in said.err, said
     assert "the run does not fit" in said.err and re.search("--.* brings it to ", said.err), said.err
 
@@ -145,6 +186,10 @@ def test_a_folder_that_cannot_be_made_exits_with_2(home, tmp_path, capsys, no_st
             train.main(words(home, path))
         said = capsys.readouterr().err
         assert error.value.code == 2 and f"--save_path {path}" in said and told in said and "give a folder" in said
+    with pytest.raises(SystemExit):
+        generate.main(["--pretrain", str(home / "model"), "--prompt_data", str(home / "train.jsonl"), "--output_path",
+                       "/proc/lightrft/a.jsonl"])  # yapf: disable
+    assert "--output_path /proc/lightrft/a.jsonl.parts: cannot be created" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault, told", [

@@ -1,12 +1,18 @@
 """A GPU that torch cannot use stops a run, with the remedy; so do more ranks than GPUs, and ranks that cannot meet."""
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from lightrft.cli import train
+from lightrft.config.cli import parse_config
+from lightrft.config.schema import StrategyConfig
 from lightrft.preflight.checks.machine import check_devices
 from lightrft.strategy import distributed
 from lightrft.strategy.strategy import FakeStrategy
-from lightrft.config.schema import StrategyConfig
+from lightrft.tests.support import runs
+from lightrft.trainer.session import settled
 from lightrft.utils import gpu
 from lightrft.utils.errors import UserError
 
@@ -75,6 +81,23 @@ def test_every_strategy_and_the_doctor_refuse_it(machine, monkeypatch, strategy)
         strategy(StrategyConfig()).setup()
     found = next(check_devices())
     assert (found.verdict, found.name) == ("fail", "cuda") and found.remedy.startswith("update the driver, or install")
+
+
+@pytest.mark.parametrize("options, code", [([], 2), (["--plan_gpus", "1xH100"], 0)])
+def test_a_dry_run_plans_for_it_only_if_it_is_asked_to(machine, monkeypatch, tmp_path, capsys, options, code):
+    """The plan of another machine asks nothing of this one."""
+    home, root = runs.write_home(tmp_path / "home"), machine()
+    for function in (gpu.unused_gpu, gpu.rank_device):
+        monkeypatch.setattr(function, "__defaults__", (root, ))
+    words = ["--pretrain", str(home / "model"), "--prompt_data", str(home / "train.jsonl"), "--reward", "format"]
+    with pytest.raises(SystemExit) as error:
+        train.main([*words, "--dry_run", *options])
+    said = capsys.readouterr()
+    assert error.value.code == code, said
+    assert ("the driver is too old" in said.err and "update the driver, or install" in said.err) == bool(code)
+    assert ("rollout_batch_size" in said.out) != bool(code), "a plan for the CPU"
+    with pytest.raises(UserError, match="the driver is too old") if code else nullcontext():
+        settled(parse_config([*words, "--dry_run", *options]))  # as GRPO(...).plan() does
 
 
 @pytest.mark.parametrize("ranks, words", [

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import FrameType
 
 PACKAGE = Path(__file__).parents[3]
-HELPERS = ("/tests/", "/utils/transfer.py")
+HELPERS = ("/tests/", "/utils/tensors.py")
 KERNEL = "kernel"  # a launch
 GRAPH = "graph"  # a launch of many kernels at once
 SYNC = "sync"  # the host waits for the device: a number, a size or data that it reads; a copy that blocks

@@ -25,6 +25,7 @@ from lightrft.tests.support.fake_cuda.tensor import Calls, Device, Operators
 
 MEMORY = 8 << 30
 CAPTURING = set[int]()  # pools that memory is taken from during a capture
+QUEUED: list[tuple[Any, ...]] = []  # streams that waited and were entered, and captures with their mode, in order
 _ENGINE, _INIT_GROUP = torch.autograd._engine_run_backward, torch.distributed.init_process_group
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -56,7 +57,8 @@ class Stream:
         self.device = tensor.CUDA
 
     def wait_stream(self, other: "Stream") -> None:
-        """Do nothing: the other stream is done."""
+        """Take note of it: the other stream is done."""
+        QUEUED.append(("wait", self, other))
 
     def wait_event(self, event: "Event") -> None:
         """Do nothing: the event has happened."""
@@ -105,6 +107,22 @@ class Event:
         tensor.wait()
 
 
+class Generator:
+    """The generator of the device. As in torch 2.11 a capture sets a mode in its state, which only the end of a capture
+    without an error takes back; in that mode it draws nothing outside of captures."""
+
+    def __init__(self, capturing: bool = False) -> None:
+        self.capturing = capturing
+
+    def clone_state(self) -> "Generator":
+        """Return a generator with the same seed and offset; the mode is not copied."""
+        return Generator()
+
+    def graphsafe_set_state(self, state: "Generator") -> None:
+        """Take the state of another generator."""
+        self.capturing = state.capturing
+
+
 class CUDAGraph:
     """Operators that were recorded, to be run again on the same memory.
 
@@ -129,6 +147,8 @@ class CUDAGraph:
         """Record what runs from now on; its memory comes from ``pool``."""
         assert pool not in CAPTURING, "already recording to this pool"
         CAPTURING.add(pool)
+        QUEUED.append(("capture", _THREAD.stream, capture_error_mode))
+        torch.cuda.default_generators[0].capturing = True
         self.pool, Device.recorder = pool, self.record
 
     def capture_end(self) -> None:
@@ -139,6 +159,7 @@ class CUDAGraph:
         if sys.exc_info()[1] is not None:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         _end_allocate(0, self.pool)
+        torch.cuda.default_generators[0].capturing = False
 
     def replay(self) -> None:
         """Run all operators again; results are written where those of the capture were."""
@@ -162,6 +183,7 @@ def _end_allocate(device: int, pool: int) -> None:
 @contextmanager
 def _stream(stream: Stream | None) -> Iterator[None]:
     before, _THREAD.stream = _THREAD.stream, stream or _THREAD.stream
+    QUEUED.append(("enter", _THREAD.stream))
     try:
         yield
     finally:
@@ -198,7 +220,8 @@ def _api() -> dict[str, Any]:
     return {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "Stream": Stream,
         "Event": Event, "CUDAGraph": CUDAGraph, "stream": _stream, "synchronize": _synchronize,
-        "current_stream": lambda device=None: _THREAD.stream, "default_stream": Stream,
+        "default_generators": (Generator(), ), "current_stream": lambda device=None: _THREAD.stream,
+        "default_stream": Stream,
         "graph_pool_handle": partial(next, count()),
         "is_current_stream_capturing": lambda: Device.recorder is not None, "ipc_collect": lambda: None,
         "empty_cache": lambda: tensor.current().add(EMPTIED),
@@ -216,6 +239,7 @@ def _api() -> dict[str, Any]:
 def fake_cuda() -> Iterator[Ledger]:
     """Context in which ``torch.cuda`` is available and "cuda" is the fake device; gives the ledger of its use."""
     load_guard()
+    QUEUED.clear()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in _api().items():

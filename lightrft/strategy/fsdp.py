@@ -18,7 +18,7 @@ from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
 from lightrft.utils.env import total_memory
-from lightrft.utils.module_tensors import keeps_float32
+from lightrft.utils.tensors import keeps_float32
 
 MIB = 1 << 20
 

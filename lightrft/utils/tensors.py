@@ -1,8 +1,18 @@
-"""Replacement of the tensors of a module, and modules that compute in float32."""
+"""Tensors: copies from the host that do not wait for a GPU, replacement in a module, modules that stay in float32."""
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
+
+
+def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor.to(device)``; to a GPU through pinned memory, so that the host does not wait for kernels before it.
+
+    torch's allocator reuses the pinned memory only after the copy.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def replace_tensors(model: nn.Module, chosen: Callable[[Tensor], bool], make: Callable[[str, Tensor], Tensor]) -> None:

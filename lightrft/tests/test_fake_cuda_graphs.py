@@ -1,0 +1,204 @@
+"""CUDA graphs of the decode step on the fake device: their launches, their tokens, and captures that fail."""
+import gc
+import re
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.models.lora import add_lora
+from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.hf import continuous_batching
+from lightrft.rollout.hf.decode_graph import StepGraph
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.sampling import sample
+from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.fake_cuda import fake_cuda, GRAPH, KERNEL, runtime, SYNC
+from lightrft.tests.test_fake_cuda import decode, STEPS
+
+no_picture = runs.no_picture
+
+
+def launches(layers):
+    """Launches of a decode step without graphs."""
+    totals = []
+    for tokens in (8, 16):
+        with fake_cuda() as ledger:
+            model = tiny.model(num_hidden_layers=layers)
+            model.set_attn_implementation("packed")
+            engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20)
+            engine._graph.enabled = False
+            engine.generate([Request([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
+        totals.append(ledger.total(KERNEL))
+    return (totals[1] - totals[0]) / 8
+
+
+def test_a_graph_saves_the_launches_that_the_docs_name():
+    page = (Path(__file__).parents[2] / "docs" / "host_syncs.md").read_text(encoding="utf-8")
+    said = int(re.search(r"one launch in place of (\d+) or so per layer", page.replace("\n  ", " "))[1])
+    assert launches(2) - launches(1) == pytest.approx(said, rel=0.1)
+
+
+def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):
+    """More responses than slots: rows are freed, filled and moved between the steps that graphs replay."""
+
+    def tokens(device):
+        model = tiny.model(initializer_range=0.5).to(device)
+        model.set_attn_implementation("packed")
+        engine = HFEngine(model, range(40, 52), kv_bytes=20_000)
+        asked = [Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)]
+        found = engine.generate(asked, SamplingParams(max_new_tokens=24))
+        return [each.token_ids for part in found for each in part]
+
+    expected, forget = tokens("cpu"), StepGraph.forget
+    with fake_cuda() as ledger:
+        assert tokens("cuda") == expected
+    assert ledger.total(GRAPH) > 10 and len({len(each) for each in expected}) > 2
+    monkeypatch.setattr(StepGraph, "forget", lambda self: None if hasattr(self, "key") else forget(self))
+    with fake_cuda():
+        assert tokens("cuda") != expected, "a graph of other slots draws other tokens"
+
+
+def test_a_step_that_waits_for_the_device_is_not_captured(monkeypatch, capsys):
+    monkeypatch.setattr(continuous_batching, "sample",
+                        lambda logits, *rest: sample(logits + logits.sum().item() * 0, *rest))
+    assert decode(8).total(GRAPH) == 0
+    said = "decodes without CUDA graphs: a step cannot be captured (operation not permitted"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_capture_waits_for_the_queued_work_and_lets_other_threads_allocate():
+    """Its kernels read what the stream of the program writes; in the mode "global" an allocation of any thread, such as
+    that of overlapped passes, ends it."""
+    with fake_cuda():
+        graph, program = StepGraph(torch.device("cuda")), torch.cuda.current_stream()
+        for _ in range(4):
+            graph.run("shape", lambda: torch.ones(1, device="cuda"))
+        assert graph.graph is not None and graph.stream is not program
+        own = [("wait", graph.stream, program), ("enter", graph.stream), ("capture", graph.stream, "thread_local")]
+        assert runtime.QUEUED == own
+
+
+def test_a_capture_that_fails_leaves_the_program_on_its_stream():
+    with fake_cuda():
+        graph, before = StepGraph(torch.device("cuda")), torch.cuda.current_stream()
+        found = [graph.run("shape", lambda: torch.ones(1, device="cuda") * torch.ones(1, device="cuda").item())
+                 for _ in range(4)]  # yapf: disable
+        assert not graph.enabled and [each.item() for each in found] == [1.0] * 4
+        assert torch.cuda.current_stream() is before
+        assert not runtime.CAPTURING, "torch would still allocate as during a capture"
+        assert not torch.cuda.default_generators[0].capturing, "torch 2.11 would draw no numbers, as for dropout"
+
+
+def failing_first(error, draw=sample):
+    """``sample`` that raises in a first capture."""
+    errors = [error]
+
+    def draw_or_raise(*args):
+        if errors and torch.cuda.is_current_stream_capturing():
+            raise errors.pop()
+        return draw(*args)
+
+    return draw_or_raise
+
+
+@pytest.mark.parametrize("error, again", [(torch.OutOfMemoryError("CUDA out of memory"), True), (ValueError(""), False),
+                                          (AssertionError("no"), False)])
+def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch, capsys):
+    """Until the engine wakes, if memory was lacking: an update, or the sleep of another engine, has freed some. A
+    generator that cannot be reset then is no reason to end the run."""
+    monkeypatch.setattr(continuous_batching, "sample", failing_first(error))
+    with fake_cuda() as ledger:
+        if isinstance(error, AssertionError):
+            monkeypatch.setattr(runtime.Generator, "clone_state", lambda self: torch.ones(1) @ torch.ones(2))
+        model = tiny.model()
+        model.set_attn_implementation("packed")
+        engine, graphs = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
+        for wakes in (False, False, True):
+            if wakes:
+                engine.sleep()
+                engine.wake()
+            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+            graphs.append(ledger.total(GRAPH))
+        assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
+    told = capsys.readouterr().err
+    assert told.count("a step cannot be captured") == 1 and ("until the engine next wakes" in told) == again
+
+
+def test_a_capture_that_fails_keeps_no_tensor_of_its_step():
+    kept = []
+
+    def step():
+        made = torch.ones(1, device="cuda")
+        if runtime.CAPTURING:
+            kept.append(weakref.ref(made))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+    with fake_cuda():
+        gc.disable()
+        try:
+            graph = StepGraph(torch.device("cuda"))
+            for _ in range(4):
+                graph.run(64, step)
+            assert [each() for each in kept] == [None] and graph.graph is None
+        finally:
+            gc.enable()
+
+
+def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
+    monkeypatch.setattr(CompletionCollector, "take", lambda *args: 1 / 0)
+    with fake_cuda():
+        model = tiny.model()
+        model.set_attn_implementation("packed")
+        engine, freed = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20), []
+        monkeypatch.setattr(engine._graph, "free", lambda: freed.append(True))
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+        assert len(freed) == 2, "at the begin and at the end"
+
+
+def test_a_capture_waits_for_nothing_and_uses_the_memory_of_the_former_one(monkeypatch):
+    begun, modes, emptied, begin = [], set(), [], runtime.CUDAGraph.capture_begin
+    monkeypatch.setattr(runtime.CUDAGraph, "capture_begin", lambda self, pool, mode:
+                        (begun.append(pool), modes.add(mode), begin(self, pool, mode)))
+    with fake_cuda() as ledger, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        graph = StepGraph(torch.device("cuda"))
+        for width in (64, 128):
+            for _ in range(4):
+                graph.run(width, lambda: torch.ones(1, device="cuda") * 2)
+        assert len(begun) == 2 and begun[0] == begun[1] and ledger.total(SYNC) == 0
+        assert len(emptied) == 1, "the first capture finds the memory that an update has left cached"
+        graph.free()
+        for _ in range(4):
+            graph.run(64, lambda: torch.ones(1, device="cuda") * 2)
+        assert begun[2] != begun[0], "the memory of a generation that has ended is free"
+    assert modes == {"thread_local"}, "allocations of other threads end a capture"
+
+
+def test_passes_during_generation_have_one_stream_and_the_gpu_of_their_rank(tmp_path, monkeypatch):
+    """They wait for the weights in every step, and never run on the stream of captures; a thread starts on GPU 0."""
+    home, chosen = runs.write_home(tmp_path), []
+    with fake_cuda(), monkeypatch.context() as patch:  # undone before the fake device goes
+        patch.setattr(torch.cuda, "set_device", lambda device: chosen.append(threading.current_thread().name))
+        runs.run(home, tmp_path / "run", overlap_passes=True, **STEPS)
+        queued, program = list(runtime.QUEUED), torch.cuda.current_stream()
+    captured = {each[1] for each in queued if each[0] == "capture"}
+    passes = [each for each in queued if each[1] not in captured]
+    stream = passes[0][1]
+    assert captured and passes == [("wait", stream, program), ("enter", stream)] * 2
+    assert chosen.count("early passes") == 2
+
+
+def test_adapters_leave_the_generator_of_the_gpu_as_it_was(monkeypatch):
+    """Their seed would otherwise give the dropout of every rank the same masks."""
+    restored = []
+    with fake_cuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: restored.append(device))
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        add_lora(tiny.model(), 2, 4, 0.0, ["q_proj"])
+    assert len(restored) == 1
