@@ -52,7 +52,7 @@ def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unused(c: Tree) -> Iterator[str]:
-    """Yield a warning per option that nothing reads, of those that scripts and commands of other trainers always set."""
+    """Yield a warning per option that nothing reads, of those that other trainers' commands always set."""
     values = flatten(c)
     if not any(values.get(name) for name in ("use_wandb", "use_trackio", "trackers")):
         for name, value in changed(c, [name for name in values if name.startswith("wandb_")]):

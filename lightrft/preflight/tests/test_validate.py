@@ -234,7 +234,7 @@ def test_what_nothing_reads_is_told() -> None:
         assert found.startswith("--wandb_run_name mine: has no effect, because no tracker is selected; add --use_wandb")
         assert not list(warnings(build(tree, given | {"wandb_run_name": "mine", "use_trackio": True})))
     found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
-    assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite; add --eval_data")
+    assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite")
     assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))
 
 
