@@ -40,7 +40,8 @@ def save_judge(folder, **form):
 def train_judge(folder):
     """A tiny judge of two candidates, trained to find what begins with an a better than with a b."""
     tiny.save_model(folder / "model", initializer_range=0.1)
-    rows = [{"prompt": f"{i}", "chosen": "a" * (1 + i % 3), "rejected": "b" * (1 + i % 2)} for i in range(40)]
+    rows = [{"prompt": f"{i}", "chosen": "a" * (1 + k % 3), "rejected": "b" * (1 + k % 2)} for i in range(1, 6)
+            for k in range(6)]  # yapf: disable
     draw = random.Random(0)
     noise = ["".join(draw.choices(string.printable + "\ufffd" * 60, k=1 + i % 5)) for i in range(80)]
     rows += [{"prompt": runs.PROMPTS[i % 6], "chosen": "a" + noise[i], "rejected": "b" + noise[40 + i]}
