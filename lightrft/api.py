@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-Data = str | Path | Iterable[Any]  # a file, a folder or a hub id; a data set, a table or a list of rows
+Data = str | Path | Iterable[Any]  # files, folders or hub ids; a data set, a table or a list of rows
 ROWS = "give a path, a hub id, a list of dicts, a Hugging Face Dataset or a pandas DataFrame"
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float]
 
@@ -64,9 +65,13 @@ class _Training(ABC):
     def __init__(self, model: str | Path, train_dataset: Data | None, eval_dataset: Data | None, plugins: Sequence[str],
                  options: dict[str, Any]) -> None:
         end_in_one_line()
-        given, keywords = dict(options), dict(zip(("pretrain", *self.data), ("model", "train_dataset", "eval_dataset")))
+        if not isinstance(model, (str, Path)):
+            raise UserError(f"model: a {type(model).__name__}; give the folder or the hub id of a model, such as the "
+                            "folder hf of a run")
+        given = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in options.items()}
+        keywords = dict(zip(("pretrain", *self.data), ("model", "train_dataset", "eval_dataset")))
         for (option, name), value in zip(keywords.items(), (model, train_dataset, eval_dataset)):
-            if option in given:
+            if option in given and value is not None:
                 raise UserError(f"{option} is given by the keyword {name} already; drop it")
             if value is not None:
                 given[option] = str(value) if option == "pretrain" else _specs(value, name)
@@ -212,6 +217,8 @@ def _specs(data: Data, option: str) -> list[str]:
     from lightrft.datasets.rows import hold_rows
     if isinstance(data, (str, Path)):
         return [str(data)]
+    if isinstance(data, (list, tuple)) and data and all(isinstance(each, (str, Path)) for each in data):
+        return [str(each) for each in data]
     if isinstance(data, dict):
         raise UserError(f"{option}: a dict of {', '.join(map(str, data))}; give one of its data sets")
     if not isinstance(data, Iterable):
@@ -232,7 +239,7 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Iterable[Reward]:
     """Return one or several rewards as a sequence; a text is split at commas, as ``--reward`` is."""
     if isinstance(rewards, str):
         return split_commas(rewards)
-    pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], (int, float))
+    pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], Real)
     several: Any = rewards
     return several if isinstance(rewards, Sequence) and not pair else [several]
 
@@ -243,7 +250,7 @@ def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[
     functions: dict[str, Callable[..., Any]] = {}
     for reward in rewards:
         scorer, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
-        if not isinstance(weight, (int, float, type(None))):
+        if not isinstance(weight, (Real, type(None))):
             raise UserError(f"rewards: the weight of {scorer!r} is {weight!r}; give a number, or a list of rewards")
         if isinstance(scorer, str):
             entries.append(scorer if weight is None else f"{scorer}={weight:g}")

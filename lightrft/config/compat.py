@@ -170,7 +170,8 @@ def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
     asked = name.replace("-", "_")
     theirs = get_close_matches(asked, list(ELSEWHERE), n=1, cutoff=0.85)
     text = refusal(theirs[0], known) if theirs else None
-    return did_you_mean(asked, known, prefix) or (f"; {text}" if text else "")
+    alike = [option for option in known if option.startswith("no_") == asked.startswith("no_")]  # never the opposite
+    return did_you_mean(asked, alike, prefix) or (f"; {text}" if text else "")
 
 
 def _dotted_refusal(name: str, known: Container[str]) -> str | None:

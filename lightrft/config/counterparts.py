@@ -1,6 +1,7 @@
 """Names that options here have in other trainers and commands."""
 _BATCH = "--train_batch_size: samples per optimizer step, over all ranks and micro-batches"
 _MICRO = "--micro_train_batch_size or --max_tokens_per_micro_batch"
+_PASS = "--micro_rollout_batch_size or --max_tokens_per_micro_batch"
 _CLIP = "--eps_clip and --eps_clip_high"
 _KL = "--init_kl_coef, with --use_kl_loss for a KL in the loss"
 _LORA = "--lora_rank for LoRA; without it all parameters are trained"
@@ -24,7 +25,7 @@ ELSEWHERE: dict[str, str] = {
     "gradient_accumulation_steps": _BATCH,
     "steps_per_generation": _BATCH,
     "num_mini_batches": _BATCH,
-    "local_rollout_forward_batch_size": "--micro_rollout_batch_size or --max_tokens_per_micro_batch",
+    "local_rollout_forward_batch_size": _PASS,
     "num_ppo_epochs": "--max_epochs",
     "batch_size": "--train_batch_size | --max_tokens_per_micro_batch, which bounds a pass by its tokens",
     "num_iterations": "--max_epochs",
@@ -116,6 +117,12 @@ ELSEWHERE: dict[str, str] = {
     "vllm_limit_mm_per_prompt": "--limit_mm_image_per_prompt and its like",
     "vllm_enforce_eager": "--engine_args enforce_eager=true",
     "deepspeed": "--strategy deepspeed with --zero_stage",
+    "dtype": "--bf16",
+    "use_peft": _LORA,
+    "warmup_steps": "--lr_warmup_ratio, a share of all steps",
+    "lr_warmup_steps": "--lr_warmup_ratio, a share of all steps",
+    "vllm_importance_sampling_correction": "--rollout_correction",
+    "vllm_importance_sampling_cap": "--correction_high",
     # OpenRLHF; dotted flags such as --critic.adam.lr are looked up as critic_adam_lr, adam_lr and lr
     "actor_num_nodes": _RANKS,
     "actor_num_gpus_per_node": _RANKS,
@@ -240,6 +247,20 @@ ELSEWHERE: dict[str, str] = {
     "trainer.default_local_dir": "--save_path",
     "trainer.logger": "--use_tensorboard, --use_wandb or --use_trackio",
     "trainer.resume_mode": "--load_checkpoint",
+    "model.enable_gradient_checkpointing": "--gradient_checkpointing",
+    "model.lora_alpha": "--lora_alpha",
+    "actor.fsdp_config.param_offload": "--fsdp_cpu_offload | --offload_during_rollout",
+    "actor.fsdp_config.optimizer_offload": "--adam_offload",
+    "ref.fsdp_config.param_offload": "--offload_during_rollout",
+    "rollout.log_prob_micro_batch_size_per_gpu": _PASS,
+    "ref.log_prob_micro_batch_size_per_gpu": _PASS,
+    "actor.use_dynamic_bsz": "--max_tokens_per_micro_batch",
+    "rollout.val_kwargs.n": "--eval_n_samples",
+    "rollout.val_kwargs.temperature": "--eval_temperature",
+    "rollout.val_kwargs.top_p": "--eval_top_p",
+    "data.filter_overlong_prompts": "--overlong_prompt filter",
+    "data.truncation": "--overlong_prompt",
+    "reward_model.reward_manager": "--reward",
 }
 """Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 

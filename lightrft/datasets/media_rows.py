@@ -232,6 +232,8 @@ def other_kinds(cfg: MediaConfig) -> Iterator[str]:
 
 def _values(value: Any) -> list[Any]:
     """Return the media in the value of a column."""
+    if getattr(value, "dtype", None) == object:  # a list that went through pandas
+        value = value.tolist()
     if value is None or isinstance(value, (str, list, tuple, dict)) and not value:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

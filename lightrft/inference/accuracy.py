@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import fmean, stdev
 
 from lightrft.inference.row_files import Row
-from lightrft.rewards.rules import extract_answer, normalise, plain_number
+from lightrft.rewards.rules import choice_letter, extract_answer, normalise, plain_number
 from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
 
 SUBSETS = 2000  # most subsets of the answers to a prompt that maj@k looks at
@@ -39,9 +39,10 @@ def group_answers(rows: Sequence[Row]) -> dict[str, Answers]:
         if row["reward"] is None:
             group.unscored += 1
             continue
-        group.correct.append(is_correct(row["reward"], row.get("reward_parts") or {}))
+        parts = row.get("reward_parts") or {}
+        group.correct.append(is_correct(row["reward"], parts))
         group.rewards.append(row["reward"])
-        group.said.append(final_answer(row["output"]))
+        group.said.append((choice_letter if "choice" in parts else final_answer)(row["output"]))
     return found
 
 

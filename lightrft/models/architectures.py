@@ -48,7 +48,7 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
         return "is not a causal language model" + remedy
     if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
         return f"was saved as {config.architectures[0]}, an encoder" + remedy
-    if config.model_type in SINKS:
+    if text.model_type in SINKS:
         return "uses attention sinks, which packed attention does not have" + remedy
     if layers:
         return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + remedy

@@ -34,16 +34,22 @@ def _texts(reference: Any) -> list[str]:
 
 
 def choice_score(item: RewardInput) -> Outcome:
-    r"""Score 1 if the letter of the final answer is the reference, else 0.
+    """Score 1 if the letter of the final answer (:func:`choice_letter`) is the reference, else 0."""
+    if item.reference is None:
+        return NO_REFERENCE
+    letter = choice_letter(item.response)
+    return Outcome(float(letter is not None and letter in map(str.upper, _texts(item.reference))))
+
+
+def choice_letter(response: str) -> str | None:
+    r"""Return the letter of the final answer, as a capital.
 
     The final answer is that of :func:`extract_answer`, such as ``\boxed{C}`` or ``\boxed{(C) a quark}``; without one it
     is the last "answer is C" or "Answer: C" of the response.
     """
-    if item.reference is None:
-        return NO_REFERENCE
-    answer = extract_answer(item.response)
-    letters = _CHOICE.findall(normalise(answer) if answer is not None else "") or _ANSWER_IS.findall(item.response)
-    return Outcome(float(bool(letters) and letters[-1].upper() in map(str.upper, _texts(item.reference))))
+    answer = extract_answer(response)
+    letters = _CHOICE.findall(normalise(answer) if answer is not None else "") or _ANSWER_IS.findall(response)
+    return letters[-1].upper() if letters else None
 
 
 def format_score(item: RewardInput) -> Outcome:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pandas as pd
+import numpy as np
 import pytest
 
 from lightrft import GRPO, RL, SFT
@@ -49,6 +50,8 @@ def test_keywords_are_checked_as_flags_are(home):
         GRPO(home / "model", max_len=4)
     with pytest.raises(UserError, match="pretrain is given by the keyword model already"):
         GRPO(home / "model", pretrain="other")
+    with pytest.raises(UserError, match="model: a dict; give the folder or the hub id of a model"):
+        GRPO({"model": home})
     with pytest.raises(UserError, match="reward is given by the keyword rewards already"):
         GRPO(home / "model", "exact", reward="format")
     for data, told in ((42, "42 holds no rows; give a path"), ([], "the list is empty; give a path")):
@@ -113,6 +116,14 @@ def test_the_plan_shows_where_a_value_comes_from(home):
                                               ([("format", 0.1), "exact"], ["format=0.1", "exact"])])
 def test_names_are_taken_as_flags_take_them(home, rewards, entries):
     assert GRPO(home / "model", rewards).parsed.config.reward.reward == entries
+
+
+def test_several_sources_and_numbers_of_numpy(home):
+    both = GRPO(home / "model", ("exact", np.float32(0.5)), ["a.jsonl", home / "b.jsonl"], max_steps=np.int64(3),
+                prompt_data_probs=[0.3, 0.7]).parsed.config
+    assert both.data.prompt_data == ["a.jsonl", str(home / "b.jsonl")] and both.data.prompt_data_probs == [0.3, 0.7]
+    assert both.reward.reward == ["exact=0.5"] and both.train.max_steps == 3
+    assert GRPO(home / "model", "exact", prompt_data="a.jsonl").parsed.config.data.prompt_data == ["a.jsonl"]
 
 
 def test_rewards_that_are_none_are_refused(home, tmp_path):

@@ -17,6 +17,7 @@ from lightrft.trainer.sft_trainer import SFTTrainer
 from lightrft.trainer.teacher import CachedTeacher, LiveTeacher, Teacher
 from lightrft.trainer.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
+from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
 
 
@@ -32,6 +33,9 @@ class KDTrainer(SFTTrainer):
         super().__init__(config, strategy, model, tokenizer, rows, eval_rows, timer, media)
         # heads are padded to different widths in one family
         self.vocab = min(map(logit_count, (str(config.model.pretrain), path)))
+        if cfg.kd_top_k > self.vocab:
+            raise UserError(f"--kd_top_k {cfg.kd_top_k}: the models have {self.vocab} logits; give at most that, or 0 "
+                            "for all")
         live = partial(LiveTeacher, config, strategy, build, self.vocab, media)
         self.teacher: Teacher
         if cfg.teacher_cache_dir is None:

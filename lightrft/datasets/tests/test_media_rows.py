@@ -126,6 +126,13 @@ def test_swift_rows_of_all_kinds():
     assert media[0] == TONE and media[2] == RED and [frame.source for frame in media[1]] == [RED, BLUE]
 
 
+def test_a_list_that_went_through_pandas_is_a_list():
+    several = np.empty(2, object)
+    several[:] = [RED, BLUE]
+    assert find(ask("<image> or <image>?", images=several)) == find(ask("<image> or <image>?", images=[RED, BLUE]))
+    assert find(ask("Q", images=several[:0]))[1] == []
+
+
 def test_text_rows_are_unchanged():
     for row in (ask("Q"), ask([{"type": "text", "text": "Q"}], images=None, audios=[]), ask("a <b> image"),
                 {"prompt": [{"role": "assistant", "content": None, "tool_calls": []}]}):

@@ -42,6 +42,14 @@ def test_equal_answers_are_one_answer():
     assert final_answer("no idea") is None and final_answer("\\boxed{B}") != final_answer("\\boxed{C}")
 
 
+def test_answers_that_are_a_choice_vote_by_their_letter():
+    """In every form that the rule scores."""
+    said = ["The answer is B.", "\\boxed{b}", "\\boxed{(B) a quark}", "Answer: C", "no idea"]
+    graded = [{"prompt_id": "1", "output": text, "tokens": 1, "reward": score, "reward_parts": {"choice": score}}
+              for text, score in zip(said, (1.0, 1.0, 1.0, 0.0, 0.0))]  # yapf: disable
+    assert group_answers(graded)["1"].said == ["B", "B", "B", "C", None]
+
+
 def rows(source, uid, *rewards):
     return [{"prompt_id": uid, "data_source": source, "output": f"\\boxed{{{reward}}}", "tokens": 4, "reward": reward}
             for reward in rewards]  # yapf: disable

@@ -314,6 +314,8 @@ def test_the_hf_engine_refuses_layers_with_wider_heads(tmp_path):
 def test_other_families_are_refused_by_name():
     with pytest.raises(UserError, match="'mllama' has a vision or audio tower of a family that is not supported"):
         modality_of(AutoConfig.for_model("mllama"), "m")
+    with pytest.raises(UserError, match="uses attention sinks"):
+        modality_of(AutoConfig.for_model("internvl", text_config={"model_type": "gpt_oss"}), "m")
     for name, reason in REFUSED.items():
         assert name not in FAMILIES
         with pytest.raises(UserError, match=re.escape(f"model type '{name}' {reason}")):

@@ -119,6 +119,11 @@ def test_the_student_comes_to_the_teacher(home, tmp_path):
     assert lines[-1]["eval/divergence"] < 0.3 * lines[0]["kd/divergence"]
 
 
+def test_more_tokens_than_the_teacher_has_are_refused(home, tmp_path):
+    with pytest.raises(UserError, match="--kd_top_k 100000: the models have [0-9]+ logits; give at most that, or 0"):
+        trainer_of(home, tmp_path, kd_top_k=100000)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(home, tmp_path):
     tiny.save_model(home / "foreign")
     tiny.tokenizer(extra="<|extra|>").save_pretrained(home / "foreign")
