@@ -25,8 +25,8 @@ def serve(parsed: ParsedConfig) -> None:
     with training_session(parsed) as session:
         setup = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
         rewards = RewardManager(config.as_reward_config(), setup=setup)
-        tokenizers = [model.reader.renderer.tokenizer for model in rewards.neural.values()]
-        ends = {str(end) for each in tokenizers for end in (each.eos_token, each.pad_token) if end}
+        renderers = [model.reader.renderer for model in rewards.neural.values()]
+        ends = {str(end) for each in renderers for end in (*each.ends, each.tokenizer.pad_token) if end}
         server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)))
         get_logger().info(f"serving {', '.join(rewards.neural)}: POST {server.url}/get_reward")
         server.run(stop_requested)

@@ -1,6 +1,7 @@
 """Judged answers: a prompt with one answer and whether it is desirable, as KTO learns from them."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Convers
 
 @dataclass(frozen=True)
 class Judged:
-    """One row, tokenized; ``mismatched`` is its prompt with the answer of a later row to another prompt."""
+    """One row, tokenized; ``mismatched`` is its prompt with an answer to another prompt."""
     uid: str
     answer: SFTExample
     mismatched: SFTExample
@@ -100,19 +101,20 @@ def mismatched(row: SFTExample, other: SFTExample, max_len: int) -> SFTExample:
 
 
 def others(rows: Sequence[SFTExample]) -> list[int]:
-    """Return for each row the next one with another prompt; after the last row comes the first.
+    """Return for each row one with another prompt, among the answers to the next prompt: those to a prompt are paired
+    in order and start again where the next has fewer, so that each counts; after the last row comes the first.
 
     Raises:
         DataError: there is none.
     """
     prompts = [(tuple(row.token_ids[:prompt_len(row)]), row.media) for row in rows]
-    found, following = [0] * len(rows), next((i for i, each in enumerate(prompts) if each != prompts[-1]), None)
-    if following is None:
+    groups = [[*group] for _, group in groupby(range(len(rows)), prompts.__getitem__)]
+    if len(groups) > 1 and prompts[0] == prompts[-1]:  # neighbours, since the first row comes after the last
+        groups[-1] += groups.pop(0)
+    if len(groups) < 2:
         raise DataError(
             f"{len(rows)} judged answers to one prompt: KTO estimates its KL from answers to other prompts. "
             "Give rows of several prompts")
-    for i in reversed(range(len(rows))):
-        if i + 1 < len(rows) and prompts[i + 1] != prompts[i]:
-            following = i + 1
-        found[i] = following
-    return found
+    following = zip(groups, [*groups[1:], groups[0]])
+    found = {row: after[k % len(after)] for group, after in following for k, row in enumerate(group)}
+    return [found[i] for i in range(len(rows))]

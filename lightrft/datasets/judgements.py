@@ -17,6 +17,7 @@ from lightrft.datasets.media_rows import media_columns, part_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie
 from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages
+from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
 
@@ -76,15 +77,16 @@ def chosen_is_second(seed: int, uid: str) -> bool:
     return random.Random(f"{seed} {uid}").random() < 0.5
 
 
-def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str) -> Judgement:
-    """Write one row as a request and its judgement; ``second``: the chosen candidate comes second.
+def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends: tuple[str, ...] = ()) -> Judgement:
+    """Write one row as a request and its judgement; ``second``: the chosen candidate comes second. End tokens ``ends``
+    behind the candidates are dropped.
 
     Raises:
         DataError: a text is missing, the candidates are equal in a row that is no tie, or the judgement ends with
             another answer.
     """
-    prompt = _text(row, cfg.prompt_key, where)
-    chosen, rejected = (_text(row, name, where, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
+    prompt = _text(row, cfg.prompt_key, where, ())
+    chosen, rejected = (_text(row, name, where, ends, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
     media, tie = _media(row, cfg, (prompt, chosen, rejected), second), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
@@ -105,8 +107,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
-def _text(row: Row, name: str, where: str, last: bool = False) -> str:
-    """Return the turns of a column, or the ``last`` one alone, as text."""
+def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = False) -> str:
+    """Return the turns of a column, or the ``last`` one alone, as text without the tokens ``ends`` behind it."""
     value = row.get(name)
     turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
     contents = [turn["content"] for turn in (turns[-1:] if last else turns)]
@@ -114,7 +116,7 @@ def _text(row: Row, name: str, where: str, last: bool = False) -> str:
            for content in contents if isinstance(content, list) for part in content):  # yapf: disable
         raise DataError(f"{where}: {name} has media inside of its messages. Write <image> and its like, and give the "
                         "media in columns")
-    text = value if isinstance(value, str) else "\n".join(map(text_of, contents))
+    text = without_end(value if isinstance(value, str) else "\n".join(map(text_of, contents)), ends)
     if missing(text):
         raise DataError(f"{where}: the row has no {name} (it has {', '.join(row)}). Name its column with --prompt_key, "
                         "--chosen_key or --rejected_key, or remove the row")
@@ -155,7 +157,8 @@ class JudgementDataset(SFTDataset):
         chats: list[Row] = []
         for i, row in enumerate(rows.rows):
             uid = f"{entry}:{rows.number(i)}"
-            found = to_judgement(row, self._cfg, chosen_is_second(self._seed, uid), rows.where(i))
+            second = chosen_is_second(self._seed, uid)
+            found = to_judgement(row, self._cfg, second, rows.where(i), self._renderer.ends)
             self._right[uid] = found.right
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
             chats.append({"messages": turns, **found.media})

@@ -21,6 +21,7 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
                                        silent, text_of, to_messages, truth)
+from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            TokenizedDataset, with_media)
@@ -63,8 +64,8 @@ class PairRecord:
     heads: dict[str, float]
 
 
-def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
-    """Recognise one row. ``where`` names it in messages.
+def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = ()) -> PairRecord:
+    """Recognise one row. ``where`` names it in messages; end tokens ``ends`` behind answers are dropped.
 
     Raises:
         PairError: an answer or a turn of it is missing or empty, both are equal, or there is no prompt that is common
@@ -75,7 +76,7 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str) -> PairRecord:
     tie, margin = is_tie(row, where), finite(row.get("margin") or 0.0)
     if margin is None:
         raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
-    answers = _answers(row, cfg, where)
+    answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
     if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):
         raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
@@ -121,7 +122,7 @@ def _heads(row: Row, where: str) -> dict[str, float]:
     return {name: _BETTER[better] for name, better in found.items() if better is not None}
 
 
-def _answers(row: Row, cfg: PairDataConfig, where: str) -> tuple[Answer, Answer]:
+def _answers(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...]) -> tuple[Answer, Answer]:
     """Return both answers, perhaps with the prompt before them."""
     chosen, rejected = row.get(cfg.chosen_key), row.get(cfg.rejected_key)
     if missing(chosen) and not missing(row.get("messages")):
@@ -130,13 +131,16 @@ def _answers(row: Row, cfg: PairDataConfig, where: str) -> tuple[Answer, Answer]
             rejected = [*chosen[:-1], {"role": "assistant", "content": row["rejected_response"]}]
     if isinstance(chosen, str) != isinstance(rejected, str) and not (missing(chosen) or missing(rejected)):
         raise DataError(f"{where}: mixed schema: one answer is text, the other one messages. Write both in one form")
-    found = [_answer(value, key, row, where) for key, value in (("chosen", chosen), ("rejected", rejected))]
+    found = [_answer(value, key, row, where, ends) for key, value in (("chosen", chosen), ("rejected", rejected))]
     return found[0], found[1]
 
 
-def _answer(value: Any, key: str, row: Row, where: str) -> Answer:
+def _answer(value: Any, key: str, row: Row, where: str, ends: tuple[str, ...]) -> Answer:
     """Return an answer as text or messages, of which the last one is the answer."""
-    answer = value if isinstance(value, str) or missing(value) else to_messages(value, where)
+    if isinstance(value, str):
+        answer: Any = without_end(value, ends)
+    else:
+        answer = value if missing(value) else unended(to_messages(value, where), ends)
     if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant"
                                                         or missing(answer[-1]["content"])):
         raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
@@ -206,7 +210,7 @@ class PairDataset(TokenizedDataset[Pair]):
 
     def read(self, entry: int, rows: Rows) -> list[Pair]:
         """Tokenize both sequences of each pair."""
-        records = find_pairs(rows, self._cfg)
+        records = find_pairs(rows, self._cfg, self._renderer.ends)
         pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
         answers_of = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
         for own, answers in zip(side_rows(rows, records, self._cfg), answers_of):
@@ -255,8 +259,9 @@ def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
     return [pairs[i] for i in sorted(pairs.keys() - equal)]
 
 
-def find_pairs(rows: Rows, cfg: PairDataConfig) -> dict[int, PairRecord]:
-    """Recognise the rows of one entry, by index; those left out under ``--pair_policy skip`` are counted in the log."""
+def find_pairs(rows: Rows, cfg: PairDataConfig, ends: tuple[str, ...] = ()) -> dict[int, PairRecord]:
+    """Recognise the rows of one entry as :func:`to_pair` does, by index; those left out under ``--pair_policy skip``
+    are counted in the log."""
     check_named_columns(rows, cfg, ["prompt_key", "chosen_key", "rejected_key"])
-    return usable(rows, lambda row, where: to_pair(row, cfg, where), cfg.pair_policy,
+    return usable(rows, lambda row, where: to_pair(row, cfg, where, ends), cfg.pair_policy,
                   "have answers that cannot be compared")

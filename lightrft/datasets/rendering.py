@@ -1,6 +1,8 @@
 """Renders prompts to text and token ids, in batches, exactly as the model will see them."""
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,6 +13,7 @@ from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
 
 _ASK: Message = {"role": "user", "content": "?"}
+_PROBE = "lightrft"  # a text to find in what a template writes
 CHUNK = 2048  # rows a worker process tokenizes at a time
 
 
@@ -32,6 +35,16 @@ class Renderer:
             raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
         self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
         self._dropped: dict[str, bool] = {}
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """End token of the tokenizer, and what its template writes behind an answer, if it writes something."""
+        found = {str(self.tokenizer.eos_token or "")}
+        if self.tokenizer.chat_template:
+            with suppress(DataError):  # the template may refuse the roles
+                chat = self.chat_text([[_ASK, {"role": "assistant", "content": _PROBE}]], generation_prompt=False)[0]
+                found.add(chat.rpartition(_PROBE)[2].strip())
+        return tuple(sorted(found - {""}))
 
     def messages(self, prompt: str | list[Message]) -> list[Message] | None:
         """Return the chat to render, or None for a text that stays unchanged."""
@@ -101,13 +114,13 @@ class Renderer:
         One that refuses the probe, perhaps for the order of its roles, gets texts.
         """
         if role not in self._dropped:
-            probe = {"role": role, "content": "lightrft"}
+            probe = {"role": role, "content": _PROBE}
             before, after = {"system": ([], [_ASK]), "user": ([], [])}.get(role, ([_ASK], []))
             try:
                 found = self.tokenizer.apply_chat_template([*before, probe, *after], tokenize=False)
             except (TemplateError, TypeError):
-                found = probe["content"]
-            self._dropped[role] = probe["content"] not in found
+                found = _PROBE
+            self._dropped[role] = _PROBE not in found
         return self._dropped[role]
 
     def encode_text(self, texts: list[str]) -> list[list[int]]:
@@ -136,6 +149,33 @@ class Renderer:
         rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None])))
         written = iter(zip(plain, self.encode_text(plain)))
         return [next(written) if chat is None else next(rendered) for chat in chats]
+
+
+def without_end(text: str, ends: tuple[str, ...]) -> str:
+    """Drop the tokens ``ends`` behind a text with the white space after them, in linear time: it may be long."""
+    cut = at = len(text)
+    while True:
+        if text.endswith(ends, 0, at):
+            cut = at = at - max(len(end) for end in ends if text.endswith(end, 0, at))
+        elif text[at - 1:at].isspace():
+            at -= 1
+        else:
+            return text[:cut]
+
+
+def unended(turns: list[Message], ends: tuple[str, ...]) -> list[Message]:
+    """Drop the tokens ``ends`` behind the answers of a chat: the template writes its own."""
+    return [{**turn, "content": _content_without(turn["content"], ends)} if turn["role"] == "assistant" else turn
+            for turn in turns]  # yapf: disable
+
+
+def _content_without(content: Any, ends: tuple[str, ...]) -> Any:
+    if isinstance(content, str):
+        return without_end(content, ends)
+    last = content[-1] if isinstance(content, list) and content else None
+    if not isinstance(last, dict) or not isinstance(last.get("text"), str):
+        return content
+    return [*content[:-1], {**last, "text": without_end(last["text"], ends)}]
 
 
 def encode_all(renderer: Renderer, prompts: list[str | list[Message]], workers: int) -> list[tuple[str, list[int]]]:

@@ -14,7 +14,7 @@ from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
                                        silent, to_messages)
-from lightrft.datasets.rendering import CHUNK, Renderer
+from lightrft.datasets.rendering import CHUNK, Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 
 ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
@@ -90,8 +90,8 @@ def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning
     column = _demonstration(row, renderer.cfg.input_key, learning.whole, where)
     value, answer = row[column], learning.answer(row)
     if learning.whole and isinstance(value, str) and missing(answer):
-        return Conversation(None, pair=("", renderer.text(value)))
-    turns = [] if isinstance(value, str) else to_messages(value, where)
+        return Conversation(None, pair=("", without_end(renderer.text(value), renderer.ends)))
+    turns = [] if isinstance(value, str) else unended(to_messages(value, where), renderer.ends)
     within = learning.output_key is None and turns and (answer is None or column == "messages")
     if within and any(turn["role"] == "assistant" for turn in turns):
         return Conversation(renderer.messages(turns))
@@ -116,22 +116,25 @@ def _demonstration(row: Row, input_key: str, whole: bool, where: str) -> str:
 
 
 def answered(prompt: str | list[Message], answer: str | list[Message], renderer: Renderer, where: str) -> Conversation:
-    """Join a prompt with its answer, which alone may be in the loss.
+    """Join a prompt with its answer, which alone may be in the loss; end tokens behind it are dropped, since rendering
+    adds one.
 
     Raises:
         DataError: a text prompt that is not rendered as a chat has a chat answer.
     """
     chat = renderer.messages(prompt)
     if chat is None and isinstance(answer, str):
-        return Conversation(None, pair=(renderer.text(str(prompt)), answer))
+        return Conversation(None, pair=(renderer.text(str(prompt)), without_end(answer, renderer.ends)))
     if chat is None:
         raise DataError(f"{where}: mixed schema: a text prompt with a chat answer. Use --apply_chat_template")
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else to_messages(answer, where)
-    return Conversation(chat + said, first=len(chat))
+    return Conversation(chat + unended(said, renderer.ends), first=len(chat))
 
 
 def check_turns(chat: Conversation, where: str) -> None:
     """Raise a :class:`DataError` for an answer to learn that is empty, and for null in place of any answer."""
+    if chat.messages is None and missing(chat.pair[1]):
+        raise DataError(f"{where}: the answer is empty, or an end token alone. Complete or remove the row")
     for i, turn in enumerate(chat.messages or []):
         if turn["role"] == "assistant" and silent(turn) and (i >= chat.first or turn["content"] is None):
             raise DataError(f"{where}: the answer in turn {i + 1} of the chat is empty ({turn['content']!r}). Complete "

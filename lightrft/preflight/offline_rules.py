@@ -56,7 +56,10 @@ def pair_problems(c: DPOConfig) -> Iterator[str]:
 
 @own_problems.register
 def judged_problems(c: KTOConfig) -> Iterator[str]:
-    """Yield the problems of the reference of judged answers."""
+    """Yield the problems of the weights of judged answers and of their reference."""
+    if not c.preference.desirable_loss_weight and not c.preference.undesirable_loss_weight:
+        yield ("--desirable_loss_weight 0 with --undesirable_loss_weight 0: nothing is left to learn; give one of them "
+               "a weight, e.g. 1")
     yield from reference_problems(c)
 
 

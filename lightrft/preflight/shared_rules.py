@@ -1,5 +1,6 @@
 """Rules that hold for every trainer: of single options, and of the option groups that all trees have."""
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import singledispatch
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     yield from check_ranges(c)
     yield from unmet_needs(c)
     yield from _pixels(flatten(c))
+    yield from _head(flatten(c))
     yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
@@ -49,6 +51,14 @@ def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
     least, most = values.get("min_pixels", 0), values.get("max_pixels", 0)
     if 0 < most < least:
         yield f"--min_pixels {least}: more than --max_pixels {most}; nearest valid value: {most}"
+
+
+def _head(values: Mapping[str, Any]) -> Iterator[str]:
+    """Check the name of the head of a critic or reward model in its checkpoint."""
+    prefix = values.get("value_head_prefix", "score")
+    if not re.fullmatch(r"(?!(model|lm_head)$)[A-Za-z_]\w*(\.\w+)*(?<!\.weight)(?<!\.bias)", prefix):
+        yield (f"--value_head_prefix {prefix!r}: must be the name of a module other than the decoder, without .weight; "
+               "give e.g. score or value_head")
 
 
 def unused(c: Tree) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightrft.datasets.rendering import without_end
 from lightrft.rewards.base import RewardInput, Score
 
 Body = dict[str, Any]
@@ -46,7 +47,7 @@ class Reader:
         """Read ``{"input": "..." or [...]}``: whole texts, as verl sends them."""
         given = body.get("input")
         texts = self._texts({"input": [given] if isinstance(given, str) else given}, "input")
-        return [RewardInput("", self._without_end(text)) for text in texts]
+        return [RewardInput("", without_end(text, self.ends)) for text in texts]
 
     def _texts(self, body: Body, name: str, size: int | None = None) -> list[str]:
         found = _column(body, name, size)
@@ -68,18 +69,7 @@ class Reader:
                 f"messages[{index}]: the query must begin with its entry of prompts, since the rest is the "
                 "response; send both, or no messages")
         prompt = prompt if prompt and begins else ""  # one that was decoded otherwise is scored with its response
-        return RewardInput(prompt, self._without_end(query[len(prompt):]), _turns(chat, index))
-
-    def _without_end(self, text: str) -> str:
-        """Drop the end tokens behind a text with the white space after them, in linear time: a request may be long."""
-        cut = at = len(text)
-        while True:
-            if text.endswith(self.ends, 0, at):
-                cut = at = at - max(len(end) for end in self.ends if text.endswith(end, 0, at))
-            elif text[at - 1:at].isspace():
-                at -= 1
-            else:
-                return text[:cut]
+        return RewardInput(prompt, without_end(query[len(prompt):], self.ends), _turns(chat, index))
 
 
 def read_json(raw: bytes) -> Body:

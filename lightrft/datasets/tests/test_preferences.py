@@ -100,6 +100,10 @@ BROKEN = {
     "two questions": ({"chosen": [ASK, GOOD], "rejected":
                        [ASK | {"content": "2+2?"},
                         BAD]}, "the chosen answer begins with a turn of 'user', .* answer different questions"),
+    "an end token alone": ({"prompt": "a", "chosen": "b", "rejected": "<|im_end|>\n"}, "rejected answer is missing"),
+    "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": "<|im_end|>"}]},
+                                     "rejected answer is missing or empty"),
+    "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected": "b"}, "the chosen answer is the reject"),
     "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
 }
 

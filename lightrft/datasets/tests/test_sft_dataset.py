@@ -3,6 +3,7 @@ import pytest
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.records import text_of, to_message
+from lightrft.datasets.rendering import unended
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTDataset
 from lightrft.tests.support import tiny
@@ -69,6 +70,35 @@ def test_text_pairs(build, tokenizer, row):
     chat = build([row], apply_chat_template=True, system_prompt="S", input_template="Q{}")[0]
     assert learnt(chat, tokenizer) == ["2<|im_end|>"]
     assert tokenizer.decode(chat.token_ids).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ1+1?")
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
+@pytest.mark.parametrize("tail", ["<|im_end|>", " <|im_end|>\n", "<|im_end|><|im_end|>"])
+def test_an_answer_that_ends_already_gets_no_second_end(build, template, tail):
+    tokenizer, said_text = with_template(template), "4" + " " * tail.startswith(" ")
+    said, ended = (build([{"messages": MESSAGES[:4] + [{"role": "assistant", "content": content}]},
+                          {"prompt": MESSAGES[:4], "response": content}], tokenizer=tokenizer)
+                   for content in (said_text, "4" + tail))  # yapf: disable
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "4" + tail}]}]
+    assert text_of(unended(parts, ("<|im_end|>", ))[0]["content"]) == said_text
+    plain = build([{"prompt": "1+1?", "response": "2" + tail}], tokenizer=tokenizer)[0]
+    assert plain.token_ids.count(tokenizer.eos_token_id) == 1 == tokenizer.decode(plain.token_ids).count("<|im_end|>")
+    text = build([{"text": "a text" + tail}], tokenizer=tokenizer, learning=Learning(whole=True))[0]
+    assert text.token_ids.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("row", [{"messages": [MESSAGES[1], {"role": "assistant", "content": "<|im_end|>\n"}]},
+                                 {"prompt": "1+1?", "response": "<|im_end|>"}])  # yapf: disable
+def test_an_end_token_alone_is_no_answer(build, row):
+    with pytest.raises(DataError, match="row 1.*the answer.*is empty"):
+        build([row])
+
+
+def test_the_end_of_a_turn_may_be_another_token_than_the_end_of_a_text(build):
+    tokenizer = with_template(tiny.CHATML.replace("<|im_end|>", "<turn|>"))
+    example = build([{"messages": MESSAGES[:2] + [{"role": "assistant", "content": "2<turn|>"}]}], tokenizer=tokenizer)
+    assert tokenizer.decode(example[0].token_ids).count("2<turn|>") == 1
+    assert "<turn|><turn|>" not in tokenizer.decode(example[0].token_ids)
 
 
 def test_template_that_rewrites_earlier_turns(build):

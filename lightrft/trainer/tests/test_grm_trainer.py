@@ -37,7 +37,7 @@ def fixture_home(tmp_path_factory):
 
 
 def judgement(row, second=False, **options):
-    return to_judgement({**ROW, **row}, JudgeDataConfig(**options), second, "file, row 1")
+    return to_judgement({**ROW, **row}, JudgeDataConfig(**options), second, "file, row 1", ("<|im_end|>", ))
 
 
 def test_both_orders_say_the_same():
@@ -71,6 +71,8 @@ def test_media_follow_their_candidates():
 @pytest.mark.parametrize("row,said", [
     ({"chosen": "5"}, "row 1: the chosen candidate is the rejected one"),
     ({"rejected": ""}, "the row has no rejected"),
+    ({"rejected": "<|im_end|>\n"}, "the row has no rejected"),
+    ({"rejected": "4<|im_end|>"}, "row 1: the chosen candidate is the rejected one"),
     ({"prompt": None}, "the row has no prompt"),
     ({"tie": "false"}, "row 1: the column 'tie' is 'false': expected true or false"),
     ({"judgement": "<answer>Response 2 is better</answer>"}, "ends with 'Response 2 is better', and 'Response 1"),
@@ -115,6 +117,21 @@ def test_a_judge_learns_and_its_accuracy_is_that_of_its_words(home):
     assert {name: on_two[name] for name in after} == pytest.approx(after, rel=1e-4)
     trainer.config.train.generate_max_len = 3
     assert trainer.evaluate()["eval/answered"] == 0.0
+
+
+def test_accuracies_are_told_apart_by_the_place_of_the_better_candidate(home, tmp_path):
+    """A judge that always says the same is right on the rows of one place alone."""
+    trainer = trainer_of(GRMTrainer, GRMConfig, home, tmp_path, "train", **LEARN, eval_data=[str(home / "all.jsonl")])
+    places = [row.right for row in trainer.eval_rows]
+    for place, name in enumerate(("first", "second")):
+        trainer.judge = lambda rows: [ANSWERS[place]] * len(rows)  # noqa: B023
+        found = trainer.evaluate()
+        assert found.pop(f"eval/accuracy_{name}") == 1.0 == found["eval/answered"]
+        assert {found.get("eval/accuracy_first", 0.0), found.get("eval/accuracy_second", 0.0)} == {0.0}
+        assert found["eval/accuracy"] == places.count(place) / len(places), "ties count here"
+    trainer.judge = lambda rows: ["no idea"] * len(rows)
+    found = trainer.evaluate()
+    assert found["eval/answered"] == found["eval/accuracy"] == found["eval/accuracy_first"] == 0.0
 
 
 def judged_on_two_ranks(home):

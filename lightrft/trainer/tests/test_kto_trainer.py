@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.config.options import ConfigError
 from lightrft.datasets.judged import mismatched, others
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.sft_dataset import SFTExample
@@ -34,7 +35,8 @@ def test_loss_gradient_and_metrics_are_those_of_hugging_face(home, tmp_path):
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters()]).item()
     got, rewards = trainer.train_step(), 0.5 * (sums - base)
-    assert 0 < good.sum() < 8 and got["kto/answers"] == 8 and got["kto/kl"] == pytest.approx(kl.item(), rel=1e-5)
+    assert 0 < good.sum() < 8 and kl > 0 and got["kto/answers"] == 8
+    assert got["kto/kl"] == pytest.approx(kl.item(), rel=1e-5)
     assert got["kto/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert got["kto/grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, side in (("chosen", good), ("rejected", ~good)):
@@ -47,7 +49,7 @@ def test_mismatched_sequences_have_the_answer_to_another_prompt(home, tmp_path):
     tokenizer, rows = trainer.tokenizer, trainer.rows
     texts = [tokenizer.decode(row.mismatched.token_ids) for row in rows]
     for i, (row, text) in enumerate(zip(runs.JUDGED, texts)):
-        following = runs.JUDGED[(i // 2 + 1) * 2 % len(texts)]  # two rows per prompt
+        following = runs.JUDGED[(i + 2) % len(texts)]  # two rows per prompt
         assert text == f"{row['prompt']}{following['completion']}<|im_end|>" and row["prompt"] != following["prompt"]
 
 
@@ -57,6 +59,7 @@ def test_the_next_other_prompt_is_found_from_everywhere():
         return SFTExample("", [ord(letter) for letter in prompt] + [0], [False] * len(prompt) + [True], media)
 
     assert others([row(text) for text in "aabca"]) == [2, 2, 3, 4, 2]
+    assert others([row(text) for text in "aabbbcc"]) == [2, 3, 5, 6, 5, 0, 1], "each answer to the next prompt counts"
     seen = [row("a", ("cat", )), row("a", ("cat", )), row("a", ("dog", ))]
     assert others(seen) == [2, 2, 0] and mismatched(seen[0], seen[2], 9).media == ("cat", ), "of the prompt"
     with pytest.raises(DataError, match="2 judged answers to one prompt.*several prompts"):
@@ -72,8 +75,9 @@ def straight(home, tmp_path_factory):
 
 
 def held(home):
-    """Options of a run with three held-out answers, so that one of two ranks has a forward pass without any."""
-    return WEIGHTS | {"eval_data": [str(home / "three.jsonl")], "eval_steps": -1}
+    """Options of a run with three held-out answers, so that one of two ranks has a forward pass without any, and with
+    a KL above 0, which another reference gives."""
+    return WEIGHTS | {"ref_pretrain": str(home / "other"), "eval_data": [str(home / "three.jsonl")], "eval_steps": -1}
 
 
 def test_one_micro_batch_is_eight(straight, home, tmp_path):
@@ -81,7 +85,7 @@ def test_one_micro_batch_is_eight(straight, home, tmp_path):
     assert runs.close(runs.exported(tmp_path), runs.exported(straight[1])) < 1e-5
     assert runs.close(runs.exported(tmp_path), runs.load_file(home / "model" / "model.safetensors")) > 1e-3
     runs.same_steps(tmp_path, straight[1], "kto")
-    assert runs.metrics(tmp_path)[-1]["kto/kl"] > 0
+    assert runs.metrics(tmp_path)[0]["kto/kl"] > 0
 
 
 def test_resumed_is_straight(straight, home, tmp_path):
@@ -126,6 +130,7 @@ def test_training_on_judged_answers_learns_them(home, tmp_path):
     ({"prompt": "a", "completion": "b", "label": "yes"}, "the column 'label' is 'yes': expected true or false"),
     ({"prompt": "a", "completion": "b", "label": 0.5}, "the column 'label' is 0.5"),
     ({"prompt": "a", "completion": " ", "label": True}, "no answer to learn"),
+    ({"prompt": "a", "completion": "<|im_end|>", "label": True}, "the answer is empty, or an end token alone"),
     ({"prompt": "a", "completion": "", "response": "b", "label": True}, "no answer to learn"),
     ({"completion": "b", "label": True}, "no demonstration"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
@@ -137,6 +142,12 @@ def test_rows_that_cannot_be_used_are_refused(row, said, home, tmp_path):
     (home / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=said):
         trainer_of(home, tmp_path, "bad")
+
+
+def test_weights_that_leave_nothing_to_learn_are_refused(home, tmp_path):
+    with pytest.raises(ConfigError, match="--desirable_loss_weight 0 with .* 0: nothing is left to learn"):
+        trainer_of(home, tmp_path, desirable_loss_weight=0.0, undesirable_loss_weight=0.0)
+    trainer_of(home, tmp_path, desirable_loss_weight=0.0)
 
 
 @pytest.mark.parametrize("option", ["input_key", "output_key", "label_key"])

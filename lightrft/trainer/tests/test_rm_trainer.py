@@ -15,11 +15,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from lightrft.cli.export import export
 from lightrft.cli.merge_lora import merge
 from lightrft.config.cli import parse_config
+from lightrft.config.options import ConfigError
 from lightrft.config.rm_schema import RewardModelConfig, RMConfig
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.loader import load_reward_model, load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.preference import pair_loss
+from lightrft.preflight.validate import validate
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
@@ -290,6 +292,13 @@ def test_a_reward_model_is_trained_further_with_the_head_that_it_has(flag, given
     kept = {"heads_types": "preference,short"}.get(flag, has[flag])
     with pytest.raises(UserError, match=f"--{flag} {typed}: the reward model .* has {kept}, .* give --{flag} {kept}"):
         load_reward_model(RewardModelConfig(pretrain=str(tmp_path), **has | {flag: given}))
+
+
+@pytest.mark.parametrize("prefix", ["", "model", "lm_head", "score.weight", "a b", "score."])
+def test_what_cannot_be_the_name_of_a_head_is_refused(prefix, base, tmp_path):
+    with pytest.raises(ConfigError, match="--value_head_prefix .*: must be the name of a module other than"):
+        validate(config_of(base, tmp_path, value_head_prefix=prefix), 1)
+    validate(config_of(base, tmp_path, value_head_prefix="v_head.summary"), 1)
 
 
 def test_a_classifier_of_another_program_keeps_its_head_or_is_refused(base, tmp_path):
