@@ -1,6 +1,6 @@
 """Train the quickstarts on several seeds, as they are and in other ways: held-out accuracy, and the time they take.
 
-    python benchmarks/quickstart_seeds.py [--seeds 42 1 2] [--out runs/seeds]
+    python benchmarks/quickstart_seeds.py [--seeds 42 1 2] [--out runs/seeds] [--record docs/data/quickstart_seeds.json]
     python benchmarks/quickstart_seeds.py --examples quickstart_vl quickstart_audio --ways plain frozen lora vllm --docs
 
 ``plain`` is the script of an example with its defaults. The other ways start from the warmed-up model of that run, on
@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from learning_matrix import cpu_seconds  # noqa: E402
 from matrix_report import band, by_run, draw_all, Outputs, Results, write  # noqa: E402
+from peers import machine  # noqa: E402
 
 TOWERS = {"quickstart": "", "quickstart_vl": "visual", "quickstart_audio":
           "audio"}  # by example, the part that is frozen
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2], help="seeds of data, model and sampling")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "seeds", help="folder of the runs")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that one run may take")
+    parser.add_argument("--record", type=Path, help="JSON file of the results, with the machine")
     parser.add_argument("--docs", action="store_true", help="put the results into the docs as well")
     args = parser.parse_args()
     out, results = args.out.resolve(), []
@@ -160,6 +162,8 @@ def main() -> None:
             format(**results[-1]), flush=True)
     if args.docs:
         publish(results)
+    if args.record:
+        args.record.write_text(json.dumps(machine() | {"runs": results}, indent=1) + "\n", encoding="utf-8")
     print(table(results))
 
 

@@ -46,6 +46,7 @@ REFUSED: dict[str, str] = {
     "repetition_penalty": "responses are drawn from the model's own distribution; drop the flag",
     # attention, packing, log-probs
     "packing_samples": _ALWAYS_PACKED,
+    "use_remove_padding": _ALWAYS_PACKED,
     "flash_attn": _FLASH,
     "attn_implementation": _FLASH,
     "disable_logprobs_flashattn":
@@ -86,6 +87,7 @@ REFUSED: dict[str, str] = {
     "mixed_mm_data": _MULTIMODAL,
     # models
     "text_only": _MULTIMODAL,
+    "disable_dropout": "dropout is off in every model, but for --lora_dropout; drop the flag",
     "load_in_4bit": "4-bit weights are not part of this release; use --lora_rank with --bf16",
     "gradient_checkpointing_use_reentrant": _REENTRANT,
     "gradient_checkpointing_reentrant": _REENTRANT,
@@ -116,6 +118,7 @@ REFUSED: dict[str, str] = {
     "margin": "a margin is that of a row, in its column margin; drop the flag",
     "center_rewards_coefficient": "--normalize_reward centres the rewards of a trained model; drop the flag",
     "margin_loss": "the loss of a reward model reads the column margin where rows have it; drop the flag",
+    "critic_warmup": "use --freezing_actor_steps, which counts rollout steps in which only the critic learns",
     "compute_fp32_loss": "scores and losses are always float32; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
     "vf_coef": "the critic is a model of its own; use --critic_learning_rate",

@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,52 @@ def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
 
 
 def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
-    """Twice as many tokens per CPU second as TRL on equal lengths, by default; README has these ratios alone."""
-    found, page = recorded("peers.json")
+    """Twice as many tokens per CPU second as TRL on equal lengths, by default; README has these ratios alone. With
+    pictures three times as many, with every sample trained."""
+    medians = set(shown_steps("peers.json"))
+    found, _ = recorded("vl_peer.json")
+    assert min(ratios_of(found["runs"]["pictures, threads 1"], "lightrft")) >= 3 and {*shown_steps("vl_peer.json")}
+    (claim, ) = re.findall(r"^\| Side by side with TRL .*?\| (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\b\d+\.\d\d\b", claim)) == medians - {"1.00"}
+
+
+def ratios_of(sides: dict[str, list[dict[str, float]]], side: str) -> list[float]:
+    return [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(sides[side], sides["trl"])]
+
+
+def shown_steps(name: str) -> Iterator[str]:
+    """The median ratios of a record, each of whose rows is on the page."""
+    found, page = recorded(name)
     names = {"trl": "TRL", "lightrft": "lightrft, every sample trained", "lightrft, default": "lightrft"}
-    medians = set()
     for run, side in ((run, side) for run in found["runs"] for side in names):
-        case, results, peers = run.split(",")[0], found["runs"][run][side], found["runs"][run]["trl"]
-        ratios = [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(results, peers)]
+        case, results, ratios = run.split(",")[0], found["runs"][run][side], ratios_of(found["runs"][run], side)
         cpu, *counts = (statistics.median(one[key] for one in results)
                         for key in ("cpu_s", "tokens", "trained", "tokens_per_cpu_s"))  # yapf: disable
         shown = f"| {case} | {names[side]} | {cpu:.2f} | {' | '.join(f'{one:.0f}' for one in counts)} |"
         assert f"{shown} {statistics.median(ratios):.2f}x" in page, (run, side)
         assert (case, side) != ("equal", "lightrft, default") or len(ratios) == 3 and min(ratios) >= 2, ratios
-        medians.add(f"{statistics.median(ratios):.2f}")
-    (claim, ) = re.findall(r"^\| Side by side with TRL .*?\| (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(re.findall(r"\b\d+\.\d\d\b", claim)) == medians - {"1.00"}
+        yield f"{statistics.median(ratios):.2f}"
+
+
+def test_the_page_shows_the_recorded_tower_passes() -> None:
+    """At least four times less of the tower, one decode per picture, and no pixel between ranks."""
+    found, page = recorded("vl_prefix.json")
+    columns = {"tower": "{:.2f}", "whole": "{:.2f}", "peak": "{:.0f}"}
+    for way in ("once", "each"):
+        shown = [form.format(statistics.median(one[name] for one in found[way])) for name, form in columns.items()]
+        assert f"| {way} | {' | '.join(shown)} |" in page, way
+    ratios = [each["tower"] / once["tower"] for once, each in zip(found["once"], found["each"])]
+    assert f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" in page and min(ratios) >= 4
+    assert {(one["decoded"], one["processed"], one["found"]) for one in found["once"]} == {(2, 2, 0)}
+    assert {one["decoded"] for one in found["each"]} == {16}
+
+
+def test_readme_shows_the_recorded_seeds_of_the_quickstart() -> None:
+    found, readme = recorded("quickstart_seeds.json")[0], (ROOT / "README.md").read_text()
+    assert len(found["runs"]) == 3 and min(each["end"] for each in found["runs"]) >= 0.95
+    for run in found["runs"]:
+        row = f"| {run['seed']} | {run['start']:.3f} | {run['end']:.3f} | {run['reached']} | {run['seconds']} s |"
+        assert row in readme, row
 
 
 @pytest.mark.slow

@@ -35,6 +35,12 @@ def test_it_is_short():
     assert len(text.split()) <= 1200, "words outside of tables"
 
 
+def test_the_number_of_algorithms_is_that_of_the_table():
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [row for row in re.findall(r"^\| \[`(\w\S*?)`\]", page, re.MULTILINE) if row != "none"]  # no correction
+    assert f"[{len(rows)} algorithms](docs/algorithms.md)" in README
+
+
 def test_the_first_screen():
     """A sentence, the picture and the two commands."""
     sentence, picture, commands = README.split("\n\n")[1:4]

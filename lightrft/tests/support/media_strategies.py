@@ -151,6 +151,22 @@ def is_exported(case: MediaCase, prepared: Prepared, weights: dict[str, Tensor])
     assert_same(weights, dict(load_exported(str(case.folder / "hf")).named_parameters()))
 
 
+def cuts_alike(case: MediaCase) -> None:
+    """One micro-batch of the rows of a rank, and one per row: the same loss and gradients."""
+    prepared, rig, strategy, found = case.prepare(), case.rig, case.strategy, []
+    draw = torch.Generator().manual_seed(strategy.rank)
+    rows = [(rig.prompts[row], torch.randint(5, 40, (6, ), generator=draw).tolist(), rig.keys[row])
+            for row in ((0, 1), (2, 3))[strategy.rank % 2]]  # yapf: disable
+    for parts in ([rows], [[row] for row in rows]):
+        losses = [-prepared.model(rig.pack(part).to(strategy.device))[0].sum() / 50 for part in parts]
+        for loss in losses:
+            strategy.backward(loss, prepared, last=loss is losses[-1])
+        found.append({name: one.clone() for name, one in whole_gradients(strategy, prepared).items()})
+        strategy.discard_gradients(prepared)
+    norm = norm_of(found[0])
+    assert norm > 0 and all((one - found[1][name]).norm() < RELATIVE * norm for name, one in found[0].items())
+
+
 def unread_towers_stay(case: MediaCase) -> None:
     """Of a model that sees or hears, trained on data without media and with weight decay."""
     blind = replace(case, data="text", blind=True)
@@ -306,9 +322,11 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 same_steps(replace(case, data=data), 2 if rig is tiles else 10)
         same_steps(replace(case, rig=rigs["does both"], data="kinds"))
         resumes_bitwise(case)
+        cuts_alike(case)
         features_are_kept(case, ["visual", "projector"])
         if several:
             resumes_bitwise(cases["hears"])
+            cuts_alike(cases["hears"])
             features_are_kept(cases["hears"], ["audio", "projector"])
             same_gradients(cases["hears"], lora_rank=2, target_modules=["all-linear", "audio"])
         if several or name == "single":

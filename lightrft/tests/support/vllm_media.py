@@ -71,10 +71,24 @@ def prompts_of(rig):
             for i, one in enumerate(rig.asked([0]))]  # yapf: disable
 
 
+def tensors_are_the_trainers(rig):
+    """Bit for bit: vLLM computes features of what the trainer's processor made, one tensor per medium and name."""
+    compared = set()
+    for request in rig.asked([0]):
+        given = rig.vllm.media_tensors(request) if request.media else {}
+        for name in given:
+            ours = [made.tensors[name] for made in map(rig.source.tensors, request.media) if name in made.tensors]
+            if ours and len(ours) == len(given[name]):
+                assert all(theirs.flatten().equal(own.flatten()) for theirs, own in zip(given[name], ours)), name
+                compared |= {name} if ours[0].is_floating_point() else set()
+    assert compared, "no pixels and no spectrum were compared"
+
+
 def differences(rig):
-    """The largest ones: of text, of media, and what the latter would be with other media; tokens, positions, grids and
-    sizes are the same."""
+    """The largest ones: of text, of media, and what the latter would be with other media; tensors, tokens, positions,
+    grids and sizes are the same."""
     rig.sync()
+    tensors_are_the_trainers(rig)
     check_parity(rig.strategy, rig.prepared, rig.vllm, prompts_of(rig), Arithmetic("cpu", "float32"))
     _, text = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
     return text, *rig.picture_gap()
