@@ -2,7 +2,7 @@
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from numbers import Real
@@ -19,6 +19,8 @@ from lightrft.utils.errors import end_in_one_line, UserError
 if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from lightrft.trainer.trial import Reader
 
 Data = str | Path | Iterable[Any]  # files, folders or hub ids; a data set, a table or a list of rows
 ROWS = "give a path, a hub id, a list of dicts, a Hugging Face Dataset or a pandas DataFrame"
@@ -61,6 +63,7 @@ class _Training(ABC):
     tree: ClassVar[type]
     data: ClassVar[tuple[str, str]]  # options that name training and held-out data
     defaults: ClassVar[dict[str, Any]] = {}
+    functions: Mapping[str, Callable[..., Any]] = {}  # rewards of this program, by name
 
     def __init__(self, model: str | Path, train_dataset: Data | None, eval_dataset: Data | None, plugins: Sequence[str],
                  options: dict[str, Any]) -> None:
@@ -79,11 +82,19 @@ class _Training(ABC):
                                                    keywords | {"reward": "rewards"})
 
     def plan(self) -> str:
-        """Return the plan that ``--dry_run`` prints: each option and its source, batch sizes, memory and time."""
-        from lightrft.preflight.report import report
-        from lightrft.trainer.session import settled
+        """Return what ``--dry_run`` prints: each option and its source, batch sizes, memory and time, and what came of
+        reading the data and scoring one row.
+
+        Raises:
+            UserError: the run does not fit the machine, or its data or rewards cannot be used.
+        """
+        from lightrft.trainer.session import planned, settled
         with self.parsed.own_words():
-            return report(self.parsed.config, self.parsed.provenance, settled(self.parsed))
+            return "\n".join(planned(self.parsed, settled(self.parsed), self._reader(), self.functions))
+
+    def _reader(self) -> "Reader | None":
+        """Return the function that reads the rows as the run does, of training on fixed data."""
+        return None
 
     def train(self) -> Run:
         """Train to the end, and return the run.
@@ -122,7 +133,6 @@ class RL(_Training):
         ConfigError: an unknown option (with the nearest known one) or an impossible value.
     """
     tree, data = Config, ("prompt_data", "eval_data")
-    functions: dict[str, Callable[..., Any]] = {}  # rewards of this program, by name
 
     def __init__(self, model: str | Path, rewards: Reward | Sequence[Reward] | None = None,
                  train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Sequence[str] = (),
@@ -164,6 +174,9 @@ class _Offline(_Training):
             options: every option that ``--help all`` of the command lists, by name.
         """
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
+
+    def _reader(self) -> "Reader":
+        return self.command.trainer_class().read
 
     def _train(self, exits: bool) -> None:
         self.command.train(self.parsed, exits)

@@ -118,7 +118,6 @@ REFUSED: dict[str, str] = {
     "margin": "a margin is that of a row, in its column margin; drop the flag",
     "center_rewards_coefficient": "--normalize_reward centres the rewards of a trained model; drop the flag",
     "margin_loss": "the loss of a reward model reads the column margin where rows have it; drop the flag",
-    "critic_warmup": "use --freezing_actor_steps, which counts rollout steps in which only the critic learns",
     "compute_fp32_loss": "scores and losses are always float32; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
     "vf_coef": "the critic is a model of its own; use --critic_learning_rate",

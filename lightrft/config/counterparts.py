@@ -176,6 +176,7 @@ ELSEWHERE: dict[str, str] = {
     "teacher_model_name_or_path": "--teacher_model",
     "overlong_penalty_factor": "--overlong_buffer_penalty_factor",
     "freezing_steps": "--freezing_actor_steps",
+    "critic_warmup": "--freezing_actor_steps",
     "freeze_visual_encoder": "--freeze_prefix visual",
     "prompt_dataset": "--prompt_data",
     "data.label_key": "--reference_key",  # its labels are the answers; ours name reward recipes

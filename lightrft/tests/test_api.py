@@ -110,6 +110,21 @@ def test_the_plan_shows_where_a_value_comes_from(home):
     assert "keyword" in plan and "recipe dapo" in plan and "format=0.1" in plan and "memory:" in plan
 
 
+def test_the_plan_reads_the_data_and_scores_a_row(home):
+    plan = GRPO(home / "model", lambda completions, **row: [0.5] * len(completions), tiny_task.rows(4), **SMALL).plan()
+    assert "data: 4 rows" in plan and "0.5" in plan.splitlines()[-1], plan
+
+    def broken(completions, **row):
+        raise ValueError("no idea")
+
+    with pytest.raises(UserError, match="rewards: .* could not be scored: exception, by broken"):
+        GRPO(home / "model", broken, tiny_task.rows(4), **SMALL).plan()
+    rows = [{"prompt": "1+1?", "response": "2"}, {"prompt": "1+1?"}]
+    assert "data: 1 rows" in SFT(home / "model", rows[:1], max_len=32).plan()
+    with pytest.raises(UserError, match="row 2.*no answer to learn"):
+        SFT(home / "model", rows, max_len=32).plan()
+
+
 @pytest.mark.parametrize("rewards, entries", [("exact", ["exact"]), ("exact,format=0.1", ["exact", "format=0.1"]),
                                               (("exact", 0.5), ["exact=0.5"]),
                                               (("exact", "format"), ["exact", "format"]),

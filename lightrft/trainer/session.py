@@ -1,12 +1,12 @@
 """Session around a run: checks before any process group exists, strategy, watchdog, signals, clean end."""
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,7 @@ from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
-from lightrft.trainer.trial import Reader, try_out
+from lightrft.trainer.trial import Given, Reader, try_out
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
@@ -128,15 +128,27 @@ def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
 
 
 def _dry_run(parsed: ParsedConfig, machine: Machine, read: Reader | None) -> NoReturn:
-    """Print the report, refuse a run that does not fit, read the data, score one row and exit."""
+    """Print what :func:`planned` yields, and exit; of several ranks one speaks and tries."""
     is_main = World.from_env().is_main
-    text = report(parsed.config, parsed.provenance, machine)
-    sys.stdout.write(text + "\n" if is_main else "")
+    for line in planned(parsed, machine, read, trial=is_main):
+        sys.stdout.write(f"{line}\n" if is_main else "")
+    raise SystemExit(0)
+
+
+def planned(parsed: ParsedConfig, machine: Machine, read: Reader | None = None,
+            functions: Mapping[str, Callable[..., Any]] | None = None, trial: bool = True) -> Iterator[str]:
+    """Yield the report on a run, refuse one that does not fit, then yield a line for everything that is tried.
+
+    Args:
+        machine: that the run is for, of :func:`settled`.
+        read, functions: as for :class:`lightrft.trainer.trial.Given`.
+        trial: read the data and score one row.
+    """
+    yield report(parsed.config, parsed.provenance, machine)
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
-    for line in try_out(parsed.config, machine.device.cuda, read) if is_main else ():
-        sys.stdout.write(f"{line}\n")
-    raise SystemExit(0)
+    if trial:
+        yield from try_out(parsed.config, Given(machine.device.cuda, read, functions or {}))
 
 
 def settled(parsed: ParsedConfig) -> Machine:

@@ -1,7 +1,7 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,23 @@ EXCUSED = (None, "none", "unreachable", "no_rival")
 """Scored; the function declines to judge; the server does not run yet; a judge will compare it with others."""
 
 
-@singledispatch
-def try_out(config: Tree, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
-    """Yield a line for everything that is tried; each tree registers its own.
+@dataclass(frozen=True)
+class Given:
+    """What the config of a run does not say.
 
-    Args:
+    Attributes:
         cuda: the run is for GPUs.
         read: reads the rows of a split as the run does, of a trainer on fixed data.
+        functions: rewards of this program, by the names under which ``--reward`` selects them.
+    """
+    cuda: bool = False
+    read: Reader | None = None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+@singledispatch
+def try_out(config: Tree, given: Given = Given()) -> Iterator[str]:
+    """Yield a line for everything that is tried; each tree registers its own.
 
     Raises:
         UserError: the data or a reward of the run cannot be used, or its engine cannot take the media of the data.
@@ -55,48 +65,48 @@ def try_out(config: Tree, cuda: bool = False, read: Reader | None = None) -> Ite
 
 
 @try_out.register
-def _(config: OfflineConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
-    assert read is not None, "the trainer reads rows"
-    given, path = config.data, str(config.model.pretrain)
-    train, held_out = ([one for one in entries if _is_here(one)] for entries in (given.train_data, given.eval_data))
-    yield from (_later(one) for one in [*given.train_data, *given.eval_data] if not _is_here(one))
+def _(config: OfflineConfig, given: Given = Given()) -> Iterator[str]:
+    assert given.read is not None, "the trainer reads rows"
+    data, path = config.data, str(config.model.pretrain)
+    train, held_out = ([one for one in entries if _is_here(one)] for entries in (data.train_data, data.eval_data))
+    yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not _is_here(one))
     try:
-        tokenizer = load_tokenizer(path, given.chat_template)
+        tokenizer = load_tokenizer(path, data.chat_template)
     except UserError as error:
         yield f"data: not read, which takes the tokenizer: {error}"
         return
-    local = replace(config, data=replace(given, train_data=train, eval_data=held_out))
-    media = open_media(path, tokenizer, given.as_data_config())
+    local = replace(config, data=replace(data, train_data=train, eval_data=held_out))
+    media = open_media(path, tokenizer, data.as_data_config())
     for split, entries in (("train", train), ("eval", held_out)):
         if entries:
-            yield _counted(len(read(local, tokenizer, split, media)), ", ".join(entries), split)
+            yield _counted(len(given.read(local, tokenizer, split, media)), ", ".join(entries), split)
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
 
 
 @try_out.register
-def _(config: EvaluateConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
+def _(config: EvaluateConfig, given: Given = Given()) -> Iterator[str]:
     for path in config.model.pretrain:
-        yield from _generated(config.as_config(path), ["eval"], {}, cuda)
+        yield from _generated(config.as_config(path), ["eval"], {}, given.cuda)
 
 
 @try_out.register
-def _(config: GenerateConfig, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
+def _(config: GenerateConfig, given: Given = Given()) -> Iterator[str]:
     if config.generates:
-        yield from _generated(config.as_config(), ["train"], {}, cuda)
+        yield from _generated(config.as_config(), ["train"], {}, given.cuda)
 
 
 @try_out.register
-def _(config: Config, cuda: bool = False, read: Reader | None = None) -> Iterator[str]:
+def _(config: Config, given: Given = Given()) -> Iterator[str]:
     found: Found = {}
-    yield from _generated(config, ["train", "eval"], found, cuda)
+    yield from _generated(config, ["train", "eval"], found, given.cuda)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
     store = _store(config) if config.reward.reward_pretrain else None
     tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
-    rewards = RewardManager(config.reward, setup=ScorerSetup(media=store, data=config.data))
+    rewards = RewardManager(config.reward, given.functions, ScorerSetup(media=store, data=config.data))
     try:
         for where, record in tried.items():
             yield _scored(rewards, record, where)
@@ -239,7 +249,7 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
              f"{where}")
     if score.error not in EXCUSED:
         raise UserError(
-            f"--dry_run: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
+            f"rewards: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
             "above). Correct the reward or the row")
     if score.error == "none" and rewards.cfg.reward_probe:
         probed = score_answers(rewards, row)

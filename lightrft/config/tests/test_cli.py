@@ -311,7 +311,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "--actor_rollout_ref.actor.fsdp_config.optimizer_offload True", "here: --adam_offload"),
     (Config, "data.filter_overlong_prompts=True", "here: --overlong_prompt filter"),
     (Config, "actor_rollout_ref.model.use_remove_padding=True", "batches are always packed, without padding"),
-    (Config, "trainer.critic_warmup=5", "use --freezing_actor_steps"),
+    (Config, "trainer.critic_warmup=5", "here: --freezing_actor_steps"),
     (Config, "--disable_dropout true", "dropout is off in every model"),
     (Config, "--gradient_checkpoint", "did you mean --gradient_checkpointing?"),
     (Config, "--vllm_importance_sampling_cap 2", "here: --correction_high"),

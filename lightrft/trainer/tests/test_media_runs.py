@@ -41,7 +41,7 @@ from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
 from lightrft.trainer.sft_trainer import SFTTrainer
-from lightrft.trainer.trial import try_out
+from lightrft.trainer.trial import Given, try_out
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import UserError
 
@@ -320,7 +320,7 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
     for tree, data in trees.items():
         config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
         with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
-            list(try_out(config.config, read=reads.get(tree)))
+            list(try_out(config.config, Given(read=reads.get(tree))))
 
 
 def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
