@@ -176,7 +176,6 @@ ELSEWHERE: dict[str, str] = {
     "teacher_model_name_or_path": "--teacher_model",
     "overlong_penalty_factor": "--overlong_buffer_penalty_factor",
     "freezing_steps": "--freezing_actor_steps",
-    "critic_warmup": "--freezing_actor_steps",
     "freeze_visual_encoder": "--freeze_prefix visual",
     "prompt_dataset": "--prompt_data",
     "data.label_key": "--reference_key",  # its labels are the answers; ours name reward recipes
@@ -239,6 +238,7 @@ ELSEWHERE: dict[str, str] = {
     "trainer.total_epochs": "--num_episodes",
     "trainer.total_training_steps": "--max_steps",
     "trainer.save_freq": "--save_steps",
+    "trainer.critic_warmup": "--freezing_actor_steps",
     "trainer.test_freq": "--eval_steps",
     "trainer.val_before_train": "--eval_at_start",
     "trainer.project_name": "--wandb_project",
