@@ -27,7 +27,8 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
 _LONGEST_NAME = 255  # of a file: longer text that could be base64 is
 _MAGIC = re.compile(  # first bytes of the formats that are read; weak ones with what else they state
     rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF|II\*\0|MM\0\*|BM....\0\0\0\0|\0\0\0\x0cjP  |\xff\x4f\xff\x51"  # pictures
-    rb"|fLaC|OggS|ID3|FORM|\.snd|caff|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]"  # sounds; last MP3
+    rb"|fLaC|OggS|ID3|FORM|\.snd|caff|RF64|riff\x2e\x91\xcf\x11"  # sounds
+    rb"|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]"  # MP3
     rb"|....ftyp|....(?:moov|mdat|wide|free)|\x1aE\xdf\xa3|FLV\x01|G.{187}(?:G|$)|\0\0\x01[\xb3\xba]"  # videos
     rb"|\x30\x26\xb2\x75\x8e\x66\xcf\x11",
     re.DOTALL)

@@ -15,6 +15,7 @@ ANIMATED = (b"GIF8", b"\x89PNG", b"RIFF")  # first bytes of GIF, APNG and WebP
 STILL = re.compile(  # and of JPEG, BMP, TIFF, JPEG 2000, AVIF and HEIF
     rb"\xff\xd8\xff|BM|II\*\0|MM\0\*|\0\0\0\x0cjP  |\xff\x4f\xff\x51|....ftyp(?:avif|mif1|hei[cx])", re.DOTALL)
 _ORIENTATION = 0x0112  # tag of EXIF
+_PHOTOMETRIC = 262  # tag of TIFF: 0, white is zero; 1, black is zero
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -83,10 +84,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
+    """Scale grey values of 16 bits; Pillow leaves the negative of a TIFF, and the transparent value of a PNG, to us."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(f"pixels from {values.min()} to {values.max()}, more than 16 bits. Save it with 8 or 16 bits")
-    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    clear = values == image.info.get("transparency", -1)
+    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
+        values = 65535 - values  # white is zero
+    grey = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    if clear.any():
+        grey.putalpha(Image.fromarray((~clear * 255).astype(np.uint8)))
+    return grey
 
 
 def encode_png(picture: Any, most: int) -> bytes:

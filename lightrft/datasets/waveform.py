@@ -181,10 +181,24 @@ def _blocks(file: Any) -> Iterator[np.ndarray]:
         yield block
 
 
+def _stated_size(data: bytes) -> int:
+    """Return how many bytes the header of an AIFF, AU, RF64 or W64 file states; 0: none, or another form."""
+    match data[:4]:
+        case b"FORM":
+            return int.from_bytes(data[4:8], "big") + 8
+        case b".snd" if data[8:12] != b"\xff" * 4:  # of a stream the size is unknown
+            return int.from_bytes(data[4:8], "big") + int.from_bytes(data[8:12], "big")
+        case b"RF64":
+            return int.from_bytes(data[20:28], "little") + 8
+        case b"riff":
+            return int.from_bytes(data[16:24], "little")
+    return 0
+
+
 def _cut_off(data: bytes) -> bool:
-    """Check an AIFF or Ogg file for a missing end, which soundfile does not report."""
-    if data[:4] == b"FORM":
-        return int.from_bytes(data[4:8], "big") + 8 > len(data)
+    """Check for a missing end, which soundfile does not report of these forms: AIFF, AU, RF64, W64 and Ogg."""
+    if _stated_size(data) > len(data):
+        return True
     page = data.rfind(b"OggS")
     if data[:4] != b"OggS" or len(data) < page + 27:
         return data[:4] == b"OggS"

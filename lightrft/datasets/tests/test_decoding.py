@@ -68,6 +68,14 @@ def test_sixteen_bits_are_scaled(kind):
         decoded(encoded(Image.fromarray(ramp.astype(np.float32)), "TIFF"))
 
 
+def test_sixteen_bits_with_a_transparent_value_or_as_a_negative():
+    ramp = np.array([[0, 257 * 100, 65535]], np.uint16)
+    assert np.asarray(decoded(encoded(Image.fromarray(ramp), transparency=0)))[0, :, 0].tolist() == [255, 100, 255]
+    black_is_zero, tag = encoded(Image.fromarray(ramp), "TIFF"), struct.pack("<HHI", 262, 3, 1)  # photometric
+    data = black_is_zero.replace(tag + b"\1", tag + b"\0")
+    assert data != black_is_zero and np.asarray(decoded(data))[0, :, 0].tolist() == [255, 155, 0]
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_exif_turns(kind, turn):
