@@ -34,11 +34,11 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
 
 def good_answers(manager: RewardManager, row: RewardInput) -> list[str]:
     """Return responses that hold the reference in the form that the parts of ``row`` read, with and without a line of
-    thought."""
-    text = (reference_answers(row.reference) or [""])[0]
-    tagged = any(part.name in TAGGED for part, _ in manager.parts_of(row))
+    thought; for functions of users, which may read any form, also the reference alone."""
+    text, parts = (reference_answers(row.reference) or [""])[0], [part for part, _ in manager.parts_of(row)]
+    tagged = any(part.name in TAGGED for part in parts)
     answer = f"<answer>{text}</answer>" if tagged else f"\\boxed{{{text}}}"
-    return [f"<think></think>{answer}", answer]
+    return [f"<think></think>{answer}", answer, *([] if all(part.built_in for part in parts) else [text])]
 
 
 def bad_answer(row: RewardInput) -> str:

@@ -243,8 +243,7 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
     row = RewardInput(prompt, "", chat, record.data_source, record.label, record.reference, record.columns,
                       record.media)
     known = not missing(record.reference)
-    row = replace(row, response=good_answers(rewards, row)[0] if known else "")
-    (score, ) = rewards.wait(rewards.submit([row]))
+    row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
     asked = (f"a stand-in for a response, {'its reference answer' if known else 'empty'} ({quoted(row.response)}), to "
              f"{where}")
     if score.error not in EXCUSED:
@@ -259,6 +258,17 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
                       for name, value in score.parts.items() if name in score.weights)  # yapf: disable
     total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"
     return f"rewards: {asked}: {parts}; total {total}"
+
+
+def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
+    """Score the first and the last of ``answers`` to a row, one by one, until one earns something; else the first."""
+    tried = list[tuple[RewardInput, Score]]()
+    for answer in dict.fromkeys((answers[0], answers[-1])):
+        one = replace(row, response=answer)
+        tried += [(one, score) for score in rewards.wait(rewards.submit([one]))]
+        if tried[-1][1].total != 0:
+            break
+    return tried[-1] if (tried[-1][1].total or 0) > 0 else tried[0]
 
 
 def _failed(score: Score) -> str:

@@ -169,6 +169,14 @@ def test_probe_refuses_a_reward_that_prefers_the_wrong_answer(make_manager):
         probe(make_manager("exact=-1"), [RewardInput("q", "", reference="5")])
 
 
+@pytest.mark.parametrize("wanted,warned", [("5", False), ("six", True)])
+def test_probe_tries_the_answer_alone_on_functions(wanted, warned, tmp_path, make_manager, caplog):
+    (tmp_path / "own.py").write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                                     f"    return float(solution_str == {wanted!r})\n")
+    probe(make_manager(f"{tmp_path}/own.py:score"), [RewardInput("q", "", reference="5")])
+    assert ("no higher (0) than the known-bad" in caplog.text) is warned, caplog.text
+
+
 def test_probe_refuses_rows_that_cannot_be_scored(make_manager):
     with pytest.raises(RewardProbeError, match="no answer to the row.*no_reference"):
         probe(make_manager("exact"), [RewardInput("q", "")])

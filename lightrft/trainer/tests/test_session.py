@@ -61,6 +61,18 @@ def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
                         f"{home}/train.jsonl, row 1: exact 1 x 1, format 1 x 0.5; total 1.5\n")
 
 
+@pytest.mark.parametrize("condition,shown,total", [("== ground_truth", "0", 1), ("!= ground_truth", "<think>", 1),
+                                                   ("== 'never'", "<think>", 0)])
+def test_a_dry_run_tries_the_answer_alone_too(home, tmp_path, capsys, no_strategy, condition, shown, total):
+    """A function that reads bare answers is no reward that gives 0; one that earns nothing is shown with the box."""
+    (tmp_path / "own.py").write_text(f"def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                                     f"    return float(solution_str {condition})\n")
+    with pytest.raises(SystemExit):
+        train.main([*words(home, tmp_path / "run", reward=f"{tmp_path}/own.py:score"), "--dry_run"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"its reference answer ('{shown}" in line and line.endswith(f"total {total}"), line
+
+
 @pytest.mark.parametrize("reward,told", [
     ("accuracy", "unknown reward 'accuracy' (here: math); known: "), ("exatc", "(did you mean exact?)"),
     ("reward.py:zero", "could not be scored: exception, by zero"), ("", "no reward recipe for label ''"),
