@@ -29,7 +29,7 @@ from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.samples import pack_samples
 from lightrft.trainer.scores import RewardTable, ScoredSample
-from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Experience, Prompt, Sample
 
 MIB = 1 << 20
@@ -88,7 +88,7 @@ def moved(strategy: StrategyBase, exp: Experience, scored: list[ScoredSample]) -
     shards.move(plan(shards.lens, strategy).homes())
     for name in ("old_logprobs", "ref_logprobs"):
         vars(shards.exp)[name] = log_probs(shards.exp)
-    table = RewardTable.gather(scored, RankSpread(strategy, numbers, shards.size))
+    table = RewardTable.gather(scored, BatchRanks(strategy, numbers, shards.size))
     calculator, batch = get_advantage_calculator(AlgorithmConfig(), RewardConfig(), 4096), shards.batch()
     table.fill(batch, calculator.estimator)
     calculator(batch)

@@ -1,4 +1,4 @@
-"""Losses of pairs, KTO and distillation by TRL's trainers, called with tensors, and the same ones here.
+"""Losses of pairs, reward models, KTO and distillation by TRL's trainers, called with tensors, and the same ones here.
 
 The rows of :mod:`oracles` for offline losses. The methods are TRL's own; the forward pass, which they call, returns the
 log-probs of the batch. Its ORPO computes in float32.
@@ -6,6 +6,7 @@ log-probs of the batch. Its ORPO computes in float32.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.divergence import divergence
-from lightrft.ops.preference import kto, kto_kl, PAIR_LOSSES, Pairs
+from lightrft.ops.preference import kto, kto_kl, pair_loss, PAIR_LOSSES, Pairs
 
 BETA, GAMMA, WEIGHT, SMOOTHING = 0.3, 0.7, 1.33, 0.1
 NAMES = {
@@ -71,7 +72,7 @@ def outputs(logprobs: Tensor, lens: Tensor) -> tuple[Any, dict[str, Tensor]]:
 
 
 class TrlPreferences:
-    """TRL's DPO, CPO, ORPO, KTO and GKD trainers on random pairs."""
+    """TRL's DPO, CPO, ORPO, KTO, GKD and reward trainers on random pairs."""
     name = "TRL"
 
     def __init__(self) -> None:
@@ -81,11 +82,10 @@ class TrlPreferences:
         from trl.experimental.orpo.orpo_trainer import ORPOTrainer
         from trl.trainer.dpo_trainer import DPOTrainer
         from trl.trainer.kto_trainer import KTOTrainer
+        from trl.trainer.reward_trainer import RewardTrainer
         self.version, self.jsd = trl.__version__, GKDTrainer.generalized_jsd_loss
-        self.faces = {
-            name: type(name, (_Face, trainer), {})
-            for name, trainer in {"cpo": CPOTrainer, "orpo": ORPOTrainer, "dpo": DPOTrainer, "kto": KTOTrainer}.items()
-        }
+        trainers = {"cpo": CPOTrainer, "orpo": ORPOTrainer, "dpo": DPOTrainer, "kto": KTOTrainer, "rm": RewardTrainer}
+        self.faces = {name: type(name, (_Face, trainer), {}) for name, trainer in trainers.items()}
 
     def dpo(self, name: str, pairs: Pairs, smoothing: float) -> Losses:
         """Compute a loss of DPOTrainer."""
@@ -131,6 +131,20 @@ class TrlPreferences:
 
         return with_gradient(loss, logprobs)
 
+    def reward(self, pairs: Pairs, margins: bool) -> Losses:
+        """Compute the loss of RewardTrainer; its scores are the numbers of the pairs."""
+        scores, _, lens = stacked(pairs)
+        face = self.faces["rm"](args=SimpleNamespace(center_rewards_coefficient=None), state=SimpleNamespace())
+        face.state.num_input_tokens_seen, face.model = 0, SimpleNamespace(training=True)
+        inputs = outputs(scores, lens)[1] | ({"margin": margins_of(pairs)} if margins else {})
+        return with_gradient(
+            lambda leaf: face.compute_loss(lambda **kwargs: SimpleNamespace(logits=leaf[:, None]), inputs), scores)
+
+
+def margins_of(pairs: Pairs) -> Tensor:
+    """Return a margin for each pair."""
+    return (pairs.ref_chosen - pairs.ref_rejected).abs()
+
 
 def mismatched(pairs: Pairs) -> Tensor:
     """Return log-probs of mismatched pairs, [2 P]."""
@@ -151,6 +165,17 @@ def ours(name: str, pairs: Pairs, smoothing: float = SMOOTHING) -> Losses:
     def mean(leaf: Tensor) -> Tensor:
         chosen, rejected = leaf.chunk(2)
         return loss.fn(pairs._replace(chosen=chosen, rejected=rejected), **read).mean()
+
+    return with_gradient(mean, torch.cat(pairs[:2]))
+
+
+def our_reward(pairs: Pairs, margins: bool) -> Losses:
+    """Compute the loss of reward models of this package."""
+    margin = margins_of(pairs) if margins else 0.0
+
+    def mean(leaf: Tensor) -> Tensor:
+        chosen, rejected = leaf.chunk(2)
+        return pair_loss(chosen, rejected, torch.ones_like(chosen), margin).mean()
 
     return with_gradient(mean, torch.cat(pairs[:2]))
 
@@ -217,7 +242,7 @@ def divergence_case(beta: float, flags: str) -> PreferenceCase:
 
 
 def preference_cases() -> Iterator[PreferenceCase]:
-    """Yield the losses of pairs, with label smoothing where TRL has it, KTO and distillation."""
+    """Yield the losses of pairs, with label smoothing where TRL has it, reward models, KTO and distillation."""
     for theirs, name in NAMES.items():
         if not PAIR_LOSSES.get(name).needs_smoothing:
             yield pair_case(theirs, name, 0.0)
@@ -229,6 +254,9 @@ def preference_cases() -> Iterator[PreferenceCase]:
     yield case("CPO, simpo, label_smoothing=0.1", f"dpo --loss simpo --simpo_gamma {GAMMA} {smooth}",
                lambda peer, pairs: peer.cpo("simpo", pairs), lambda pairs: ours("simpo", pairs))
     yield case("ORPO", "dpo --loss orpo", TrlPreferences.orpo, lambda pairs: ours("orpo", pairs))
+    for margins, told in ((False, ""), (True, ", margin")):
+        yield case(f"RewardTrainer{told}", f"rm{told and ', rows with margin'}",
+                   partial(TrlPreferences.reward, margins=margins), partial(our_reward, margins=margins))
     yield case("KTO", f"kto --undesirable_loss_weight {WEIGHT}", TrlPreferences.kto, our_kto)
     for beta, flags in ((0.0, "forward"), (1.0, "reverse"), (0.3, "js --js_mix 0.3")):
         yield divergence_case(beta, flags)

@@ -7,7 +7,8 @@
 In each round the newest model answers prompts that no earlier round has seen (``lightrft generate``), trains on the
 rows that were made of its answers (``lightrft sft``, ``dpo`` ...) and is evaluated (``lightrft evaluate``). OUT/round_N
 has ``rows.jsonl``, ``trained/hf`` and ``evaluation/``; OUT has ``metrics.jsonl``, a row per round, and
-``learning_curve.png``. The same command resumes in the command that was interrupted.
+``learning_curve.png``. The same command resumes in the command that was interrupted; rounds that are not trained yet
+take other ``--train`` flags too.
 """
 import argparse
 import fcntl
@@ -18,14 +19,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrft.utils.curve import draw, panels
 
-SETTINGS = ("model", "prompts", "generate", "train", "evaluate", "trained")  # what the files of a round depend on
+SETTINGS = ("model", "prompts", "generate", "evaluate", "trained")  # what the files of every round depend on
 ACCURACY = "eval/all/pass@1"
 COLUMNS = {"round": "step", "sampled reward": "reward/mean", "held-out": ACCURACY, "from": f"{ACCURACY}/low",
            "to": f"{ACCURACY}/high"}  # yapf: disable
@@ -118,14 +119,15 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def check_settings(args: argparse.Namespace) -> None:
-    """End the program if the folder has rounds with other settings; write those of a new one."""
-    path, wanted = args.out / "settings.json", {name: getattr(args, name) for name in SETTINGS}
-    if not path.exists():
-        path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    """End the program if the folder has rounds with other settings; write them. The flags of training may change."""
+    path, wanted = args.out / "settings.json", {name: getattr(args, name) for name in (*SETTINGS, "train")}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else wanted
     others = [f"--{name} {wanted[name]!r} (was {found[name]!r})" for name in SETTINGS if wanted[name] != found[name]]
     if others:
         sys.exit(f"{args.out} holds rounds with other settings: {', '.join(others)}. Give another folder, or remove it")
+    if wanted["train"] != found["train"]:
+        print(f"rounds that are not trained yet: --train {wanted['train']!r} (was {found['train']!r})", flush=True)
+    path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -148,9 +150,9 @@ def measured(out: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def write_curve(out: Path, rounds: int) -> list[dict[str, Any]]:
+def write_curve(out: Path, rounds: Iterable[int]) -> list[dict[str, Any]]:
     """Write ``metrics.jsonl`` and ``learning_curve.png``, and return the rows."""
-    rows = [measured(out, number) for number in range(rounds + 1)]
+    rows = [measured(out, number) for number in rounds]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     figure = draw(rows, panels(rows))
     for axes in figure.axes:
@@ -167,18 +169,28 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), ["---"] * len(COLUMNS), *texts])
 
 
+def run_rounds(args: argparse.Namespace, lock: int) -> int:
+    """Run the commands that are not done yet; return the exit code of the first one that fails, else 0."""
+    for step in steps(args):
+        if not step.done:
+            print(f"{step.folder}: lightrft {step.words[0]}", flush=True)
+            if code := run(step.words, args.nproc, lock):
+                return code
+            shutil.rmtree(step.folder / "checkpoints", ignore_errors=True)  # of no use once the model is written
+    return 0
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = options().parse_args(argv)
     with locked(args.out) as lock:
         check_settings(args)
-        for step in steps(args):
-            if not step.done:
-                print(f"{step.folder}: lightrft {step.words[0]}", flush=True)
-                if code := run(step.words, args.nproc, lock):
-                    sys.exit(code)
-                shutil.rmtree(step.folder / "checkpoints", ignore_errors=True)  # of no use once the model is written
-        print(table(write_curve(args.out, args.rounds)))
+        code = run_rounds(args, lock)
+        evaluated = [number for number in range(args.rounds + 1) if evaluation(args, number, args.model, []).done]
+        if evaluated:
+            print(table(write_curve(args.out, evaluated)))
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

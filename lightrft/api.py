@@ -2,7 +2,8 @@
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from numbers import Real
@@ -15,6 +16,7 @@ from lightrft.config.options import split_commas
 from lightrft.config.schema import Config
 from lightrft.rewards.base import REWARDS
 from lightrft.utils.errors import end_in_one_line, UserError
+from lightrft.utils.tables import of_fixed_data
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -222,7 +224,8 @@ class PRM(_Offline):
 def _place(metric: str) -> tuple[bool, bool, bool, bool, str]:
     """Return the sort key of a metric in the table of a run."""
     late = metric.startswith(("perf/", "time/"))
-    return (metric != "step", late, not metric.startswith("eval/"), not metric.startswith(("reward/", "sft/")), metric)
+    learnt = metric.startswith("reward/") or bool(of_fixed_data([metric], "(loss|accuracy)"))
+    return (metric != "step", late, not metric.startswith("eval/"), not learnt, metric)
 
 
 def _specs(data: Data, option: str) -> list[str]:
@@ -231,16 +234,62 @@ def _specs(data: Data, option: str) -> list[str]:
     if isinstance(data, (str, Path)):
         return [str(data)]
     if isinstance(data, (list, tuple)) and data and all(isinstance(each, (str, Path)) for each in data):
+        for text in filter(_is_prose, map(str, data)):
+            row = {"prompt": text[:40]}
+            raise UserError(f"{option}: {text[:80]!r} is no path; a row is a dict, such as {row}")
         return [str(each) for each in data]
     if isinstance(data, dict):
-        raise UserError(f"{option}: a dict of {', '.join(map(str, data))}; give one of its data sets")
+        raise UserError(f"{option}: a dict of {', '.join(map(str, data))}; {_of_a_dict(data)}")
     if not isinstance(data, Iterable):
         raise UserError(f"{option}: {data!r} holds no rows; {ROWS}")
-    rows = iter(_records(data) if type(data).__module__.startswith("pandas") else data)
+    readers = {"pandas": _records, "datasets": _encoded}
+    read = readers.get(type(data).__module__.partition(".")[0])
+    rows = iter(read(data) if read else data)
     first = list(islice(rows, 1))
     if not first:
         raise UserError(f"{option}: the {type(data).__name__} is empty; {ROWS}")
     return [hold_rows(chain(first, rows))]
+
+
+def _is_prose(text: str) -> bool:
+    """Return True for a text that is neither a path nor a hub id: it has a space and no such file."""
+    return " " in text.strip() and not Path(text.partition("@")[2] or text).expanduser().exists()
+
+
+def _of_a_dict(data: dict[Any, Any]) -> str:
+    """Say what to give instead of a dict of data sets, of columns or of the values of one row."""
+    if all(isinstance(value, (list, tuple)) and not any(isinstance(each, dict) for each in value)
+           for value in data.values()):  # yapf: disable
+        return "these are columns; give datasets.Dataset.from_dict(...) of it, or a list of rows, one dict each"
+    one_row = any(isinstance(value, (str, int, float)) for value in data.values())
+    return "this is one row; give a list of rows" if one_row else "give one of its data sets"
+
+
+def _encoded(dataset: Any) -> Iterable[dict[str, Any]]:
+    """Return a data set of Hugging Face whose media stay bytes and paths, as in files: what reads rows decodes them,
+    and the library that ``datasets`` decodes with is not needed."""
+    features = deepcopy(dataset.features)
+    decoded = [feature for feature in _leaves(features) if getattr(feature, "decode", False)]
+    for feature in decoded:
+        feature.decode = False
+    if not decoded:
+        return dataset
+    return dataset.cast(features) if hasattr(dataset, "__len__") else dataset.decode(False)  # a stream decodes ahead
+
+
+def _leaves(feature: Any) -> Iterator[Any]:
+    """Yield the types of single values in the (nested) type of a column; None: a stream that does not know it."""
+    if isinstance(feature, dict):
+        inner = [*feature.values()]
+    elif isinstance(feature, (list, tuple)):
+        inner = [*feature]
+    elif hasattr(feature, "feature"):
+        inner = [feature.feature]
+    else:
+        yield feature
+        return
+    for each in inner:
+        yield from _leaves(each)
 
 
 def _records(table: Any) -> list[dict[str, Any]]:

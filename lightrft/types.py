@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import HERE, expand, position_ids, Spread
+from lightrft.ops.segment import HERE, expand, position_ids, Ranks
 from lightrft.utils.tensors import upload
 
 
@@ -153,7 +153,7 @@ class Experience:
     returns: Tensor = _per("T")
     media: list[tuple[str, ...]] | None = field(default=None, metadata={"axis": "list"})  # keys, B tuples
     prompt_lens: list[int] | None = field(default=None, metadata={"axis": "list"})  # B; later media tokens are text
-    spread: ClassVar[Spread] = HERE  # all sequences of the batch are here
+    ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here
     before: ClassVar[list[int] | None] = None  # no sequence continues another
 
     @classmethod
@@ -218,7 +218,7 @@ class Experience:
 
     def per_token(self, values: Tensor) -> Tensor:
         """Repeat values [B] of the samples over the tokens of this rank's sequences: [T]."""
-        return expand(self.spread.own(values), self.cu_seqlens, self.num_tokens)
+        return expand(self.ranks.own(values), self.cu_seqlens, self.num_tokens)
 
     def _map(self, change: Any) -> "Experience":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -276,13 +276,13 @@ class RolloutBatch(Experience):
 
     Its [T] fields and ``cu_seqlens`` describe the sequences of this rank, its [B] fields the samples of all ranks.
     """
-    spread: Spread = field(default=HERE, metadata={"axis": "none"})  # type: ignore[misc]
+    ranks: Ranks = field(default=HERE, metadata={"axis": "none"})  # type: ignore[misc]
 
     def local(self) -> Experience:
         """Return the sequences of this rank, with their own samples only."""
         kept = {f.name: (f.metadata["axis"], vars(self)[f.name]) for f in fields(Experience)}
         values: dict[str, Any] = {
-            name: self.spread.own(value) if axis == "B" and value is not None else value
+            name: self.ranks.own(value) if axis == "B" and value is not None else value
             for name, (axis, value) in kept.items()
         }
         return Experience(**values)

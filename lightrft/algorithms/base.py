@@ -12,7 +12,7 @@ An algorithm may have options of its own: lines of a dataclass derived from ``Al
 decorator takes as ``options``. They are flags and YAML keys like the others, and ``cfg`` has their values.
 
 Advantages are called once per rollout. The [B] fields of ``exp`` describe the samples of all ranks, so a statistic over
-them is global. Its [T] fields describe the sequences of this rank: a statistic over tokens takes ``exp.spread``, and
+them is global. Its [T] fields describe the sequences of this rank: a statistic over tokens takes ``exp.ranks``, and
 ``exp.per_token`` carries a value per sample to the tokens. Advantages are 0 outside ``loss_mask`` and on samples that
 were not scored; those samples enter no statistic. ``exp.token_rewards`` holds the penalties of each action token (KL in
 the reward) and ``exp.rewards`` once more on the last action token.
@@ -232,5 +232,5 @@ def from_outcome(exp: Experience, outcome: Tensor, cfg: AlgorithmConfig) -> Tens
     mask = action_mask(exp)
     index, valid = last_token(mask, exp.cu_seqlens)
     at, rewards = index[valid], torch.where(mask, exp.token_rewards, 0)
-    rewards[at] = rewards[at] - exp.spread.own(exp.rewards)[valid] + exp.spread.own(outcome)[valid]
+    rewards[at] = rewards[at] - exp.ranks.own(exp.rewards)[valid] + exp.ranks.own(outcome)[valid]
     return discounted_returns(rewards, mask, exp.cu_seqlens, cfg.gamma)

@@ -2,6 +2,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +42,8 @@ def chat(parsed: ParsedConfig) -> None:
     with training_session(parsed) as session:
         model = LoadedModel.open(parsed.config.as_config(), session.strategy)
         engine = model.start()
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # talk() refuses a line that is not UTF-8
         shown = f"{HELP}\n" if sys.stdin.isatty() else ""
         sys.stdout.write(shown)
 

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the command line; return its exit code."""
     ranks, words = take_nproc(list(sys.argv[1:] if argv is None else argv))
     name = words.pop(0) if words else ""
+    if name == "help" and words:
+        name, words = words[0], ["--help", *words[1:]]
     if name in ("", "-h", "--help", "help"):
         sys.stdout.write(USAGE)
         return 0
@@ -61,7 +63,8 @@ def take_nproc(words: list[str]) -> tuple[str, list[str]]:
         if flag == "--nproc":
             value = value if equals else "".join(words[i + 1:i + 2])
             if not value.isdigit() or not int(value):
-                raise SystemExit(f"lightrft: error: --nproc {value}: expected the number of processes, such as 8")
+                sys.stderr.write(f"lightrft: error: --nproc {value}: expected the number of processes, such as 8\n")
+                raise SystemExit(2)
             return value, words[:i] + words[i + (1 if equals else 2):]
     return "", words
 

@@ -53,8 +53,7 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
     dtype = torch.bfloat16 if bf16 else torch.float32
-    described = adapter / MODEL_CONFIG
-    trained: dict[str, Any] = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    trained = _read(adapter / MODEL_CONFIG) if (adapter / MODEL_CONFIG).is_file() else {}
     if SCORES in trained:
         if not is_rm:
             raise UserError(f"--lora_path {adapter} is the adapter of a reward model; add --is_rm")
@@ -73,12 +72,41 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
 def _merged(base: "PreTrainedModel", model: str, adapter: Path) -> "PreTrainedModel":
     """Merge ``adapter`` into ``base``, the model at ``model``."""
     from peft import PeftModel
+    _untie(base, adapter)
     try:
         joined: Any = PeftModel.from_pretrained(base, adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--lora_path {adapter}: does not fit {model}: {first_line(error)}") from error
     merged: PreTrainedModel = joined.merge_and_unload()
     return merged
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _untie(base: "PreTrainedModel", adapter: Path) -> None:
+    """Give the head of ``base`` weights of its own if they are those of the embedding, and ``adapter`` changes one of
+    the two: PEFT computes with it alone.
+
+    Raises:
+        UserError: one LoRA is for both.
+    """
+    from torch import nn
+    embedding: Any = base.get_input_embeddings()
+    head: Any = base.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    ends = [name for name, module in base.named_modules() if module is head or module is embedding]
+    brought = [name for name in _brought(adapter) for end in ends if name.startswith((f"{end}.weight", f"{end}.lora_"))]
+    if _read(adapter / "adapter_config.json").get("ensure_weight_tying") and any(".lora_" in name for name in brought):
+        raise UserError(f"--lora_path {adapter}: one LoRA is for {' and '.join(ends)} (ensure_weight_tying), and PEFT "
+                        "merges it wrongly. Use the adapter as it is, or train one with modules_to_save for them")
+    if brought:
+        head.weight = nn.Parameter(embedding.weight.detach().clone())
+        for config in (base.config, base.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _brought(adapter: Path) -> "dict[str, torch.Tensor]":

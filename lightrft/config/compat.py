@@ -7,6 +7,7 @@ from typing import Any
 from lightrft.config.counterparts import ELSEWHERE, SIBLINGS
 from lightrft.utils.errors import did_you_mean
 
+CUTOFF = 0.75  # likeness of a typing error; options share words, and less alike ones mean something else
 # flag -> (option, value)
 ALIASES: dict[str, tuple[str, Any]] = {
     "fsdp": ("strategy", "fsdp"),
@@ -170,10 +171,10 @@ def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
     """Return what to add to the error for an unknown ``name``: the nearest option of ``known``, written with
     ``prefix``, else the counterpart of the nearest one of another trainer; an empty string if there is none."""
     asked = name.replace("-", "_")
-    theirs = get_close_matches(asked, list(ELSEWHERE), n=1, cutoff=0.85)
+    theirs = get_close_matches(asked, list(ELSEWHERE), n=1, cutoff=0.9)
     text = refusal(theirs[0], known) if theirs else None
     alike = [option for option in known if option.startswith("no_") == asked.startswith("no_")]  # never the opposite
-    return did_you_mean(asked, alike, prefix) or (f"; {text}" if text else "")
+    return did_you_mean(asked, alike, prefix, CUTOFF) or (f"; {text}" if text else "")
 
 
 def _dotted_refusal(name: str, known: Container[str]) -> str | None:

@@ -265,6 +265,104 @@ ELSEWHERE: dict[str, str] = {
 }
 """Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 
+_NO_WRAPPERS = "nothing, GPUs train with torchrun and --strategy, without a file of its own"
+_TOOLS = "nothing, a conversation with tools is not part of this release; --reward path.py:function scores answers"
+_PROCESSOR = "nothing, tokenizer and processor are those of the model, --pretrain"
+_CODE = "nothing, code of a model's folder is never run"
+_HUB = "nothing, a run uploads nothing; its folder hf is ready for huggingface-cli upload"
+_NOT_RAY = "nothing, there is no Ray; torchrun starts the processes"
+_SCHEDULER = "nothing, the engine schedules its requests; --engine_max_seqs bounds them"
+_GENERATION = "--temperature, --top_p, --top_k and --min_p, each an option"
+
+_ALIKE: dict[str, tuple[str, ...]] = {
+    # guesses and short names, several for one option
+    "--pretrain": ("model_path", "base_model", "llm", "checkpoint_path"),
+    "--critic_pretrain": ("critic.model.path", ),
+    "--ref_pretrain": ("ref.model.path", ),
+    "--reward_pretrain": ("reward_model.model.path", "reward_model.enable"),
+    "--prompt_data | --train_data": ("data", "train_file", "train_files", "train_path", "data_path"),
+    "--eval_data": ("val_data", "test_data", "eval_file", "validation_file", "val_files", "test_files"),
+    "--save_path": ("output", "out", "save_dir", "checkpoint_dir", "ckpt_dir"),
+    "--load_checkpoint": ("resume", "resume_from", "trainer.resume_from_path"),
+    "--reward": ("reward_fn", "reward_func", "reward_function", "rewards", "reward_path", "reward_model_plugin",
+                 "custom_reward_function.name"),
+    "--input_key": ("prompt_key", "dataset_text_field"),
+    "--videos_key": ("video_key", ),
+    "--label_key": ("data.reward_fn_key", ),
+    "--actor_learning_rate | --learning_rate": ("lr", ),
+    _KL: ("kl", "kl_beta", "kl_coeff"),
+    "--kl_target": ("algorithm.kl_ctrl.target_kl", ),
+    "--kl_target, which makes the coefficient adaptive": ("algorithm.kl_ctrl.type", ),
+    "--kl_horizon": ("algorithm.kl_ctrl.horizon", ),
+    _CLIP: ("clip_range", "clip_eps"),
+    "--entropy_coef": ("entropy_coeff", ),
+    "--max_norm": ("grad_clip", "clip_grad", "max_grad"),
+    "--lr_warmup_ratio": ("lr_warmup_steps_ratio", ),
+    "--lr_warmup_ratio, a share of all steps": ("warmup", ),
+    "--num_episodes | --max_epochs": ("epochs", "num_epochs"),
+    "--max_epochs": ("ppo_epochs", ),
+    "--n_samples_per_prompt":
+    ("n_samples", "num_samples", "n_rollouts", "group_size", "rollouts_per_prompt", "num_return_sequences"),
+    "--generate_max_len": ("max_tokens", "max_response_length", "max_response_len", "max_gen_len", "response_len"),
+    "--prompt_max_len": ("max_prompt_len", "prompt_length"),
+    "--max_len | --prompt_max_len and --generate_max_len":
+    ("max_seq_length", "max_seq_len", "seq_len", "context_length", "max_model_len"),
+    _RANKS: ("gpus", "num_gpus", "n_gpus", "devices", "nproc", "world_size"),
+    "--engine_tp_size": ("tp", "tensor_parallel_size", "tensor_parallel", "tp_size"),
+    _LORA: ("use_lora", "lora", "peft_config"),
+    "--lora_rank": ("lora_r", "lora_dim"),
+    "--bf16": ("fp16", "precision", "mixed_precision"),
+    "--engine_quantization": ("quantization", ),
+    "--use_wandb": ("wandb", ),
+    "--wandb_org": ("wandb_entity", ),
+    "--wandb_project": ("project", ),
+    "--wandb_run_name": ("experiment_name", ),
+    "--fsdp_cpu_offload": ("cpu_offload", ),
+    "--strategy with --zero_stage": ("deepspeed_config", "zero3"),
+    "--strategy": ("fsdp_config", "accelerate_config"),
+    "--dist_timeout_s": ("ddp_timeout", "nccl_timeout"),
+    "--shuffle": ("shuffle_dataset", "dataset_shuffle"),
+    "--data_workers": ("num_workers", "filter_overlong_prompts_workers"),
+    "--max_samples": ("train_max_samples", ),
+    "--max_eval_samples": ("val_max_samples", ),
+    "--sapo_tau_pos": ("sapo_temperature_pos", ),
+    "--sapo_tau_neg": ("sapo_temperature_neg", ),
+    "--print_samples": ("num_completions_to_print", ),
+    "--engine_type, which shares the GPUs of training": ("vllm_server_base_url", "vllm_server_timeout"),
+    "--engine_max_seqs": ("max_num_seqs", ),
+    "--engine_args max_num_batched_tokens=N": ("max_num_batched_tokens", ),
+    "--engine_sleep": ("free_cache_engine", ),
+    "--rollout_correction": ("calculate_log_probs", "rollout_is"),
+    "--correction_high and --correction_low": ("rollout_is_threshold", ),
+    "--correction_veto": ("rollout_rs", ),
+    "--dynamic_sampling": ("filter_groups_enable", "filter_groups_metric"),
+    "--max_gen_rounds": ("filter_groups_max_num_gen_batches", "max_num_gen_batches"),
+    "--overlong_buffer": ("overlong_buffer_enable", ),
+    "--overlong_buffer_len": ("overlong_buffer_cfg_len", ),
+    "--overlong_buffer_penalty_factor": ("overlong_buffer_cfg_penalty_factor", ),
+    "--micro_train_batch_size or --max_tokens_per_micro_batch":
+    ("ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
+    "--micro_rollout_batch_size or --max_tokens_per_micro_batch":
+    ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu"),
+    "--max_ckpt_num": ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"),
+    "--save_trajectories": ("log_val_generations", "rollout_data_dir", "validation_data_dir"),
+    # no option here: why
+    _GENERATION: ("generation_kwargs", ),
+    _NO_WRAPPERS: ("ddp_find_unused_parameters", ),
+    _TOOLS: ("tools", "rollout_func", "max_tool_calling_iterations", "mask_tool_call", "multi_turn_scheduler",
+             "multi_turn_enable"),
+    _PROCESSOR: ("processing_class", "reward_processing_classes", "tokenizer", "tokenizer_path", "input_tokenizer"),
+    _CODE: ("trust_remote_code", "external_lib"),
+    _HUB: ("push_to_hub", "hub_model_id", "hub_token"),
+    _NOT_RAY: ("num_cpus", "num_infer_workers", "trainer.device", "hybrid_engine"),
+    _SCHEDULER: ("rollout.mode", "enable_chunked_prefill", "use_transformers_paged", "cache_implementation"),
+    "nothing, 8-bit weights are not part of this release; use --lora_rank with --bf16": ("load_in_8bit", ),
+    "nothing, Adam's epsilon is 1e-8": ("adam_epsilon", ),
+    "nothing, the command lightrft evaluate measures a model": ("val_only", ),
+    "nothing, graphs are not compiled": ("use_torch_compile", ),
+}
+ELSEWHERE |= {name: remedy for remedy, names in _ALIKE.items() for name in names}
+
 _TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"
 SIBLINGS: dict[str, str] = {
     "reward": "--score",

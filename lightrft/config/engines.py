@@ -1,21 +1,61 @@
 """Rollout engines, without importing one: their options for every command that generates, and facts about them."""
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, option, PROBABILITY
 from lightrft.utils.errors import install_command
 
-# values of --engine_type with the name for messages; lightrft.rollout.engines has the convention for their folders
-ENGINES = {
-    "hf": "the HF engine",
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-}
-# engines that come from another package, of the same name
-INSTALL = {
-    "vllm": f"{install_command('vllm')} (without CUDA: pip install --no-deps -r requirements-vllm.txt)",
-    "sglang": f"{install_command('sglang')}, in an environment without vLLM",
-}
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts about an engine for its options, the checks and the doctor.
+
+    Attributes:
+        title: its name in messages.
+        install: command that installs the package of the same name; empty: it comes with lightrft.
+        probe: imports of a run, which the doctor tries.
+        coldest: it raises lower temperatures to this, or samples greedily, so that log-probs are not those trained.
+        example: an entry of ``--engine_args``.
+        decided: native arguments that follow from options -> the option to set instead.
+        fixed: other native arguments that ranks, weights or sampling depend on; * is any text.
+    """
+    title: str
+    install: str = ""
+    probe: str = ""
+    coldest: float = 0.0
+    example: str = "name=value"
+    decided: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+
+# values of --engine_type; lightrft.rollout.engines has the convention for their folders
+ENGINES: dict[str, EngineFacts] = {
+    "hf": EngineFacts("the HF engine"),
+    "vllm": EngineFacts(
+        "vLLM", f"{install_command('vllm')} (without CUDA: pip install --no-deps -r requirements-vllm.txt)",
+        "from vllm.v1.engine.llm_engine import LLMEngine", 0.01, "max_num_batched_tokens=16384", {
+            "model": "--pretrain", "dtype": "--bf16", "max_model_len": "--prompt_max_len and --generate_max_len",
+            "tensor_parallel_size": "--engine_tp_size", "max_num_seqs": "--engine_max_seqs",
+            "gpu_memory_utilization": "--engine_mem_util", "kv_cache_memory_bytes": "--engine_kv_mib",
+            "enable_sleep_mode": "--engine_sleep", "quantization": "--engine_quantization",
+            "quantization_config": "--engine_quantization", "enable_lora": "--lora_sync",
+        }, ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
+            "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
+            "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
+            "watermark_config", "hf_overrides")),
+    "sglang": EngineFacts(
+        "SGLang", f"{install_command('sglang')}, in an environment without vLLM",
+        "from sglang.srt.entrypoints.engine import Engine", 1e-6, "chunked_prefill_size=4096", {
+            "model_path": "--pretrain", "dtype": "--bf16", "context_length": "--prompt_max_len and --generate_max_len",
+            "tp_size": "--engine_tp_size", "max_running_requests": "--engine_max_seqs",
+            "cuda_graph_max_bs_decode": "--engine_max_seqs", "mem_fraction_static": "--engine_mem_util",
+            "max_total_tokens": "--engine_kv_mib", "enable_memory_saver": "--engine_sleep",
+            "quantization": "--engine_quantization",
+        }, ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
+            "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
+            "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*")),
+}  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 SEQUENCES, MOST_SEQUENCES = 256, 1024  # that another engine runs at once: at least, and at most on a large device

@@ -9,6 +9,13 @@ from lightrft.config.options import ConfigError
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
 
+_OUTSIDE = {
+    "plugin": "from Python give plugins=['module']",
+    "config": "give the options of the file themselves; on the command line, --config FILE.yaml",
+    "dry_run": "from Python call .plan(); on the command line, --dry_run",
+    "plan_gpus": "on the command line, --dry_run --plan_gpus 8xH100",
+}  # names that the command line has beside the options
+
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice in one mapping."""
@@ -17,6 +24,10 @@ class _Loader(yaml.SafeLoader):
         """Build the mapping of ``node``; a repeated key raises ``ConstructorError``."""
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a word; put a text that begins with "
+                    "a brace, such as {{...}}, in quotes", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice",
                                                         key.start_mark)
@@ -44,6 +55,8 @@ def _unknown(key: Any, tree: type, group: str) -> str:
         return f"{group}.{key}: {key} belongs to the group {known[key].group}"
     if group:
         return f"unknown key {group}.{key}{did_you_mean(key, group_options(groups(tree)[group], group))}"
+    if key in _OUTSIDE:
+        return f"{key} is not an option of a run: {_OUTSIDE[key]}"
     return refusal(str(key), known) or f"unknown key {key}{nearest(str(key), [*known, *groups(tree)])}"
 
 
@@ -56,14 +69,14 @@ class _Reader:
         self.problems: list[str] = []
 
     def document(self, loaded: dict[str, Any]) -> None:
-        """Read the top level: ``plugin``, groups (a mapping under a group's name) and flat options."""
+        """Read the top level: groups (a mapping under a group's name) and flat options."""
         for key, value in loaded.items():
             if key in groups(self.tree) and isinstance(value, dict):
                 for name, item in value.items():
                     self.entry(name, item, key)
             elif key in groups(self.tree) and key not in self.known:
                 self.problems.append(f"{key} is a group of options: expected a mapping, got {value!r}")
-            elif key != "plugin":
+            else:
                 self.entry(key, value)
 
     def entry(self, key: Any, value: Any, group: str = "") -> None:
@@ -110,7 +123,7 @@ def load_config(path: str | Path, tree: type) -> dict[str, Any]:
         ConfigError: with every problem of the file: unknown keys (and the nearest known), wrong types, repeated keys.
     """
     try:
-        return convert_options(_read(Path(path)), tree)
+        return convert_options({key: value for key, value in _read(Path(path)).items() if key != "plugin"}, tree)
     except ConfigError as error:
         raise ConfigError([f"--config {path}: {problem}" for problem in error.problems]) from None
 

@@ -1,4 +1,5 @@
 """Precedence of option values (default < script < semantics < recipe < YAML < flags) and the source of each."""
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -88,8 +89,8 @@ def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:
 
 
 def _with_source(problem: str, provenance: dict[str, str]) -> str:
-    name = problem.removeprefix("--").partition(" ")[0]
-    source = provenance.get(name, "flag").partition("; ")[0] if problem.startswith("--") else "flag"
+    named = re.match(r"--(\w+)", problem)
+    source = provenance.get(named[1], "flag").partition("; ")[0] if named else "flag"
     return problem if source in (*DIRECT, "default") else f"{problem} (it is from {source})"
 
 

@@ -1,6 +1,6 @@
 """Declaration of one option, its form as read from a dataclass, and the conversion and checks of its values."""
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
@@ -35,7 +35,8 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         within: the interval of a number, e.g. ``"(0, 1]"``; every numeric option has one.
         why: the reason for a bound that is not obvious.
         needs: another option and an example value, e.g. ``"kl_target 0.1"``, without which this one has no effect; of
-            several, ``"a 1 or b 2"``, one is enough.
+            several, ``"a 1 or b 2"``, one is enough. Of an option with choices these are the values that it must have:
+            ``"sync_proof both|canary"``.
         read_by: the engines, strategies or models that alone read it; empty: no such limit.
         free: a resumed run may change it without a warning, because it does not affect what is learnt.
         preset: it sets other options.
@@ -81,9 +82,19 @@ class Option:
         return f"--{self.name}"
 
     @property
-    def needed(self) -> list[str]:
-        """The options of ``needs``, of which one must be set."""
-        return [one.partition(" ")[0] for one in self.needs.split(" or ") if one]
+    def needed(self) -> dict[str, str]:
+        """The options of ``needs``, of which one must be set, and an example of each; ``a|b``: one of these values."""
+        return {name: example for name, _, example in (one.partition(" ") for one in self.needs.split(" or ") if one)}
+
+    def is_read(self, values: Mapping[str, Any], known: "Mapping[str, Option]") -> bool:
+        """Return True if one of the needed options is set: to a needed value if it has choices, else to any.
+
+        Args:
+            values: of all options, by name.
+            known: the options themselves, by name.
+        """
+        return not self.needs or any(values[name] in example.split("|") if known[name].choices else bool(values[name])
+                                     for name, example in self.needed.items())  # yapf: disable
 
     @property
     def type_name(self) -> str:

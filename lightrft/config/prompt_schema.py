@@ -42,7 +42,7 @@ class MediaConfig:
         "those of URLs", free=True)
     media_disk_mib: int = option(
         16384, "MiB of files in --media_cache_dir, beyond which those not read for the longest time are removed",
-        within=POSITIVE, free=True)
+        within=POSITIVE, needs="media_cache_dir DIR", free=True)
     cache_features: bool = option(
         False, "compute the features of a picture, video or sound once, where its tower and what leads from it to the "
         "decoder are not trained (--freeze_prefix visual projector), and keep them in host memory", free=True)

@@ -90,7 +90,17 @@ class RolloutConfig(EngineConfig):
         free=True)
     sync_canary_every: int = option(
         50, "steps between canaries; the sync at the start and the one after the first step always have one",
-        within=COUNT, free=True)
+        within=COUNT, needs="sync_proof both|canary", free=True)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a rollout batch, over all ranks."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def most_samples(self) -> int:
+        """Samples under way at once, over all ranks: those of a batch, and the surplus of ``--oversample``."""
+        return ceil(self.samples * max(self.oversample, 1.0))
 
 
 @dataclass
@@ -129,11 +139,13 @@ class AlgorithmConfig:
                                 ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
     loss_agg_norm: int = option(
         0, "constant that divides each sequence under seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len",
-        within=NON_NEGATIVE)
+        within=NON_NEGATIVE, needs="loss_agg_mode seq-mean-token-sum-norm")
     loss_agg_norm_seqs: bool = option(
-        True, "seq-mean-token-sum-norm also divides by the number of sequences; off: by the constant alone")
+        True, "seq-mean-token-sum-norm also divides by the number of sequences; off: by the constant alone",
+        needs="loss_agg_mode seq-mean-token-sum-norm")
     loss_agg_all_seqs: bool = option(
-        False, "the seq-mean modes count every sequence of the mini-batch, those without a token in the loss included")
+        False, "the seq-mean modes count every sequence of the mini-batch, those without a token in the loss included",
+        needs="loss_agg_mode seq-mean-token-mean|seq-mean-token-sum|seq-mean-token-sum-norm")
     eps_clip: float = option(
         0.2, "lower clip of the ratio: 1 - eps_clip; the papers' values: 0.2, gspo 3e-4, gmpo 0.4 (bound exp(-0.4)), "
         "cispo 1 (no lower bound)", within=PROBABILITY)
@@ -216,7 +228,8 @@ class AlgorithmConfig:
         0.0, "weight of the entropy bonus, at the sampling temperature; where it starts with --entropy_target",
         within=NON_NEGATIVE)
     entropy_token_mean: bool = option(
-        False, "the entropy bonus is a mean over tokens whatever --loss_agg_mode is; off: it follows that option")
+        False, "the entropy bonus is a mean over tokens whatever --loss_agg_mode is; off: it follows that option",
+        needs="entropy_coef 0.001 or entropy_target 0.2")
     entropy_target: float | None = option(
         None, "adapt the weight of the bonus to keep the entropy (nats per token) at this; off by default",
         within=POSITIVE)
@@ -349,12 +362,16 @@ class Config(Tree):
         """Longest row of the pretraining data in tokens."""
         return self.ptx.pretrain_max_len or self.sequence_len
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps on one rollout batch."""
+        return ceil(self.rollout.samples / self.train.train_batch_size) * self.train.max_epochs
+
     def pass_tokens(self, samples: int) -> int:
         """Override :meth:`Tree.pass_tokens`: a prompt counts once for all its samples, where a mini-batch has them all.
         """
-        r = self.rollout
-        size = r.n_samples_per_prompt
-        together = self.shares_prompts and self.train.train_batch_size >= r.rollout_batch_size * size
+        r, size = self.rollout, self.rollout.n_samples_per_prompt
+        together = self.shares_prompts and self.train.train_batch_size >= r.samples
         return (ceil(samples / size) if together else samples) * r.prompt_max_len + samples * r.generate_max_len
 
     def forward_passes(self, num_samples: int, critic: bool) -> list[str]:

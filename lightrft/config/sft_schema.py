@@ -47,7 +47,8 @@ class TeacherConfig:
                             within=SHARE, common=True)
     divergence: str = option("forward", "forward: KL(teacher || student); reverse: KL(student || teacher); js: "
                              "Jensen-Shannon", ("forward", "reverse", "js"), common=True)
-    js_mix: float = option(0.5, "share of the teacher in the mixture of --divergence js", within="(0, 1)")
+    js_mix: float = option(0.5, "share of the teacher in the mixture of --divergence js", within="(0, 1)",
+                           needs="divergence js")
     kd_top_k: int = option(
         0, "tokens of the teacher per position that count one by one, all others together; 0: the whole vocabulary",
         within=NON_NEGATIVE)

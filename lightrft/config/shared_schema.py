@@ -6,14 +6,16 @@ from typing import Any, ClassVar
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
 from lightrft.config.tree import flatten, group_from_args
 
+_WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a collective
+
 
 @dataclass
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
     pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True)
     bf16: bool | None = option(
-        None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32 (default: on CUDA, "
-        "from Ampere on)")
+        None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32. With false, "
+        "matrices are multiplied in float32 without TF32 (default: on CUDA, from Ampere on)")
     gradient_checkpointing: bool | None = option(
         None, "recompute activations of every layer, of towers too, in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
@@ -35,6 +37,11 @@ class PolicyModelConfig:
         0, "MiB of float32 logits alive at once while log-probs are computed; 0: 1/64 of the memory of a GPU, at least "
         "256, and 256 on a CPU", within=NON_NEGATIVE, free=True)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in passes."""
+        return 2 if self.bf16 else 4
+
     def chunk_mib(self, gpu_bytes: int) -> int:
         """Return ``logprob_chunk_mib``, with 0 resolved for a GPU of ``gpu_bytes`` of memory in all, or a CPU (0)."""
         return self.logprob_chunk_mib or max(256, (gpu_bytes >> 20) // 64)
@@ -45,6 +52,11 @@ class LaunchConfig:
     """The ranks of a run."""
     dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
                                  within=COUNT)
+
+    @property
+    def collective_limit_s(self) -> int:
+        """Seconds after which a collective raises: the watchdog names the rank that hangs before those that wait raise."""
+        return self.dist_timeout_s + _WATCHDOG_FIRST_S
 
 
 @dataclass
@@ -105,7 +117,8 @@ class OptimConfig:
     lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
                                ("constant", "linear", "cosine_with_min_lr"))
     lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up", within=SHARE)
-    lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak", within=SHARE)
+    lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak", within=SHARE,
+                                 needs="lr_scheduler cosine_with_min_lr")
     optim: str = option(
         "adamw",
         "adamw_8bit: Adam's moments rest in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes "

@@ -25,6 +25,7 @@ VIDEO_PIXELS = 10  # times those of one picture: most of all frames of a video
 _NOT_MOVING = "a still picture, not a video. The frames of a video are a list in the list of videos: [[frame, frame]]"
 # containers that hold their own data; playlists (HLS, concat) name other files and URLs
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif"
+_LENGTH_FROM_ZERO = ("matroska,webm", "asf")  # containers whose length is the time of the end, not from the first frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +191,8 @@ def _animation(file: BinaryIO, rules: MediaRules) -> Iterator[Frame]:
 
 
 def _streamed(file: BinaryIO, rules: MediaRules) -> Iterator[Frame]:
-    """Yield the frames of a video file with PyAV.
+    """Yield the frames of a video file with PyAV, their times counted from the first: a file that was cut out of a
+    longer one, or sent, need not begin at 0.
 
     Raises:
         ValueError: no video in it, frames too large, or cut off.
@@ -206,18 +208,26 @@ def _streamed(file: BinaryIO, rules: MediaRules) -> Iterator[Frame]:
             raise ValueError("it has no video")
         stream = container.streams.video[0]
         check_pixels((stream.width, stream.height), rules.max_image_pixels)
-        length, end = 1 / float(stream.average_rate or 25), 0.0
+        length, end, first = 1 / float(stream.average_rate or 25), 0.0, None
         for i, frame in enumerate(container.decode(stream)):
             check_pixels((frame.width, frame.height), rules.max_image_pixels)
-            start = i * length if frame.time is None else frame.time
+            start = i * length
+            if frame.time is not None:  # in ticks, so that no rounding depends on where the file begins
+                first = frame.pts - round(start / frame.time_base) if first is None else first
+                start = float((frame.pts - first) * frame.time_base)
             end = max(end, start + length)
             yield start, length, lambda: _upright(frame)
-        _check_whole(end, stream, container)
+        _check_whole(end, _stated_seconds(stream, container, first or 0))
 
 
-def _check_whole(end: float, stream: Any, container: Any) -> None:
-    """Raise ``ValueError`` if the last frame is far from the length that the file states."""
+def _stated_seconds(stream: Any, container: Any, first: int) -> float:
+    """Return the length that the file states, from its frame at tick ``first`` on; 0 for none."""
     stated = float(stream.duration * stream.time_base) if stream.duration else (container.duration or 0) / 1e6
+    return stated - float(first * stream.time_base) if container.format.name in _LENGTH_FROM_ZERO else stated
+
+
+def _check_whole(end: float, stated: float) -> None:
+    """Raise ``ValueError`` if the last frame ends far before ``stated``, the length that the file states."""
     if math.isfinite(stated) and end < 0.9 * stated - 0.3:
         raise ValueError(f"cut off: its frames end after {end:.1f} of {stated:.1f} s")
 

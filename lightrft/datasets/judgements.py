@@ -13,7 +13,7 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
-from lightrft.datasets.media_rows import media_columns, part_media
+from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie
 from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages
@@ -87,7 +87,7 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
     """
     prompt = _text(row, cfg.prompt_key, where, ())
     chosen, rejected = (_text(row, name, where, ends, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
-    media, tie = _media(row, cfg, (prompt, chosen, rejected), second), is_tie(row, where)
+    media, tie = _media(row, cfg, (prompt, chosen, rejected), second, where), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
             f"{where}: the chosen candidate is the rejected one. Remove the row, or mark it with 'tie': true")
@@ -123,9 +123,16 @@ def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = F
     return text
 
 
-def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool) -> dict[str, Any]:
+def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool, where: str) -> dict[str, Any]:
     """Return the columns of the media; those of the rejected candidate come before those of the chosen with ``second``.
+
+    Raises:
+        DataError: the row has other media for the rejected candidate.
     """
+    if other := rejected_media(row, cfg.as_data_config()):
+        raise DataError(f"{where}: the row has other media for the rejected candidate (rejected_images or its like), "
+                        "and a judge sees both candidates in one request. Write <image> and its like where media "
+                        f"appear, and all of them in the column {next(iter(other))!r}")
     found = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
     if second:
         parted = part_media(row, cfg, texts)

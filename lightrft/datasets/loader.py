@@ -109,6 +109,16 @@ class MixedDataset(Sequence[Item]):
                 for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self.item(index)
 
 
+def check_batch(size: int, rows: int, option: str) -> None:
+    """Raise a :class:`DataError` if a batch of ``size`` cannot be filled from ``rows`` rows; ``option`` sets it."""
+    if size < 1:
+        raise DataError(f"--{option} {size}: a batch has at least one row; nearest valid value: 1")
+    if size > rows:
+        even = rows // 16 * 16 or rows  # which also divides into the usual optimizer steps
+        raise DataError(f"--{option} {size}: a batch cannot be filled, the data has {rows} rows; give at most that, "
+                        f"e.g. --{option} {even}")
+
+
 class PromptLoader(Generic[Item]):
     """Iterates endlessly over batches of any sequence of rows (prompts, SFT examples).
 
@@ -121,15 +131,15 @@ class PromptLoader(Generic[Item]):
         batch_size: rows per batch, over all ranks.
         shuffle: use a new order each episode.
         seed: seed of the order.
+        option: option that sets the batch size, for messages.
 
     Raises:
         DataError: fewer rows than one batch.
     """
 
-    def __init__(self, dataset: Sequence[Item], batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
-        if not 0 < batch_size <= len(dataset):
-            raise DataError(f"a batch of {batch_size} rows cannot be filled: the data has {len(dataset)}. The nearest "
-                            f"batch size that works is {len(dataset) if batch_size > 0 else 1}")
+    def __init__(self, dataset: Sequence[Item], batch_size: int, shuffle: bool = True, seed: int = 0,
+                 option: str = "rollout_batch_size") -> None:
+        check_batch(batch_size, len(dataset), option)
         sizes, probs = [len(dataset)], []
         if isinstance(dataset, MixedDataset):
             sizes, probs = dataset.sizes, dataset.probs

@@ -20,7 +20,7 @@ from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
-_FORMAT = "2"  # of the files
+_FORMAT = "3"  # of the files, and of what this package makes of a medium
 _PACKAGES = ("lightrft", "transformers", "torch", "torchvision", "pillow", "soxr", "soundfile", "av"
              )  # that decide about tensors
 _SCANS = 16  # the folder is measured again each time that a rank has written this part of the budget

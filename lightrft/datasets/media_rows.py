@@ -132,6 +132,17 @@ def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, li
     return found
 
 
+def rejected_media(row: Row, cfg: MediaConfig) -> Row:
+    """Return the columns of media as the rejected answer of a row sees them, of the kinds that have ms-swift's column
+    ``rejected_images`` or its like: that one alone counts then."""
+    found: Row = {}
+    for kind in KINDS:
+        if _values(own := row.get(f"rejected_{kind}s")):
+            first, *others = _columns(kind, cfg)
+            found |= {first: own, **dict.fromkeys(others)}
+    return found
+
+
 def media_columns(cfg: MediaConfig) -> set[str]:
     """Names of the columns that may hold media."""
     return {cfg.images_key, cfg.videos_key, cfg.audios_key, *(name for names in COLUMNS.values() for name in names)}

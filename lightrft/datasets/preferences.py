@@ -2,9 +2,9 @@
 
 Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
 keys), those whose prompt stands as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
-``question``, and ms-swift's ``{messages, rejected_response}`` and ``{messages, rejected_messages}``. A row may have a
-``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which answer ("chosen", "rejected" or
-"tie") is better by other standards.
+``question``, and ms-swift's ``messages`` with ``rejected_response`` or ``rejected_messages``, or ``rejected_images`` or
+its like. A row may have a ``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which
+answer ("chosen", "rejected" or "tie") is better by other standards.
 """
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
-from lightrft.datasets.media_rows import part_media
+from lightrft.datasets.media_rows import part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
@@ -44,6 +44,7 @@ class Pair:
         margin: by how much the chosen answer is better, on the scale of rewards; 0 where the row does not say.
         tie: the answers are equally good.
         heads: probability that the chosen answer is better by other standards, by their names.
+        shown: an answer holds media itself.
     """
     uid: str
     chosen: SFTExample
@@ -51,6 +52,7 @@ class Pair:
     margin: float = 0.0
     tie: bool = False
     heads: dict[str, float] = field(default_factory=dict)
+    shown: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def _answers(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...]) -
         chosen, rejected = to_messages(row["messages"], where), row.get("rejected_messages")
         if missing(rejected) and not missing(row.get("rejected_response")):
             rejected = [*chosen[:-1], {"role": "assistant", "content": row["rejected_response"]}]
+        if missing(rejected) and rejected_media(row, cfg):
+            rejected = chosen
     if isinstance(chosen, str) != isinstance(rejected, str) and not (missing(chosen) or missing(rejected)):
         raise DataError(f"{where}: mixed schema: one answer is text, the other one messages. Write both in one form")
     found = [_answer(value, key, row, where, ends) for key, value in (("chosen", chosen), ("rejected", rejected))]
@@ -176,26 +180,38 @@ def _placeholders(answer: Answer) -> str:
     return answer if isinstance(answer, str) else "".join(text_of(turn.get("content")) for turn in answer)
 
 
-def _media_parts(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> dict[str, list[list[Any]]]:
-    """Return by column the media of the prompt, of the chosen and of the rejected answer."""
-    return part_media(row, cfg, [_placeholders(text) for text in texts])
+def _shows_media(chat: Conversation) -> bool:
+    """Return True if the answer of a conversation holds media."""
+    contents = [turn.get("content") for turn in (chat.messages or [])[chat.first:]]
+    return any(isinstance(part, dict) and part.get("type", "text") != "text"
+               for content in contents if isinstance(content, list) for part in content)  # yapf: disable
+
+
+def _side_media(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> tuple[Row, Row]:
+    """Return the columns of the media of the prompt with the chosen, and with the rejected answer, where that is not
+    the whole column; ``texts``: the prompt, and both."""
+    own, parts = rejected_media(row, cfg), part_media(row, cfg, [_placeholders(text) for text in texts])
+    chosen, rejected = ({name: asked + media[side] for name, (asked, *media) in parts.items() if name not in own}
+                        for side in (0, 1))  # yapf: disable
+    return chosen, rejected | own
 
 
 def _other_media(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> bool:
     """Return True if the answers of a row have different media in columns; ``texts``: its prompt, and both."""
-    return any(chosen != rejected for _, chosen, rejected in _media_parts(row, cfg, texts).values())
+    chosen, rejected = (row | media for media in _side_media(row, cfg, texts))
+    return chosen != rejected
 
 
 def side_rows(rows: Rows, pairs: dict[int, PairRecord], cfg: PairDataConfig) -> tuple[Rows, Rows]:
     """Return the rows ``pairs`` twice: with the media of the prompt and of the chosen answer, and of the rejected one.
 
-    Columns with a medium for each placeholder of prompt and both answers are parted; others belong to both sides.
+    Columns with a medium for each placeholder of prompt and both answers are parted. Others belong to both sides,
+    unless the rejected one has its own.
     """
     found = rows.pick(pairs)
-    parted = [_media_parts(row, cfg, (pair.prompt, pair.chosen, pair.rejected))
-              for row, pair in zip(found.rows, pairs.values())]  # yapf: disable
-    chosen, rejected = ([row | {name: asked + media[side] for name, (asked, *media) in parts.items()}
-                         for row, parts in zip(found.rows, parted)] for side in (0, 1))  # yapf: disable
+    sides = [_side_media(row, cfg, (pair.prompt, pair.chosen, pair.rejected))
+             for row, pair in zip(found.rows, pairs.values())]  # yapf: disable
+    chosen, rejected = ([row | side[i] for row, side in zip(found.rows, sides)] for i in (0, 1))
     return replace(found, rows=chosen), replace(found, rows=rejected)
 
 
@@ -222,9 +238,10 @@ class PairDataset(TokenizedDataset[Pair]):
         rows = rows.pick(records)
         both = [i for i in sides[0] if i in sides[1]]
         rows, pairs = rows.pick(both), [pairs[i] for i in both]
+        shown = [any(_shows_media(side[i]) for side in sides) for i in both]
         chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)
         lens = [max(len(a.token_ids), len(b.token_ids)) for a, b in zip(chosen, rejected)]
-        found = {i: Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads)
+        found = {i: Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads, shown[i])
                  for i in self.fitting(rows, lens)}  # yapf: disable
         return distinct(rows, found, self._cfg.pair_policy)
 

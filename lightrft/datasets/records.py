@@ -121,6 +121,9 @@ def to_message(turn: Any, where: str) -> Message:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
         raise DataError(f"{where}: a chat message must have role and content, not {str(turn)[:80]!r}")
+    if str(turn["role"]) in _SHAREGPT_ROLES:
+        raise DataError(f"{where}: a chat message has the role {turn['role']!r}, which chat templates do not know. "
+                        f"Write {_SHAREGPT_ROLES[turn['role']]!r}")
     if turn["content"] is None and turn["role"] != "assistant":  # what an answer lacks depends on who learns from it
         raise DataError(f"{where}: a chat message of {turn['role']!r} has null as its content. Write its text, or "
                         "remove it")

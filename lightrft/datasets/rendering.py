@@ -46,6 +46,12 @@ class Renderer:
                 found.add(chat.rpartition(_PROBE)[2].strip())
         return tuple(sorted(found - {""}))
 
+    @cached_property
+    def opening(self) -> str:
+        """What the chat template writes before an answer."""
+        asked, opened = (self.chat_text([[_ASK]], generation_prompt=each)[0] for each in (False, True))
+        return opened.removeprefix(asked)
+
     def messages(self, prompt: str | list[Message]) -> list[Message] | None:
         """Return the chat to render, or None for a text that stays unchanged."""
         if isinstance(prompt, str) and not self.cfg.apply_chat_template:

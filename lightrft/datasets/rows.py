@@ -1,4 +1,5 @@
 """Reads files, folders and hub ids into rows (dicts). Errors name the file, the row and the remedy."""
+import codecs
 import csv
 import hashlib
 import io
@@ -12,10 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lightrft.datasets.content import content
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import prefer_cache_without_network
 
 Row = dict[str, Any]
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class DataError(UserError):
@@ -69,18 +72,24 @@ class Rows:
         return f"{name}, row {row}"
 
 
+def place_of(uid: str, split: str) -> str:
+    """Return the row of a ``uid`` (``ENTRY:INDEX``) of the ``split`` "train" or "eval" as text for messages."""
+    entry, _, index = uid.partition(":")
+    return f"row {int(index) + 1} of {'training' if split == 'train' else 'evaluation'} data {int(entry) + 1}"
+
+
 _IN_MEMORY: dict[str, list[Row]] = {}
 
 
 def hold_rows(rows: Iterable[Row]) -> str:
     """Keep rows of this program in memory, and return the entry under which :func:`load_rows` finds them.
 
-    Its name is a hash of the rows: a run resumes on the same rows, and other rows are another entry.
+    Its name is a hash of their content: a run resumes on the same rows, and other rows are another entry.
     """
     held = [_as_row(row, f"row {number}") for number, row in enumerate(rows, start=1)]
     digest = hashlib.blake2b(digest_size=8)
     for row in held:
-        digest.update(repr(row).encode())
+        digest.update(repr(content(row)).encode())
     _IN_MEMORY[spec := f"memory:{digest.hexdigest()}"] = held
     return spec
 
@@ -95,7 +104,8 @@ def load_rows(spec: str, split: str = "train") -> Rows:
         split: the split to read; a single file is read whole.
 
     Raises:
-        DataError: data is missing, empty or unreadable, or has rows of different types or duplicate ids.
+        DataError: data is missing, empty or unreadable, or has rows of different types, texts that are no Unicode or
+            duplicate ids.
     """
     path, data_dir = _split_spec(spec)
     local = Path(path).expanduser()
@@ -113,6 +123,7 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     if not rows:
         raise DataError(f"{spec}: holds no rows. Write the data again or name another file")
     _check_types(rows)
+    _check_texts(rows)
     _check_ids(rows)
     return rows
 
@@ -140,7 +151,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     if not wanted:
         found = ", ".join(str(file.relative_to(folder)) for file in files[:8]) or "no data file at all"
         raise DataError(f"{folder}: no file of split {split!r} (found: {found}). Name a file of the folder, or another "
-                        f"split with --prompt_split / --eval_split")
+                        "split (--prompt_split or --train_split; --eval_split)")
     return wanted
 
 
@@ -174,14 +185,22 @@ def _read_arrow(file: Path) -> list[Row]:
     raise DataError(f"{file}: not a complete arrow file ({reason}). It may be cut off: copy or write it again")
 
 
+_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+          (codecs.BOM_UTF16_BE, "utf-16"))  # the mark of UTF-32 begins with that of UTF-16
+
+
 def _read_text(file: Path) -> str:
     data = file.read_bytes()
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            raise DataError(f"{file}: {encoding.upper()}, not UTF-8. Convert the file: iconv -f {encoding} -t utf-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}, line {line}: not UTF-8 (byte {data[error.start]:#04x}). Convert the file, for "
-                        "example with: iconv -f latin1 -t utf-8") from error
+        raise DataError(f"{file}, line {line}: not UTF-8 (byte {data[error.start]:#04x}). Convert the file: iconv "
+                        "-f ENCODING -t utf-8, with the encoding it was written in, such as gbk, cp1251 or "
+                        "latin1") from error
 
 
 def _read_jsonl(file: Path) -> list[Row]:
@@ -258,8 +277,8 @@ def _read_saved(folder: Path, split: str) -> Rows:
 
 def _pick_split(splits: Any, name: str, split: str) -> Any:
     if split not in splits:
-        raise DataError(f"{name}: no split {split!r}; it has {', '.join(splits)}. Choose one with --prompt_split or "
-                        "--eval_split")
+        raise DataError(f"{name}: no split {split!r}; it has {', '.join(splits)}. Choose one (--prompt_split or "
+                        "--train_split; --eval_split)")
     return splits[split]
 
 
@@ -328,6 +347,31 @@ def _check_types(rows: Rows) -> None:
             if kind != expected:
                 raise DataError(f"{rows.where(index)}: mixed schema: column {column!r} holds {kind} here, {expected} "
                                 f"in {rows.where(at)}. Write all rows in one schema")
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """Return half of a surrogate pair that a text in ``value`` has, which no UTF-8 can hold; JSON and bytes of other
+    programs may bring one."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, str):
+            if not one.isascii() and (found := _SURROGATE.search(one)):
+                return found[0]
+        elif isinstance(one, dict):
+            todo += [*one, *one.values()]
+        elif isinstance(one, (list, tuple)) and one and not isinstance(one[0], (int, float)):  # sounds are long
+            todo += one
+    return None
+
+
+def _check_texts(rows: Rows) -> None:
+    """Require texts that a tokenizer can read and that files can hold."""
+    for index, row in enumerate(rows.rows):
+        for column, value in row.items():
+            if half := lone_surrogate([column, value]):
+                raise DataError(f"{rows.where(index)}: the column {column!r} has {half!r}, half of a surrogate pair, "
+                                "which is no character. Write the whole pair, or remove it")
 
 
 def _row_id(row: Row) -> Any:

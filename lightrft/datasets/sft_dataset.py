@@ -182,8 +182,11 @@ class ChatMasker:
         return [self._span(messages, turn, text) for turn in turns]
 
     def _span(self, messages: list[Message], turn: int, text: str) -> Span:
-        before = self.renderer.chat_text([messages[:turn]], generation_prompt=True)[0] if turn else ""
         until = self.renderer.chat_text([messages[:turn + 1]], generation_prompt=False)[0]
+        if turn:
+            before = self.renderer.chat_text([messages[:turn]], generation_prompt=True)[0]
+        else:  # a template may refuse a chat without turns
+            before = until.partition(self.renderer.opening or until)[0] + self.renderer.opening
         if not until.startswith(before) or not text.startswith(until):
             raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} writes turn {turn + 1} of a chat "
                             f"of {len(messages)} differently when more turns follow or when it is being answered, "

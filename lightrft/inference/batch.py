@@ -11,7 +11,7 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process
-from lightrft.inference.prompts import content_of, generate, identity, scoring
+from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.responses import read_responses, score_responses
 from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.manager import RewardManager
@@ -35,7 +35,8 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
     if not done:
         get_logger().info(f"stopped; the same command resumes from {files.folder}")
     elif strategy.is_main:
-        _finish(config, files.rows())
+        with keeping(files.folder):
+            _finish(config, files.rows())
         files.finish()
     strategy.barrier()
 
@@ -84,14 +85,15 @@ def _of_iteration(config: GenerateConfig, rows: Sequence[Any]) -> Sequence[Any]:
 
 def _open_files(config: GenerateConfig, strategy: StrategyBase, content: Sequence[Any]) -> RowFiles:
     """Open the files of this run, new or unfinished; ``content`` identifies its data."""
-    files = RowFiles(config.folder, identity(config, LATER, content), strategy)
-    if files.done:
-        get_logger().info(f"resumed: {len(files.done)} of {len(content)} rows are done")
+    files = RowFiles(config.folder, identity(config, LATER, content, config.as_config()), strategy)
+    if files.done or files.unscored:
+        again = f", the responses of {len(files.unscored)} are scored again" * bool(files.unscored)
+        get_logger().info(f"resumed: {len(files.done)} of {len(content)} rows are done{again}")
     return files
 
 
 def _finish(config: GenerateConfig, rows: list[Row]) -> None:
-    """Write the output and its summary, and log it."""
+    """Write the output and its summary, and log it; an output without any score is an error."""
     counts, found = Counter[str](), rows
     summary = summarise(rows)
     if config.score.normalize_reward:
@@ -102,9 +104,10 @@ def _finish(config: GenerateConfig, rows: list[Row]) -> None:
     summary |= {"rows": len(found)} | counts
     path = config.out.with_name(f"{config.out.name}.summary.json")
     path.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    told = ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in summary.items())  # yapf: disable
-    get_logger().info(f"written: {config.out} ({told})")
+    numbers = ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                        for name, value in summary.items())  # yapf: disable
+    get_logger().info(f"written: {config.out} ({numbers})")
+    check_scored(rows, str(config.out))
 
 
 def summarise(rows: list[Row]) -> dict[str, float]:

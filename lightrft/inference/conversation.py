@@ -6,7 +6,7 @@ from typing import TextIO
 
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.records import Message
-from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.datasets.rows import DataError, hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.samples import Response, sample_seed, stop_token_ids, to_samples
@@ -90,7 +90,7 @@ class Conversation:
 
 
 def talk(conversation: Conversation, lines: TextIO, write: Callable[[str], object], prompt: str = "") -> None:
-    """Answer messages, one per line, until ``/exit`` or the end of ``lines``.
+    """Answer messages, one per line, until ``/exit`` or the end of ``lines``; a byte that is no text is a surrogate.
 
     Args:
         prompt: is written where a message is expected.
@@ -100,7 +100,9 @@ def talk(conversation: Conversation, lines: TextIO, write: Callable[[str], objec
         command, _, rest = line.strip().partition(" ")
         if command == "/exit":
             return
-        if command == "/reset":
+        if lone_surrogate(line):
+            write("the line is not UTF-8, and is left out. Set the terminal to UTF-8, or convert the text\n")
+        elif command == "/reset":
             conversation.reset()
             write("a new conversation\n")
         elif command == "/image":

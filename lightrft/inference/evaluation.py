@@ -9,7 +9,7 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.accuracy import differences, group_answers, Measure, measures, results
 from lightrft.inference.loading import LoadedModel
-from lightrft.inference.prompts import content_of, generate, identity, scoring
+from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
@@ -35,6 +35,9 @@ def evaluate(config: EvaluateConfig, strategy: StrategyBase) -> None:
         for name, found in rows.items():
             write_rows(config.folder / f"{name}.jsonl", found)
         report(config.folder, rows, measures(config.engine.n_samples, e.pass_k, e.maj_k))
+        for name, found in rows.items():
+            with keeping(files[name].folder):
+                check_scored(found, name)
         for one in files.values():
             one.finish()
     strategy.barrier()
@@ -58,9 +61,11 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     fetch_once(strategy, rl, rl.data)
     model = LoadedModel.open(rl, strategy)
     prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
-    files = RowFiles(folder, identity(config, LATER, content_of(prompts)) | {"the model": path}, strategy)
-    get_logger().info(f"{path}: {len(prompts) - len(files.done)} of {len(prompts)} prompts to answer")
     with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
+        known = identity(config, LATER, content_of(prompts), rl) | {"the model": path}
+        files = RowFiles(folder, known, strategy)
+        todo = len(prompts) - len(files.done) - len(files.unscored)
+        get_logger().info(f"{path}: {todo} of {len(prompts)} prompts to answer")
         return files, generate(model, prompts, files, rewards, config.seed)
 
 

@@ -18,6 +18,8 @@ from lightrft.utils.watchdog import stop_requested, tick
 GROUPS_PER_CALL = 1024  # prompts of a rank in one call of the engine, which ends with its slowest response
 RESPONSES_PER_CALL = 4096  # and their responses
 WAITING = GROUPS_PER_CALL  # groups without scores, at most: a reward model scores when somebody waits for it
+SCORE = ("reward", "reward_parts", "unscored")  # columns of a score
+Group = tuple[list[Row], list[RewardInput]]  # rows, and the input of the reward for each
 
 
 class ScoredWriter:
@@ -59,12 +61,44 @@ class ScoredWriter:
 
 
 def scored(score: Score) -> Row:
-    """Return the columns of a score: ``reward`` (None: unscored, with its cause), and the parts where they differ from
-    it."""
-    found: Row = {"reward": score.total}
-    if list(score.parts.values()) != [score.total]:
-        found["reward_parts"] = score.parts
+    """Return the columns of a score: ``reward`` (None: unscored, with its cause) and its parts, whose names say which
+    rule has judged the response."""
+    found: Row = {"reward": score.total, "reward_parts": score.parts}
     return found | ({"unscored": score.error} if score.total is None else {})
+
+
+def unscored(row: Row) -> Row:
+    """Return the other columns of a row."""
+    return {name: value for name, value in row.items() if name not in SCORE}
+
+
+def score_groups(strategy: StrategyBase, numbers: Sequence[int], group: Callable[[int], Group], files: RowFiles,
+                 rewards: RewardManager | None) -> bool:
+    """Score groups that have their responses, on all ranks; a collective.
+
+    Returns:
+        False if a stop request has ended it early.
+    """
+    mine = numbers[strategy.rank::strategy.world_size]
+    writer = ScoredWriter(files, rewards, len(mine), "scoring")
+    for number in mine:
+        if stop_requested():
+            break
+        writer.add(number, *group(number))
+    writer.drain()
+    writer.close()
+    return not strategy.any_rank(stop_requested())
+
+
+def score_again(strategy: StrategyBase, prompts: Sequence[Prompt], files: RowFiles,
+                rewards: RewardManager | None) -> bool:
+    """Score the responses that an earlier run has left ``unscored`` in ``files``; see :func:`score_groups`."""
+
+    def group(number: int) -> Group:
+        rows = [unscored(row) for row in files.unscored[number]]
+        return rows, [reward_input(prompts[number], row["output"]) for row in rows]
+
+    return score_groups(strategy, sorted(files.unscored), group, files, rewards)
 
 
 class BatchGenerator:
@@ -88,7 +122,8 @@ class BatchGenerator:
         Returns:
             False if a stop request has ended it early.
         """
-        todo = [number for number in range(len(prompts)) if number not in files.done]
+        known = files.done.union(files.unscored)
+        todo = [number for number in range(len(prompts)) if number not in known]
         writer = ScoredWriter(files, rewards, -(-len(todo) // self.strategy.world_size), "generation")
         size = max(1, min(GROUPS_PER_CALL, RESPONSES_PER_CALL // self.n)) * self.strategy.world_size
         for start in range(0, len(todo), size):

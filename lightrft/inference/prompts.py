@@ -1,22 +1,29 @@
 """From a model and prompts to scored responses on disk: what batch inference and evaluation share."""
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from lightrft.config.inference_schema import ScoreConfig
+from lightrft.config.schema import Config
 from lightrft.config.tree import flatten, options
-from lightrft.inference.generation import BatchGenerator
+from lightrft.inference.generation import BatchGenerator, score_again
 from lightrft.inference.loading import LoadedModel
-from lightrft.inference.row_files import RowFiles
+from lightrft.inference.row_files import Row, RowFiles
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import parse_entry, parse_models
 from lightrft.rollout.engine import SamplingParams
+from lightrft.trainer.reference_cache import model_digest
 from lightrft.trainer.samples import stop_token_ids
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
 
 
 def content_of(prompts: Sequence[Prompt]) -> list[Any]:
@@ -24,19 +31,56 @@ def content_of(prompts: Sequence[Prompt]) -> list[Any]:
     return [(prompt.uid, prompt.token_ids, prompt.media) for prompt in prompts]
 
 
-def identity(config: Any, later: Sequence[str], content: Sequence[Any]) -> dict[str, Any]:
-    """Collect what the rows of a run depend on: its options, except for the free ones and ``later``, and its data."""
+def identity(config: Any, later: Sequence[str], content: Sequence[Any], used: Config) -> dict[str, Any]:
+    """Collect what the rows of a run depend on: its options, except for the free ones and ``later``, its data, and the
+    contents of the files and models that ``used`` names, its options in the tree of the RL trainer."""
     known, values = options(type(config)), flatten(config)
     found = {f"--{name}": values[name] for name, one in known.items() if not one.free and name not in later}
     checksum = crc32(json.dumps(content, default=str).encode())
-    return found | {"the data": f"{len(content)} rows, {checksum:08x}"}
+    return found | {"the data": f"{len(content)} rows, {checksum:08x}"} | _contents(used)
+
+
+def _contents(used: Config) -> dict[str, str]:
+    """Return a digest of each file and model that makes or scores responses."""
+    reward = used.reward
+    files = {entry: parse_entry(entry).path for entry in reward.reward} | {"--judge_template": reward.judge_template}
+    models = [used.model.pretrain, *parse_models(reward.reward_pretrain).values()]
+    return {f"the content of {name}": sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
+            for name, path in files.items() if path} | {
+                f"the files of {path}": model_digest(path, quick=True) for path in models if path}  # yapf: disable
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    """Add to errors about the rows that ``folder`` keeps them."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (f"{error}. {folder} keeps the responses: the same command goes on from there, and scores those "
+                      "again whose reward did not answer", *error.args[1:])
+        raise
+
+
+def check_scored(rows: Sequence[Row], name: str) -> None:
+    """Warn of the responses of ``name`` that could not be scored.
+
+    Raises:
+        UserError: these are all.
+    """
+    causes = Counter(row["unscored"] for row in rows if row.get("unscored"))
+    counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
+    text = f"{name}: {causes.total()} of {len(rows)} responses are unscored ({counts})"
+    if causes and causes.total() == len(rows):
+        raise UserError(text)
+    if causes:
+        get_logger().warning(text)
 
 
 def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None,
              seed: int) -> bool:
-    """Answer and score the prompts that ``files`` does not have.
+    """Answer and score the prompts that ``files`` does not have, and score again what it has without a score.
 
-    The engine starts only if a prompt is left. A collective.
+    The engine starts only if a prompt has no answer. A collective.
 
     Returns:
         False if a stop request has ended it early.
@@ -45,8 +89,9 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
                               rollout.min_p, stop_token_ids(rollout.stop, model.tokenizer))
     media_columns = (data.images_key, data.videos_key, data.audios_key)
-    if len(files.done) == len(prompts):
-        return True
+    going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
+    if not going or len(files.done) + len(files.unscored) == len(prompts):
+        return going
     engine = model.start()
     try:
         return BatchGenerator(model.strategy, engine, model.tokenizer, sampling, rollout.n_samples_per_prompt, seed,

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateDataConfig
+from lightrft.config.options import finite
 from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
                                        to_messages)
 from lightrft.datasets.rows import DataError, load_rows, Row
-from lightrft.inference.generation import ScoredWriter
+from lightrft.inference.generation import score_groups, unscored
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.strategy.base import StrategyBase
-from lightrft.utils.watchdog import stop_requested
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,6 @@ class AnsweredRow:
     """A row with ``input`` and ``output`` as text, and its prompt as a chat, if it is one."""
     row: Row
     messages: list[Message]
-
-
-OWN = ("reward", "reward_parts", "unscored")  # columns of an earlier score
 
 
 def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]:
@@ -34,16 +31,28 @@ def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]
         rescored: the rows are scored now; else they have a ``reward``.
 
     Raises:
-        DataError: a row has no prompt, no response, or no reward and nothing scores it.
+        DataError: a row has no prompt, no response, or no finite reward and nothing scores it.
     """
     found: list[AnsweredRow] = []
     for spec in cfg.prompt_data:
         rows = load_rows(spec, cfg.prompt_split)
         for i, row in enumerate(rows.rows):
-            if not rescored and "reward" not in row:
-                raise DataError(f"{rows.where(i)}: the row has no reward, and nothing scores it; add --score")
-            found.append(_response(row, cfg, rows.where(i), {} if rescored else {"reward": row["reward"]}))
+            found.append(_response(row, cfg, rows.where(i), {} if rescored else _score(row, rows.where(i))))
     return found[:cfg.max_samples or None]
+
+
+def _score(row: Row, where: str) -> Row:
+    """Return the reward that a row has, as a number; None with its cause where batch inference left it unscored."""
+    value, cause = row.get("reward"), row.get("unscored")
+    if missing(value):
+        if missing(cause):
+            raise DataError(f"{where}: the row has no reward, and nothing scores it; add --score, or remove the row")
+        return {"reward": None, "unscored": cause}
+    reward = finite(value)
+    if reward is None:
+        raise DataError(
+            f"{where}: the reward {value!r} is not a finite number. Correct or remove the row, or add --score")
+    return {"reward": reward}
 
 
 def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> AnsweredRow:
@@ -62,8 +71,7 @@ def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> Answ
                         f"{', '.join(row)}). Name its column with --output_key, or remove the row")
     text = value if isinstance(value, str) else "\n".join(text_of(turn["content"]) for turn in turns)
     chat = turns or ([{"role": "user", "content": text}] if cfg.apply_chat_template else [])
-    kept = {name: value for name, value in row.items() if name not in OWN}
-    return AnsweredRow(kept | {"input": text, "output": output} | added, chat)
+    return AnsweredRow(unscored(row) | {"input": text, "output": output} | added, chat)
 
 
 def reward_input_of(answered: AnsweredRow, cfg: GenerateDataConfig) -> RewardInput:
@@ -77,18 +85,7 @@ def reward_input_of(answered: AnsweredRow, cfg: GenerateDataConfig) -> RewardInp
 
 def score_responses(strategy: StrategyBase, rows: Sequence[AnsweredRow], cfg: GenerateDataConfig, files: RowFiles,
                     rewards: RewardManager | None) -> bool:
-    """Score the rows that ``files`` does not have, on all ranks; a collective.
-
-    Returns:
-        False if a stop request has ended it early.
-    """
+    """Score the rows that ``files`` does not have; see :func:`~lightrft.inference.generation.score_groups`."""
     todo = [number for number in range(len(rows)) if number not in files.done]
-    mine = todo[strategy.rank::strategy.world_size]
-    writer = ScoredWriter(files, rewards, len(mine), "scoring")
-    for number in mine:
-        if stop_requested():
-            break
-        writer.add(number, [rows[number].row], [reward_input_of(rows[number], cfg)])
-    writer.drain()
-    writer.close()
-    return not strategy.any_rank(stop_requested())
+    return score_groups(strategy, todo, lambda number: ([rows[number].row], [reward_input_of(rows[number], cfg)]),
+                        files, rewards)

@@ -2,11 +2,12 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightrft.config.options import show
+from lightrft.rewards.base import TRANSIENT
 from lightrft.strategy.base import StrategyBase
 from lightrft.utils.errors import UserError
 from lightrft.utils.trajectory_saver import json_line
@@ -26,6 +27,7 @@ class RowFiles:
 
     Attributes:
         done: numbers of the groups that earlier runs have written.
+        unscored: rows of further groups, which wait for scores: their reward did not answer (see ``TRANSIENT``).
 
     Raises:
         UserError: the folder holds rows of a run with another identity.
@@ -36,11 +38,12 @@ class RowFiles:
         found = strategy.all_gather_object(self._opened(dict(identity)) if strategy.is_main else None)[0]
         if isinstance(found, UserError):
             raise found
-        self.done: set[int] = found
+        self.done: set[int] = {number for number, rows in found.items() if rows is None}
+        self.unscored: dict[int, list[Row]] = {number: rows for number, rows in found.items() if rows is not None}
         self._file = open(folder / f"rank_{strategy.rank:05d}.jsonl", "a", encoding="utf-8")
 
-    def _opened(self, identity: dict[str, Any]) -> set[int] | UserError:
-        """Prepare the folder on rank 0; return the numbers in it."""
+    def _opened(self, identity: dict[str, Any]) -> dict[int, list[Row] | None] | UserError:
+        """Prepare the folder on rank 0; return the numbers in it, with the rows that wait for scores."""
         path = self.folder / IDENTITY
         wanted = json.loads(json.dumps(identity, default=str))
         if not path.exists() or not any(file.stat().st_size for file in self._files()):
@@ -56,7 +59,7 @@ class RowFiles:
                              f"{', '.join(dict.fromkeys(others))}. Finish it with those, or remove the folder")
         for file in self._files():
             _cut_incomplete(file)
-        return {number for number, _ in self}
+        return {number: rows if _waits(rows) else None for number, rows in self._groups().items()}
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("rank_*.jsonl"))
@@ -66,13 +69,15 @@ class RowFiles:
         self._file.write(json_line({"number": number, "rows": rows}))
         self._file.flush()
 
-    def __iter__(self) -> Iterator[tuple[int, list[Row]]]:
-        """Yield every group of all ranks with its number, file after file."""
+    def _groups(self) -> dict[int, list[Row]]:
+        """Read the groups of all ranks; of one that was scored again, the rows that have scores."""
+        found: dict[int, list[Row]] = {}
         for file in self._files():
             with open(file, encoding="utf-8") as lines:
-                for line in lines:
-                    group = json.loads(line)
-                    yield group["number"], group["rows"]
+                for group in map(json.loads, lines):
+                    if group["number"] not in found or _waits(found[group["number"]]):
+                        found[group["number"]] = group["rows"]
+        return found
 
     def close(self) -> None:
         """Wait until every rank has written its rows; a collective."""
@@ -83,12 +88,17 @@ class RowFiles:
 
     def rows(self) -> list[Row]:
         """Return the rows in the order of their groups, once all ranks are :meth:`closed <close>`."""
-        return [row for _, rows in sorted(self, key=lambda group: group[0]) for row in rows]
+        return [row for _, rows in sorted(self._groups().items()) for row in rows]
 
     def finish(self) -> None:
         """Remove the folder: its rows are in the output. The identity goes first; without it rows do not count."""
         (self.folder / IDENTITY).unlink()
         shutil.rmtree(self.folder)
+
+
+def _waits(rows: list[Row]) -> bool:
+    """Return True if a row has no score because its reward did not answer, which may be over."""
+    return any(row.get("unscored") in TRANSIENT for row in rows)
 
 
 def _cut_incomplete(file: Path) -> None:

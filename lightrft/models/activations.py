@@ -42,6 +42,10 @@ class ModelShape:
                    TowerShape.all_of(config) if config.get_text_config() is not config else (),
                    values.get("vocab_size") or 0)
 
+    def kv_bytes(self, itemsize: int) -> int:
+        """Return the bytes of keys and values of one token over all layers."""
+        return 2 * self.layers * self.keys * itemsize
+
 
 @dataclass(frozen=True)
 class TowerShape:

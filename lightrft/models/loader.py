@@ -22,8 +22,8 @@ from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
-from lightrft.models.reward_model import (cut_layers, ProcessRewardModel, reward_class, RewardHead, RewardKind,
-                                          RewardModel)
+from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
+                                          RewardKind, RewardModel)
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, install_command, UserError
@@ -301,9 +301,12 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
 
 def _causal(path: str, config: PretrainedConfig, dtype: torch.dtype, deferred: bool) -> tuple[_Loaded, ActorModality]:
     """Load a causal language model with its modality."""
+    check_language(config, set(), path)
     modality = modality_of(config, path)
-    attention = modality.attention(config)
-    return _weights(modality.auto_class, path, config, dtype, (), deferred, attn_implementation=attention), modality
+    loaded = _weights(modality.auto_class, path, config, dtype, (), deferred,
+                      attn_implementation=modality.attention(config))
+    check_language(config, loaded.unread, path)
+    return loaded, modality
 
 
 def _chunk_mib(cfg: PolicyModelConfig) -> int:

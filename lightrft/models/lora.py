@@ -56,7 +56,8 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
     """
     head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
     linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
-    parts = modality.parts(hf, [name for name in linear if hf.get_submodule(name) is not head])
+    own = [name for name in linear if hf.get_submodule(name) is not head]
+    parts = modality.parts(hf, own)
     weights = dict(hf.named_parameters())
     matrices = modality.parts(hf, [name for name, weight in weights.items() if weight.ndim == 2])
     found = Targets([], [])
@@ -66,7 +67,7 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
         bare = [] if named else matrices.get(word, [])
         if not named and not bare:
             raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
-                            f"{', '.join(parts)}; or the end of module names, e.g. {linear[-1].rpartition('.')[2]}")
+                            f"{', '.join(parts)}; or the end of module names, e.g. {own[-1].rpartition('.')[2]}")
         found.modules.extend(named)
         found.matrices.extend(bare)
     return found

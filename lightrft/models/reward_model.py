@@ -154,6 +154,23 @@ class RewardHead:
         return ("score.weight", "pool.weight") if self.pooling == "attn" else ("score.weight", )
 
 
+def check_language(config: PretrainedConfig, unread: set[str], path: str) -> None:
+    """Refuse a model that scores where one that writes is needed: its head would be dropped.
+
+    Args:
+        unread: tensors of the checkpoint that the language model does not read.
+
+    Raises:
+        UserError: by its config.json, or a head that it has, the model at ``path`` is a reward model or a classifier.
+    """
+    name = (config.architectures or [""])[0]
+    heads = [] if name.endswith(SPEAKS) else [each for each in sorted(unread) if _HEAD.match(each)]
+    if heads or _is_classifier(config) or config_value(config, SCORES, None) is not None:
+        raise UserError(f"{path!r} scores texts and writes none ({heads[0] if heads else name or SCORES} says so): "
+                        "its head would be dropped. Give the language model that it was trained from; lightrft rm "
+                        "trains a reward model further")
+
+
 def _is_classifier(config: PretrainedConfig) -> bool:
     return (config.architectures or [""])[0].endswith("ForSequenceClassification")
 

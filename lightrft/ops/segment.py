@@ -1,7 +1,7 @@
 """Packed sequences, ``flat [T]`` with ``cu_seqlens [B + 1]`` (int32, from 0 to T): sums, means, gathers.
 
 Statistics are per sequence, per group of samples or over a mask; values outside a mask may be NaN. A batch may be
-spread over ranks. Statistics over the whole batch then take its :class:`Spread`.
+divided over ranks. Statistics over the whole batch then take its :class:`Ranks`.
 """
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from lightrft.utils.tensors import upload
 
 
-class Spread:
-    """Spread of the B sequences of a batch over ranks, of which this rank holds b. Here: one rank, which holds all.
+class Ranks:
+    """Ranks that hold the B sequences of a batch; this one holds b of them. Here: one rank, which holds all.
 
     Values per sequence are known of the whole batch on every rank, values per token only of a rank's own sequences.
     Every method is a collective, in the order of the sequences in the batch.
@@ -42,7 +42,7 @@ class Spread:
         return values[None]
 
 
-HERE = Spread()
+HERE = Ranks()
 
 
 def seq_ids(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
@@ -144,31 +144,31 @@ def group_stats(values: Tensor, group_ids: Tensor, valid: Tensor) -> GroupStats:
     return GroupStats(mean, std, size, torch.where(size > 0, spread, 0))
 
 
-def _mean_and_count(x: Tensor, mask: Tensor, spread: Spread) -> tuple[Tensor, Tensor]:
+def _mean_and_count(x: Tensor, mask: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return the mean of ``x[mask]``, 0 over nothing, and the number of values, both over all ranks and scalars."""
-    total, count = spread.total(torch.stack([torch.where(mask, x, 0).sum().double(), mask.sum().double()]))
+    total, count = ranks.total(torch.stack([torch.where(mask, x, 0).sum().double(), mask.sum().double()]))
     return total.to(x.dtype) / count.to(x.dtype).clamp_min(1), count.to(x.dtype)
 
 
-def _centred_and_var(x: Tensor, mask: Tensor, unbiased: bool, spread: Spread) -> tuple[Tensor, Tensor]:
-    mean, count = _mean_and_count(x, mask, spread)
+def _centred_and_var(x: Tensor, mask: Tensor, unbiased: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    mean, count = _mean_and_count(x, mask, ranks)
     centred = torch.where(mask, x - mean, 0)
-    return centred, spread.total((centred**2).sum()) / (count - int(unbiased)).clamp_min(1)
+    return centred, ranks.total((centred**2).sum()) / (count - int(unbiased)).clamp_min(1)
 
 
-def masked_mean(x: Tensor, mask: Tensor, spread: Spread = HERE) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, ranks: Ranks = HERE) -> Tensor:
     """``x[mask].mean()`` over all ranks, a scalar; the mean over nothing is 0."""
-    return _mean_and_count(x, mask, spread)[0]
+    return _mean_and_count(x, mask, ranks)[0]
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False, ranks: Ranks = HERE) -> Tensor:
     """``x[mask].var(correction=int(unbiased))`` over all ranks, a scalar; 0 where that is undefined."""
-    return _centred_and_var(x, mask, unbiased, spread)[1]
+    return _centred_and_var(x, mask, unbiased, ranks)[1]
 
 
-def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False, spread: Spread = HERE) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, unbiased: bool = False, ranks: Ranks = HERE) -> Tensor:
     """``(x - x[mask].mean()) / sqrt(x[mask].var(correction=int(unbiased)) + eps)`` where mask, else 0."""
-    centred, variance = _centred_and_var(x, mask, unbiased, spread)
+    centred, variance = _centred_and_var(x, mask, unbiased, ranks)
     return centred * (variance + eps).rsqrt()
 
 
@@ -180,13 +180,13 @@ class Moments(NamedTuple):
     max: float
 
 
-def moments(values: Tensor, spread: Spread = HERE) -> Moments:
+def moments(values: Tensor, ranks: Ranks = HERE) -> Moments:
     """Return the moments of ``values`` [n] of all ranks; n may differ between ranks."""
     own = [0.0, 0.0, 0.0, torch.inf, -torch.inf]
     if len(values):
         found = values.mean(), values.std(correction=0), values.min(), values.max()
         own = [len(values), *(each.item() for each in found)]
-    counts, means, stds, lows, highs = spread.stack(torch.tensor(own, dtype=torch.float64)).unbind(1)
+    counts, means, stds, lows, highs = ranks.stack(torch.tensor(own, dtype=torch.float64)).unbind(1)
     if not counts.sum():
         return Moments(0.0, 0.0, 0.0, 0.0)
     weights = counts / counts.sum()  # exactly 1 on one rank

@@ -8,7 +8,7 @@ from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
-from lightrft.preflight.shared_rules import unread
+from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
@@ -41,16 +41,18 @@ def algorithm_problems(c: Config) -> Iterator[str]:
 
 def algorithm_warnings(c: Config) -> Iterator[str]:
     """Yield warnings about choices that are allowed but rarely intended."""
-    rollout, batch = c.rollout.rollout_batch_size * c.rollout.n_samples_per_prompt, c.train.train_batch_size
-    steps = c.train.max_epochs * rollout // batch
-    if not POLICY_LOSSES.get(c.algorithm.policy_loss).needs_old and steps > 1:
-        yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {steps} optimizer "
-               "steps: from the second one on the gradient is of a policy that is gone. For the exact one use "
-               f"--train_batch_size {rollout} --max_epochs 1, or --policy_loss ppo")
+    if not POLICY_LOSSES.get(c.algorithm.policy_loss).needs_old and c.optimizer_steps > 1:
+        yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {c.optimizer_steps} "
+               "optimizer steps: from the second one on the gradient is of a policy that is gone. For the exact one "
+               f"use --train_batch_size {c.rollout.samples} --max_epochs 1, or --policy_loss ppo")
     a = c.algorithm
     if a.init_kl_coef and not a.use_kl_loss and a.kl_kind in ("k2", "k3"):
         yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; add "
                "--kl_estimator k1, or --use_kl_loss")
+    if not trains_critic(c):
+        yield from if_set(
+            c, ["value_head_prefix"], "has no effect with --advantage_estimator "
+            f"{a.advantage_estimator}, which has no critic; drop it")
     yield from _restricted(c)
 
 
@@ -99,28 +101,17 @@ def _kl(c: Config) -> Iterator[str]:
         yield (f"--kl_estimator {a.kl_kind}: the + changes the gradient of a loss, and a reward has none; nearest "
                f"valid value: {a.kl_kind[:-1]}, or add --use_kl_loss")
     if a.init_kl_coef and a.use_kl_loss:
-        for name, value in changed(c, ("kl_in_outcome", )):
-            yield f"--{name} {value}: has no effect with --use_kl_loss, which leaves the reward alone; drop one of them"
+        yield from if_set(c, ["kl_in_outcome"], "has no effect with --use_kl_loss, which leaves the reward alone; drop "
+                          "one of them")
     if a.init_kl_coef and not a.kl_kind.startswith("k3"):
-        for name, value in changed(c, ("k3_max", )):
-            yield f"--{name} {value}: has no effect on {a.kl_kind}; add --kl_estimator k3 or drop it"
+        yield from if_set(c, ["k3_max"], f"has no effect on {a.kl_kind}; add --kl_estimator k3 or drop it")
 
 
 def _aggregation(c: Config) -> Iterator[str]:
-    """Yield options that the chosen mean does not use."""
-    a, mode = c.algorithm, c.algorithm.loss_agg_mode
-    if mode != "seq-mean-token-sum-norm":
-        for name, value in changed(c, ("loss_agg_norm", "loss_agg_norm_seqs")):
-            yield (f"--{name} {value}: has no effect under --loss_agg_mode {mode}; use --loss_agg_mode "
-                   "seq-mean-token-sum-norm or drop it")
-    if mode == "token-mean":
-        for name, value in changed(c, ("loss_agg_all_seqs", )):
-            yield f"--{name} {value}: has no effect under --loss_agg_mode {mode}, which counts tokens; drop it"
-    for name, value in changed(c, ("entropy_token_mean", )):
-        if not a.entropy_coef and a.entropy_target is None:
-            yield f"--{name} {value}: has no effect, there is no bonus; add --entropy_coef 0.001 or drop it"
-        elif mode == "token-mean":
-            yield f"--{name} {value}: has no effect under --loss_agg_mode {mode}, which the bonus follows; drop it"
+    """Yield an aggregation of the entropy bonus that is that of the loss anyway."""
+    if c.algorithm.loss_agg_mode == "token-mean":
+        yield from if_set(c, ["entropy_token_mean"], "has no effect under --loss_agg_mode token-mean, which the bonus "
+                          "follows; drop it")
 
 
 def _absolute(c: Config) -> Iterator[str]:
@@ -129,8 +120,8 @@ def _absolute(c: Config) -> Iterator[str]:
     if high is None or high <= 1:
         yield (f"--eps_clip_high {show(high)}: with --cispo_absolute this bounds the ratio itself, and would hold back "
                "a policy that has not moved (ratio 1); nearest valid value: a little above 1; usual is 5")
-    for name, value in changed(c, ("eps_clip", )):
-        yield f"--{name} {value}: has no effect with --cispo_absolute, which has no lower bound; drop one of them"
+    yield from if_set(c, ["eps_clip"],
+                      "has no effect with --cispo_absolute, which has no lower bound; drop one of them")
 
 
 def _pass_k(k: int, samples: int) -> Iterator[str]:
@@ -155,7 +146,7 @@ def _choice(c: Config, flag: str, registry: Registry) -> Iterator[str]:
             readers.setdefault(name, []).append(algorithm)
     for name, value in changed(c, readers):
         if entries[chosen].ignores(name):
-            yield (f"--{name} {value}: {chosen} does not use it; drop it, or use --{flag} "
+            yield (f"--{name} {show(value)}: {chosen} does not use it; drop it, or use --{flag} "
                    f"{' or '.join(readers[name])}")
 
 
@@ -166,35 +157,35 @@ def _estimator(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
         yield (f"--n_samples_per_prompt 1: {estimator} compares responses of one prompt; nearest valid value: 2, "
                "or --advantage_estimator reinforce")
     if entry.whitens and a.advantages_norm:
-        yield f"--advantages_norm True: {estimator} already whitens its advantages; use --no_advantages_norm"
+        yield f"--advantages_norm true: {estimator} already whitens its advantages; use --no_advantages_norm"
     if not entry.whitens and not a.advantages_norm:
-        for name, value in changed(c, ("whiten_unbiased", )):
-            yield f"--{name} {value}: nothing is whitened with {estimator}; add --advantages_norm or drop it"
+        yield from if_set(c, ["whiten_unbiased"], f"nothing is whitened with {estimator}; add --advantages_norm or "
+                          "drop it")
     for option, value in unread(c, "critic" if entry.needs_critic else "", ("critic", )):
         users = " or ".join(sorted(name for name in ADVANTAGES if ADVANTAGES.get(name).needs_critic))
-        yield (f"{option.flag} {value}: {estimator} trains no critic; drop it, or use --advantage_estimator {users}")
+        yield (f"{option.flag} {show(value)}: {estimator} trains no critic; drop it, or use --advantage_estimator "
+               f"{users}")
     if "norm_group_std" in (entry.reads or ()) and not a.norm_group_std:
-        for name, value in changed(c, ("std_eps", )):
-            yield f"--{name} {value}: {estimator} divides by no deviation; add --norm_group_std or drop it"
+        yield from if_set(c, ["std_eps"], f"{estimator} divides by no deviation; add --norm_group_std or drop it")
 
 
 def _rewards(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
     """Yield options of reward shaping that the chosen estimator does not see or cannot use."""
     if not entry.needs_group:
-        for name, value in changed(c, ("kl_in_outcome", )):
-            yield (f"--{name} {value}: {estimator} compares no group, so there is nothing for the KL to come before; "
-                   "drop it")
+        yield from if_set(c, ["kl_in_outcome"],
+                          f"{estimator} compares no group, so there is nothing for the KL to come "
+                          "before; drop it")
     if entry.needs_parts:
-        for name, value in changed(c, ("reward_clip", "reward_running_norm", "kl_in_outcome")):
-            yield (f"--{name} {value}: has no effect with {estimator}, which standardises the parts of the reward "
-                   "instead of their sum; drop it")
+        yield from if_set(
+            c, ("reward_clip", "reward_running_norm", "kl_in_outcome"), f"has no effect with {estimator}, "
+            "which standardises the parts of the reward instead of their sum; drop it")
     if entry.needs_positive:
         for name in ("overlong_buffer", "reward_running_norm_minus_mean"):
             if vars(c.reward)[name]:
-                yield (f"--{name} True: makes rewards negative, and {estimator} divides by their mean; use "
+                yield (f"--{name} true: makes rewards negative, and {estimator} divides by their mean; use "
                        f"--no_{name}, or --advantage_estimator dr_grpo")
         if c.algorithm.kl_in_outcome and c.algorithm.init_kl_coef:
-            yield (f"--kl_in_outcome True: makes rewards negative, and {estimator} divides by their mean; use "
+            yield (f"--kl_in_outcome true: makes rewards negative, and {estimator} divides by their mean; use "
                    "--no_kl_in_outcome, or --advantage_estimator dr_grpo")
 
 
@@ -204,9 +195,8 @@ def _steps(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
         known = sorted(name for name in ADVANTAGES if ADVANTAGES.get(name).takes_steps)
         yield (f"--step_reward per_step: {estimator} is defined for one reward per response; use --step_reward min, or "
                f"--advantage_estimator {' or '.join(known)}")
-    for name, value in changed(c, ("reward_clip", "reward_running_norm")):
-        yield (f"--{name} {show(value)}: changes the reward of a response, not those of its steps (--step_reward "
-               "per_step); drop it")
+    yield from if_set(c, ("reward_clip", "reward_running_norm"), "changes the reward of a response, not those of its "
+                      "steps (--step_reward per_step); drop it")
     if entry.needs_group and entry.takes_steps:
         r, models = c.reward, parse_models(c.reward.reward_pretrain)
         others = [part for part in r.reward if part.partition("=")[0] not in models] + r.remote_rm_url

@@ -3,7 +3,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ class BatchSizes:
     prompts: int
     samples: int
     tokens: int
-    response_tokens: int
     optimizer_steps: int
 
 
@@ -100,11 +99,9 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 def batch_sizes(config: Config) -> BatchSizes:
     """Count prompts, samples, tokens (at most) and optimizer steps of one rollout step."""
-    r, t = config.rollout, config.train
-    samples = r.rollout_batch_size * r.n_samples_per_prompt
-    tokens = samples * (r.prompt_max_len + r.generate_max_len)
-    return BatchSizes(r.rollout_batch_size, samples, tokens, samples * r.generate_max_len,
-                      ceil(samples / t.train_batch_size) * t.max_epochs)
+    r = config.rollout
+    tokens = r.samples * (r.prompt_max_len + r.generate_max_len)
+    return BatchSizes(r.rollout_batch_size, r.samples, tokens, config.optimizer_steps)
 
 
 def batch_summary(config: Config, world_size: int) -> str:
@@ -122,7 +119,7 @@ def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
     b, epochs = batch_sizes(config), config.train.max_epochs
     tokens = config.pass_tokens(b.samples)
     train = (8 if config.model.gradient_checkpointing else 6) * tokens * epochs * (2 if critic else 1)
-    passes = int(config.algorithm.init_kl_coef > 0) + int(critic) + int(b.optimizer_steps > 1)
+    passes = len(config.forward_passes(b.samples, critic))  # a teacher counts as a model of this size
     return size.total * (train + 2 * passes * tokens + 2 * b.tokens)
 
 

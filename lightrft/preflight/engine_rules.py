@@ -8,56 +8,14 @@ from itertools import pairwise
 import yaml
 
 from lightrft.algorithms import ADVANTAGES
-from lightrft.config.engines import ENGINES, INSTALL, native_arguments
+from lightrft.config.engines import EngineFacts, ENGINES, native_arguments
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.shared_rules import divides, nearest_divisors, unread
-
-EXAMPLE = {"vllm": "max_num_batched_tokens=16384", "sglang": "chunked_prefill_size=4096"}
-# native arguments that follow from options, and the option to set instead
-DECIDED: dict[str, dict[str, str]] = {
-    "vllm": {
-        "model": "--pretrain",
-        "dtype": "--bf16",
-        "max_model_len": "--prompt_max_len and --generate_max_len",
-        "tensor_parallel_size": "--engine_tp_size",
-        "max_num_seqs": "--engine_max_seqs",
-        "gpu_memory_utilization": "--engine_mem_util",
-        "kv_cache_memory_bytes": "--engine_kv_mib",
-        "enable_sleep_mode": "--engine_sleep",
-        "quantization": "--engine_quantization",
-        "quantization_config": "--engine_quantization",
-        "enable_lora": "--lora_sync",
-    },
-    "sglang": {
-        "model_path": "--pretrain",
-        "dtype": "--bf16",
-        "context_length": "--prompt_max_len and --generate_max_len",
-        "tp_size": "--engine_tp_size",
-        "max_running_requests": "--engine_max_seqs",
-        "cuda_graph_max_bs_decode": "--engine_max_seqs",
-        "mem_fraction_static": "--engine_mem_util",
-        "max_total_tokens": "--engine_kv_mib",
-        "enable_memory_saver": "--engine_sleep",
-        "quantization": "--engine_quantization",
-    },
-}
-# other arguments that ranks, weights or sampling depend on; * is any text
-FIXED = {
-    "vllm": ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
-             "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
-             "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
-             "watermark_config", "hf_overrides"),
-    "sglang": ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
-               "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
-               "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*"),
-}  # yapf: disable
-# engines raise lower temperatures to this, or sample greedily; the log-probs would not be those that are trained
-COLDEST = {"vllm": 0.01, "sglang": 1e-6}
+from lightrft.preflight.shared_rules import divides, if_set, nearest_divisors, unread
 
 
 def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
@@ -66,13 +24,12 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")
-    if engine in INSTALL:
+    if ENGINES[engine].install:
         yield from _native_engine(c, engine, cuda)
     if engine != "sglang" and not c.strategy.divides_weights(world_size):
-        for name, value in changed(c, ["sync_bucket_mib"]):
-            yield (
-                f"--{name} {value}: has no effect with --engine_type {engine} where every rank holds all weights, so "
-                "that nothing is gathered; add --strategy fsdp or drop it")
+        yield from if_set(
+            c, ["sync_bucket_mib"], f"has no effect with --engine_type {engine} where every rank holds all "
+            "weights, so that nothing is gathered; add --strategy fsdp or drop it")
     if c.rollout.lora_sync == "adapter":
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
@@ -82,8 +39,8 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
 def missing_engine(c: Config) -> Iterator[str]:
     """Yield the problem of an engine that is not installed here."""
     engine = c.rollout.engine_type
-    if engine in INSTALL and find_spec(engine) is None:
-        yield f"--engine_type {engine}: the package {engine} is not installed; run: {INSTALL[engine]}"
+    if ENGINES[engine].install and find_spec(engine) is None:
+        yield f"--engine_type {engine}: the package {engine} is not installed; run: {ENGINES[engine].install}"
 
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:
@@ -96,7 +53,7 @@ def _adapters(c: Config, engine: str) -> Iterator[str]:
 
 
 def _offload(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
-    flag = "--offload_during_rollout True: "
+    flag = "--offload_during_rollout true: "
     if not cuda:
         yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
     elif c.rollout.engine_type == "hf" and not c.strategy.divides_weights(world_size):
@@ -110,20 +67,20 @@ def _text(value: object) -> str:
 
 
 def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
-    r, coldest = c.rollout, COLDEST[engine]
+    r, facts = c.rollout, ENGINES[engine]
     if r.engine_kv_mib and list(changed(c, ["engine_mem_util"])):
         yield (f"--engine_mem_util {r.engine_mem_util:g}: has no effect with --engine_kv_mib {r.engine_kv_mib}, which "
                "sets the size of the cache; drop one")
     for name, value in (("temperature", r.temperature), ("eval_temperature", c.eval.eval_temperature),
                         ("first_token_temperature", r.first_token_temperature)):
-        if 0 < value < coldest:
-            yield (f"--{name} {value:g}: {ENGINES[engine]} does not sample below {coldest:g}; nearest valid value: "
-                   f"{coldest:g}")
+        if 0 < value < facts.coldest:
+            yield (f"--{name} {value:g}: {facts.title} does not sample below {facts.coldest:g}; nearest valid value: "
+                   f"{facts.coldest:g}")
     if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
         yield (f"--min_p {r.min_p:g}: vLLM restricts to it before --top_p {r.top_p:g}, the hf and sglang engines after "
                "it, which is another distribution; drop one of the two")
     for entry in r.engine_args:
-        yield from _argument(entry, engine)
+        yield from _argument(entry, facts)
     for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
         if count > 1:
             yield f"--engine_args {name}: is given {count} times; keep one of them"
@@ -131,13 +88,13 @@ def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
         yield from _needs_cuda(c, engine)
 
 
-def _argument(entry: str, engine: str) -> Iterator[str]:
+def _argument(entry: str, facts: EngineFacts) -> Iterator[str]:
     name, _, value = entry.partition("=")
     if not value.strip() or not name.isidentifier():
-        yield f"--engine_args {entry}: expected name=value, e.g. {EXAMPLE[engine]}"
-    elif name in DECIDED[engine]:
-        yield f"--engine_args {entry}: set {DECIDED[engine][name]} in its place"
-    elif any(fnmatchcase(name, pattern) for pattern in FIXED[engine]):
+        yield f"--engine_args {entry}: expected name=value, e.g. {facts.example}"
+    elif name in facts.decided:
+        yield f"--engine_args {entry}: set {facts.decided[name]} in its place"
+    elif any(fnmatchcase(name, pattern) for pattern in facts.fixed):
         yield f"--engine_args {entry}: training needs the value that it has; drop it"
     else:
         yield from _unreadable(entry)
@@ -154,9 +111,8 @@ def _unreadable(entry: str) -> Iterator[str]:
 
 def _needs_cuda(c: Config, engine: str) -> Iterator[str]:
     if c.rollout.engine_quantization != "none":
-        yield (
-            f"--engine_quantization {c.rollout.engine_quantization}: {ENGINES[engine]} has its kernels for CUDA only, "
-            "and this machine has none; drop it")
+        yield (f"--engine_quantization {c.rollout.engine_quantization}: {ENGINES[engine].title} has its kernels for "
+               "CUDA only, and this machine has none; drop it")
     if not c.rollout.engine_sleep:
         yield "--no_engine_sleep: has no effect without CUDA, where the engine never sleeps; drop it"
 
@@ -165,8 +121,7 @@ def oversample_problems(c: Config) -> Iterator[str]:
     """Yield one sentence per problem with ``--oversample``."""
     r, flag = c.rollout, f"--oversample {c.rollout.oversample:g}"
     if r.oversample == 1:
-        for name, value in changed(c, ["max_staleness"]):
-            yield f"--{name} {value}: has no effect without --oversample; add --oversample 1.25 or drop --{name}"
+        yield from if_set(c, ["max_staleness"], "has no effect without --oversample; add --oversample 1.25 or drop it")
         return
     if r.dynamic_sampling:
         yield (f"{flag}: generation ends when enough groups are finished, and --dynamic_sampling knows which of them "
@@ -197,7 +152,7 @@ def shared_engine(tp_size: int, world_size: int, local_ranks: int) -> Iterator[s
 
 def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
     """Yield one sentence per problem with ``--overlap_passes``."""
-    r, flag = c.rollout, "--overlap_passes True: "
+    r, flag = c.rollout, "--overlap_passes true: "
     if not r.overlap_passes:
         return
     for name, carries in (("dynamic_sampling", r.dynamic_sampling), ("oversample", r.oversample > 1)):
@@ -219,5 +174,5 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
     critic = c.algorithm.advantage_estimator in ADVANTAGES and trains_critic(c)
-    if not c.forward_passes(r.rollout_batch_size * r.n_samples_per_prompt, critic):
+    if not c.forward_passes(r.samples, critic):
         yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"

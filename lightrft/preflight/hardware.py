@@ -63,11 +63,13 @@ class Machine:
             ConfigError: it is none of these.
         """
         found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?:(\d+(?:\.\d+)?)|(\w+))", text)
-        if not found or found[4] and found[4] not in GPUS:
+        known = {name.lower(): name for name in GPUS}
+        if not found or found[4] and found[4].lower() not in known:
             raise ConfigError(f"--plan_gpus {text}: expected GPUS x NAME or GPUS x GIB, e.g. 8xH100, 1x24, or "
                               f"2x8xH100 for two machines; names: {', '.join(GPUS)}")
-        nodes, count, gib, name = found.groups()
-        memory = int(float(gib or GPUS[name]) * GIB)
+        nodes, count, gib, typed = found.groups()
+        name = known[typed.lower()] if typed else None
+        memory = int((GPUS[name] if name else float(gib)) * GIB)
         gpu = name or f"a GPU of {gib} GiB"
         return cls(int(nodes or 1) * int(count), Device(gpu, memory, memory), gpu, local_ranks=int(count))
 

@@ -1,6 +1,7 @@
 """Checks of the options of scoring, post-processing and output of the commands that generate without training."""
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
@@ -10,7 +11,7 @@ from lightrft.config.options import show
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import Config
 from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import writable
+from lightrft.preflight.shared_rules import if_set, writable
 
 NEEDS_BOTH = ("{input}", "{reward}")
 
@@ -38,8 +39,7 @@ def output_problems(c: GenerateConfig) -> Iterator[str]:
     else:
         yield from writable("output_path", str(out.absolute().parent))
     if c.data.iter is None:
-        for name, value in changed(c, ["rollout_batch_size"]):
-            yield f"--{name} {value}: has no effect without --iter; add --iter 0 or drop --{name}"
+        yield from if_set(c, ["rollout_batch_size"], "has no effect without --iter; add --iter 0 or drop it")
     if c.data.prompt_data_probs and len(c.data.prompt_data) > 1:
         yield (f"--prompt_data_probs {show(c.data.prompt_data_probs)}: has no effect, every row of every --prompt_data "
                "is used once; drop it, and name only the data to use")
@@ -51,7 +51,7 @@ def output_problems(c: GenerateConfig) -> Iterator[str]:
         yield (f"--post_processor {s.post_processor}: needs rewards; add --score, e.g. --score math or the URL of a "
                "reward server")
     if s.normalize_reward and not s.score and c.generates:
-        yield "--normalize_reward True: has no effect without --score; add it or drop --normalize_reward"
+        yield "--normalize_reward true: has no effect without --score; add it or drop --normalize_reward"
     for part in NEEDS_BOTH if s.post_processor == "csft" else ():
         if part not in s.reward_template:
             yield f"--reward_template {s.reward_template!r}: must hold {part}, e.g. '{{input}} <rm_score>: {{reward}} '"
@@ -64,8 +64,7 @@ def _sampling(c: GenerateConfig) -> Iterator[str]:
                "0, or --best_of_n 1")
     if c.score.post_processor == "iter_dpo" and e.best_of_n == 1:
         yield "--post_processor iter_dpo: a pair needs two responses to a prompt; nearest valid value: --best_of_n 2"
-    for name, value in changed(c, ["output_key"]):
-        yield f"--{name} {value}: has no effect without --eval_task rm; add it or drop --{name}"
+    yield from if_set(c, ["output_key"], "has no effect without --eval_task rm; add it or drop --output_key")
 
 
 def _no_sampling(c: GenerateConfig) -> Iterator[str]:
@@ -74,16 +73,17 @@ def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     rendering = ("chat_template", "system_prompt", "input_template", "enable_csft", "overlong_prompt", "data_workers")
     bare = () if c.scoring.models or c.scoring.urls else ("apply_chat_template", )
     read = {*vars(c.engine), *vars(MediaConfig()), *rendering, *bare}
-    for name, value in changed(c, read):
-        yield f"--{name} {value}: has no effect with --eval_task rm, which generates nothing; drop it"
+    yield from if_set(c, read, "has no effect with --eval_task rm, which generates nothing; drop it")
 
 
 def evaluation_problems(c: EvaluateConfig) -> Iterator[str]:
     """Yield the problems of the models, the prompts and the numbers of an evaluation."""
     e, n = c.evaluation, c.engine.n_samples
     yield from writable("output_path", e.output_path)
-    for path in dict.fromkeys(path for path in c.model.pretrain if c.model.pretrain.count(path) > 1):
-        yield f"--pretrain {path}: is given twice; give each model once"
+    places = [Path(path).expanduser().resolve() for path in c.model.pretrain]
+    for place in dict.fromkeys(place for place in places if places.count(place) > 1):
+        spelt = dict.fromkeys(path for path, its in zip(c.model.pretrain, places) if its == place)
+        yield f"--pretrain {' '.join(spelt)}: is given twice; give each model once"
     if not c.held_out:
         yield "--eval_data is missing: give a file, folder or hub id, or --eval_suite, e.g. math500"
     if n > 1 and c.engine.temperature == 0:

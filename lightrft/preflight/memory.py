@@ -157,7 +157,7 @@ def _reward_models(config: Config, world_size: int) -> ByPhase:
     """Return the bytes of the reward models; those in host memory visit the device one at a time, when generation and
     log-probs are over. A judge that generates needs a divided model whole meanwhile."""
     r, sizes, paths = config.reward, reward_sizes(config.reward), parse_models(config.reward.reward_pretrain)
-    width, shard_size = 2 if config.model.bf16 else 4, config.strategy.fsdp_shard_size
+    width, shard_size = config.model.itemsize, config.strategy.fsdp_shard_size
     held = {name: _frozen(config, world_size, size, shard_size) if r.reward_shard else width * size.total
             for name, size in sizes.items()}  # yapf: disable
     kinds = known_kinds(paths.values()) if r.reward_shard else {}
@@ -210,8 +210,7 @@ def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[st
     single micro-batch frees its activations while gradients come into being: gradients count by what exceeds them.
     """
     m, (tokens, several) = config.model, update_tokens(config, world_size)
-    one = Activations(shape, tokens, 2 if m.bf16 else 4, bool(m.gradient_checkpointing), m.lora_rank > 0,
-                      bool(m.use_liger))
+    one = Activations(shape, tokens, m.itemsize, bool(m.gradient_checkpointing), m.lora_rank > 0, bool(m.use_liger))
     before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
     chunk = held["logits of one chunk"][BACKWARD]
     kept = one.kept + max(0.0, one.backward - one.kept - chunk)
@@ -227,7 +226,7 @@ def _of_towers(config: Tree, world_size: int, shape: ModelShape) -> dict[str, By
 
     Towers that are not trained keep nothing, and their passes are smaller than those of the decoder.
     """
-    m, width = config.model, 2 if config.model.bf16 else 4
+    m, width = config.model, config.model.itemsize
     frozen = set(m.freeze_prefix) if not m.lora_rank else {"visual", "audio"} - set(m.target_modules)
     tokens, most = media_tokens(config, world_size), (0.0, 0)
     for tower in shape.towers:

@@ -5,6 +5,7 @@ from functools import singledispatch
 from typing import Any
 
 from lightrft.config.layers import changed
+from lightrft.config.options import show
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceModelConfig
 from lightrft.config.rm_schema import GRMConfig, PRMConfig
@@ -42,14 +43,14 @@ def pair_problems(c: DPOConfig) -> Iterator[str]:
     p, name = c.preference, c.preference.chosen_loss
     loss = PAIR_LOSSES.get(name)
     if p.ipo and p.loss not in (type(p)().loss, name):
-        yield f"--ipo True: contradicts --loss {p.loss}; drop one of them"
+        yield f"--ipo true: contradicts --loss {p.loss}; drop one of them"
     for option, value in changed(c, ("label_smoothing", "simpo_gamma")):
         if option not in loss.reads:
             readers = [other for other in PAIR_LOSSES if option in PAIR_LOSSES.get(other).reads]
             yield f"--{option} {value:g}: has no effect with --loss {name}; drop it, or use {' or '.join(readers)}"
     if loss.needs_smoothing and not p.label_smoothing:
         yield f"--loss {name}: is not defined with --label_smoothing 0; add --label_smoothing 0.001"
-    if name == "robust" and p.label_smoothing == 0.5:
+    if p.label_smoothing == 0.5:
         yield "--label_smoothing 0.5: labels that are wrong half of the time say nothing; nearest valid value: 0.49"
     yield from reference_problems(c, "" if p.needs_reference else f"--loss {name}, which has no reference")
 
@@ -72,7 +73,7 @@ def reference_problems(c: Any, without: str = "") -> Iterator[str]:
     reasons = {"ref_pretrain": without or own, "ref_offload": without or own or cached, "ref_cache_dir": without}
     for option, value in changed(c, reasons):
         if reasons[option]:
-            yield f"--{option} {value}: has no effect with {reasons[option]}; drop it"
+            yield f"--{option} {show(value)}: has no effect with {reasons[option]}; drop it"
 
 
 @own_problems.register
@@ -83,10 +84,8 @@ def teacher_problems(c: KDConfig) -> Iterator[str]:
     if not t.teacher_model:
         yield "--teacher_model is missing: give an HF folder or hub id of the teacher"
     yield from folder("teacher_model", t.teacher_model)
-    if t.divergence != "js" and t.js_mix != type(t)().js_mix:
-        yield f"--js_mix {t.js_mix:g}: has no effect with --divergence {t.divergence}; drop it, or use js"
     if t.teacher_cache_dir and t.teacher_offload:
-        yield ("--teacher_offload True: has no effect with --teacher_cache_dir, after which the teacher is freed; drop "
+        yield ("--teacher_offload true: has no effect with --teacher_cache_dir, after which the teacher is freed; drop "
                "it")
     if not t.kd_coef:
         yield "--kd_coef 0: the teacher has no effect; use lightrft sft"

@@ -90,16 +90,15 @@ def pass_bytes(config: Config, sequences: int, shape: ModelShape | None) -> floa
     logits the GPU keeps in the graph of the hf engine."""
     if shape is None:
         return 0.0
-    return Activations(shape, PREFILL, 2 if config.model.bf16 else 4).forward + sequences * shape.vocabulary * LOGIT
+    return Activations(shape, PREFILL, config.model.itemsize).forward + sequences * shape.vocabulary * LOGIT
 
 
 def hf_rows(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> int:
     """Return how many sequences the hf engine runs at once: those of a rank, as far as its cache has room."""
     r = config.rollout
-    rows = ceil(r.rollout_batch_size * r.n_samples_per_prompt * max(r.oversample, 1.0) / world_size)
+    rows = ceil(r.most_samples / world_size)
     if shape is not None:
         cache = r.engine_kv_mib * MIB or largest_hf_cache(config, world_size, shape, device.total)
-        longest = 2 * shape.layers * shape.keys * (2 if config.model.bf16 else 4) * (r.prompt_max_len +
-                                                                                     r.generate_max_len)
+        longest = shape.kv_bytes(config.model.itemsize) * (r.prompt_max_len + r.generate_max_len)
         rows = min(rows, max(1, int(cache / longest)))
     return min(rows, r.engine_max_seqs or rows)

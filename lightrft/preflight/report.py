@@ -121,7 +121,7 @@ def _unchecked(config: Config) -> list[str]:
         return absent
     return [
         *absent,
-        f"--engine_args: {ENGINES[config.rollout.engine_type]} checks names and values when it starts, not here"
+        f"--engine_args: {ENGINES[config.rollout.engine_type].title} checks names and values when it starts, not here"
     ]
 
 
@@ -150,13 +150,14 @@ def semantics_table() -> str:
 
 def option_table(tree: type) -> str:
     """Render Markdown: per group of ``tree`` (such as ``Config``), a heading, its description and an option table."""
-    parts = []
+    parts, known = [], options(tree)
     for group, cls in groups(tree).items():
         rows = [
             f"### {group}", "", cls.__doc__ or "", "", "| flag | type | default | range | meaning |", "|" + "---|" * 5
         ]
         for option in group_options(cls, group).values():
-            needs = f"; needs {' or '.join(f'`--{name}`' for name in option.needed)}" if option.needs else ""
+            needed = [f"`--{name}{f' {value}' * bool(known[name].choices)}`" for name, value in option.needed.items()]
+            needs = f"; needs {' or '.join(needed)}" if needed else ""
             flag = f"**`{option.flag}`**" if option.common else f"`{option.flag}`"
             cells = (flag, option.type_name, f"`{show(option.default)}`", in_words(option.within), option.help + needs)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

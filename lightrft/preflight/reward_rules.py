@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightrft.algorithms import ADVANTAGES
+from lightrft.config.options import show
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
@@ -118,7 +119,7 @@ def _unread(r: RewardConfig, names: Iterable[str], needed: str) -> Iterator[str]
     """Yield a sentence for each of the options ``names`` that is set, where nothing reads it."""
     for name in names:
         if (value := getattr(r, name)) != getattr(RewardConfig, name):
-            yield f"--{name} {value}: has no effect without {needed}; add it, or drop --{name}"
+            yield f"--{name} {show(value)}: has no effect without {needed}; add it, or drop --{name}"
 
 
 def _judge_forms(r: RewardConfig) -> Iterator[str]:

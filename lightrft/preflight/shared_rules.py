@@ -21,6 +21,9 @@ from lightrft.utils.errors import did_you_mean, install_command, UserError
 from lightrft.utils.hub import looks_local
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+# what commands of other trainers always set, whether it is read or not
+HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k")
+CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 
 @singledispatch
@@ -65,12 +68,18 @@ def unused(c: Tree) -> Iterator[str]:
     """Yield a warning per option that nothing reads, of those that other trainers' commands always set."""
     values = flatten(c)
     if not any(values.get(name) for name in ("use_wandb", "use_trackio", "trackers")):
-        for name, value in changed(c, [name for name in values if name.startswith("wandb_")]):
-            yield (f"--{name} {show(value)}: has no effect, because no tracker is selected; add --use_wandb, "
-                   f"--use_trackio or --trackers mlflow, or drop --{name}")
-    sampling = {"max_eval_samples", "eval_temperature", "eval_top_p"} & values.keys()
-    for name, value in changed(c, sorted(sampling) if sampling and not c.held_out else []):
-        yield f"--{name} {show(value)}: has no effect {without_held_out(c)} or drop it"
+        yield from if_set(c, [name for name in values if name.startswith("wandb_")],
+                          "has no effect, because no tracker is selected; add --use_wandb, --use_trackio or "
+                          "--trackers mlflow, or drop it")  # yapf: disable
+    if {"eval_data", "eval_suite"} & values.keys() and not c.held_out:
+        yield from if_set(c, HELD_OUT, f"has no effect {without_held_out(c)} or drop it")
+    if values.get("disable_ckpt"):
+        yield from if_set(c, CHECKPOINTS, "has no effect with --disable_ckpt; drop one of them")
+
+
+def if_set(c: Tree, names: Iterable[str], text: str) -> Iterator[str]:
+    """Yield ``--name value: text`` for each of these options that was set."""
+    return (f"--{name} {show(value)}: {text}" for name, value in changed(c, names))
 
 
 def unmet_needs(c: Tree) -> Iterator[str]:
@@ -78,10 +87,17 @@ def unmet_needs(c: Tree) -> Iterator[str]:
     values, known = flatten(c), options(c)
     for name, value in changed(c, known):
         option = known[name]
-        if option.needs and not any(values[needed] for needed in option.needed):
-            flags, examples = (" or ".join(f"--{word}" for word in words)
-                               for words in (option.needed, option.needs.split(" or ")))
-            yield f"--{name} {value}: has no effect without {flags}; add {examples} or drop --{name}"
+        if not option.is_read(values, known):
+            yield f"--{name} {show(value)}: has no effect {_without(option, values, known)} or drop --{name}"
+
+
+def _without(option: Option, values: Mapping[str, Any], known: Mapping[str, Option]) -> str:
+    """Name the options that ``option`` needs and lacks, and what would do."""
+    other = [f"with --{name} {show(values[name])}" for name in option.needed if known[name].choices and values[name]]
+    unset = " or ".join(f"--{name}" for name in option.needed)
+    examples = " or ".join(f"--{name} {example.replace('|', ' or ')}".strip()
+                           for name, example in option.needed.items())  # yapf: disable
+    return f"{other[0] if other else f'without {unset}'}; add {examples}"
 
 
 def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option, Any]]:
@@ -111,8 +127,8 @@ def folder(name: str, path: str | None) -> Iterator[str]:
 
 def _liger(cuda: bool) -> Iterator[str]:
     if not cuda:
-        yield "--use_liger True: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
-    yield from _package("use_liger True", "liger_kernel")
+        yield "--use_liger true: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
+    yield from _package("use_liger true", "liger_kernel")
 
 
 def sources(name: str, entries: list[str]) -> Iterator[str]:
@@ -180,7 +196,7 @@ def _checkpoint(c: Tree) -> Iterator[str]:
     if p.disable_ckpt:
         for name in ("load_checkpoint", "save_hf_ckpt", "best_metric", "ckpt_path"):
             if vars(p)[name]:
-                yield f"--{name} {vars(p)[name]}: contradicts --disable_ckpt; drop one of them"
+                yield f"--{name} {show(vars(p)[name])}: contradicts --disable_ckpt; drop one of them"
     if p.best_metric and p.best_metric.startswith("eval/") and not c.held_out:
         yield f"--best_metric {p.best_metric}: is never measured {without_held_out(c)}"
     for name in ("save_path", "ckpt_path"):
@@ -221,11 +237,11 @@ def _package(flag: str, name: str) -> Iterator[str]:
 
 def _packages(log: SinkConfig) -> Iterator[str]:
     if log.use_wandb:
-        yield from _package("use_wandb True", "wandb")
+        yield from _package("use_wandb true", "wandb")
     if log.use_trackio:
-        yield from _package("use_trackio True", "trackio")
+        yield from _package("use_trackio true", "trackio")
     if log.use_tensorboard:
-        yield from _package("use_tensorboard True", "tensorboard")
+        yield from _package("use_tensorboard true", "tensorboard")
     for name in log.trackers:
         yield from _package(f"trackers {name}", name)
 
@@ -239,9 +255,9 @@ def _strategy(c: Tree, world_size: int) -> Iterator[str]:
     yield from _of_another(c, chosen)
     yield from (_fsdp if chosen == "fsdp" else _zero)(s) if chosen != "single" else ()
     if chosen == "deepspeed":
-        for name, value in changed(c, ["initial_model_shard_size"]):
-            yield (f"--{name} {value}: has no effect with --strategy deepspeed, which divides the reference model over "
-                   "all ranks with --zero_stage 3 and not at all else; drop it")
+        yield from if_set(
+            c, ["initial_model_shard_size"], "has no effect with --strategy deepspeed, which divides the "
+            "reference model over all ranks with --zero_stage 3 and not at all else; drop it")
     yield from divides("fsdp_shard_size", s.fsdp_shard_size, world_size)
     yield from divides("zpg", s.zpg, world_size)
 
@@ -250,12 +266,12 @@ def _of_another(c: Tree, chosen: str) -> Iterator[str]:
     where = "on a single process" if chosen == "single" else f"with --strategy {chosen}"
     for option, value in unread(c, chosen, options(c)["strategy"].choices or ()):
         if (option.name, chosen) != ("fsdp_shard_size", "single"):  # valid on one rank
-            yield (f"{option.flag} {value}: has no effect {where}; add --strategy {option.read_by[0]} or drop it")
+            yield (f"{option.flag} {show(value)}: has no effect {where}; add --strategy {option.read_by[0]} or drop it")
 
 
 def _fsdp(s: StrategyConfig) -> Iterator[str]:
     if s.fsdp_cpu_offload and s.adam_offload:
-        yield "--adam_offload True: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
+        yield "--adam_offload true: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
 
 
 def _zero(s: StrategyConfig) -> Iterator[str]:
@@ -263,7 +279,7 @@ def _zero(s: StrategyConfig) -> Iterator[str]:
         yield f"--zpg {s.zpg}: has no effect with --zero_stage {s.zero_stage}, where every rank holds all weights; " \
               "nearest valid value: --zero_stage 3"
     if s.overlap_comm and not s.zero_stage:
-        yield ("--overlap_comm True: has no effect with --zero_stage 0, which reduces after the backward pass; "
+        yield ("--overlap_comm true: has no effect with --zero_stage 0, which reduces after the backward pass; "
                "nearest valid value: --zero_stage 1")
 
 

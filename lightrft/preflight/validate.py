@@ -8,7 +8,6 @@ from typing import Any
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import ChatConfig, InferenceTree
-from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, show
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
@@ -241,12 +240,8 @@ def _rollout(c: Config) -> Iterator[str]:
         yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire draws the first token at "
                f"a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
                "--use_fire")
-    if c.rollout.sync_proof in ("off", "fingerprint"):
-        for name, value in changed(c, ["sync_canary_every"]):
-            yield (f"--{name} {value}: has no effect with --sync_proof {c.rollout.sync_proof}; add --sync_proof both "
-                   "or drop it")
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
-        yield ("--dynamic_sampling True: one response per prompt never differs, so no batch would ever fill; nearest "
+        yield ("--dynamic_sampling true: one response per prompt never differs, so no batch would ever fill; nearest "
                "valid value: --n_samples_per_prompt 2, or drop it")
 
 

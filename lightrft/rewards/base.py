@@ -4,6 +4,9 @@ from typing import Any, Protocol
 
 from lightrft.utils.registry import Registry
 
+# causes of unscored responses that lie in a server or a worker, not in the response: a later try may have a score
+TRANSIENT = ("unreachable", "http_status", "timeout", "worker_died", "shutdown")
+
 
 @dataclass(frozen=True)
 class RewardInput:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,6 +58,8 @@ class RequestQueue:
             self._changed.notify()
         try:
             return asked.future.result(limit_s)
+        except FutureTimeout as error:  # until Python 3.11 another class
+            raise TimeoutError from error
         finally:
             asked.future.cancel()
 

@@ -30,7 +30,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
-    return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.dist_timeout_s)
+    return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
 
 
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
@@ -58,7 +58,7 @@ def engine_memory(config: Config, world_size: int, size: ModelSize, total: float
 def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
     """Return the bytes of an engine's own weights; 8-bit quantization leaves the embeddings and the head as they are.
     """
-    r, width = config.rollout, 2 if config.model.bf16 else 4
+    r, width = config.rollout, config.model.itemsize
     if r.engine_type == "hf":
         return width * size.total if config.strategy.divides_weights(world_size) else 0
     inside = size.total - size.outside
@@ -81,9 +81,8 @@ def largest_hf_cache(config: Config, world_size: int, shape: ModelShape | None, 
     r, quarter = config.rollout, total / HF_CACHE_PART
     if shape is None:
         return quarter
-    sequences = ceil(r.rollout_batch_size * r.n_samples_per_prompt * max(r.oversample, 1.0) / world_size)
-    per_token = 2 * shape.layers * shape.keys * (2 if config.model.bf16 else 4)
-    return min(quarter, sequences * (r.prompt_max_len + r.generate_max_len) * per_token)
+    longest = (r.prompt_max_len + r.generate_max_len) * shape.kv_bytes(config.model.itemsize)
+    return min(quarter, ceil(r.most_samples / world_size) * longest)
 
 
 def sequences_at_once(cfg: RolloutConfig, world_size: int, memory: int) -> int:
@@ -93,6 +92,6 @@ def sequences_at_once(cfg: RolloutConfig, world_size: int, memory: int) -> int:
         memory: of the device of one rank, in bytes; 0 on a CPU.
     """
     engines = max(world_size // cfg.engine_tp_size, 1)
-    batch = ceil(cfg.rollout_batch_size * cfg.n_samples_per_prompt * max(cfg.oversample, 1.0) / engines)
+    batch = ceil(cfg.most_samples / engines)
     most = MOST_SEQUENCES if memory >= LARGE_DEVICE else SEQUENCES
     return cfg.engine_max_seqs or min(max(batch, SEQUENCES), most)

@@ -173,7 +173,7 @@ class DistributedStrategy(StrategyBase):
             torch.cuda.set_device(self.device)
         else:
             set_threads(local_world_size())
-        self._owns_group = join(self.cfg.dist_timeout_s)
+        self._owns_group = join(self.cfg.collective_limit_s)
         self.rank, self.world_size, self.distributed = dist.get_rank(), dist.get_world_size(), True
 
     def teardown(self) -> None:

@@ -1,5 +1,6 @@
 """Training from a program: keywords are checked as flags are, and the same file runs alone and under torchrun."""
 import os
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from lightrft import GRPO, RL, SFT
 from lightrft.config.cli import keyword_words
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
+from lightrft.datasets.rows import load_rows
 from lightrft.rewards.workers.pool import LoadError
 from lightrft.tests.support import tiny_task
 from lightrft.tests.support.launch import ROOT
@@ -57,6 +59,16 @@ def test_keywords_are_checked_as_flags_are(home):
     for data, told in ((42, "42 holds no rows; give a path"), ([], "the list is empty; give a path")):
         with pytest.raises(UserError, match=f"train_dataset: {told}"):
             GRPO(home / "model", "exact", data)
+    for data, told in (({"prompt": ["1?"], "reference": ["2"]}, "these are columns; give datasets.Dataset.from_dict"),
+                       ({"prompt": "1 + 1?", "reference": "2"}, "this is one row; give a list of rows"),
+                       ({"train": tiny_task.rows(2), "test": []}, "a dict of train, test; give one of its data sets"),
+                       (["What is 1 + 1?"], "is no path; a row is a dict, such as {'prompt': 'What is 1 + 1?'}")):
+        with pytest.raises(UserError, match=re.escape(told)):
+            GRPO(home / "model", "exact", data)
+    for name, told in (("plugin", "from Python give plugins="), ("dry_run", "from Python call .plan()"),
+                       ("plan_gpus", "on the command line"), ("config", "give the options of the file themselves")):
+        with pytest.raises(ConfigError, match=re.escape(f"{name} is not an option of a run: {told}")):
+            GRPO(home / "model", "exact", tiny_task.rows(4), **{name: "x"})
     with pytest.raises(UserError, match="the weight of 'exact' is 'format'; give a number, or a list"):
         GRPO(home / "model", [("exact", "format")])
     with pytest.raises(ConfigError) as error:
@@ -184,6 +196,23 @@ def test_rows_in_memory_name_their_content(home, tmp_path):
     assert specs[0] == specs[1] != specs[2]
     with pytest.raises(UserError, match="rows of a Python program"):
         GRPO(home / "model", "exact", "memory:0", save_path=str(tmp_path), **SMALL).train()
+
+
+def test_media_of_hugging_face_data_sets_stay_encoded(home):
+    """At any depth, of a data set and of a stream: nothing decodes them, so that no torchcodec is needed."""
+    import datasets
+    one = {"bytes": b"encoded", "path": None}
+    rows = [{"prompt": "?", "audio": one, "image": one, "video": one, "images": [one, one], "frames": [[one]],
+             "messages": [{"role": "user", "content": {"image": one, "text": "?"}}]}]  # yapf: disable
+    image, text = datasets.Image(), datasets.Value("string")
+    media = datasets.Dataset.from_list(rows).cast(datasets.Features({
+        "prompt": text, "audio": datasets.Audio(), "image": image, "video": datasets.Video(),
+        "images": datasets.List(image), "frames": datasets.List(datasets.List(image)),
+        "messages": datasets.List({"role": text, "content": {"image": image, "text": text}})}))  # yapf: disable
+    for data in (media, media.to_iterable_dataset(), datasets.IterableDataset.from_generator(lambda: iter(rows)), rows):
+        spec, = GRPO(home / "model", "exact", data).parsed.config.data.prompt_data
+        assert load_rows(spec).rows == rows
+    assert media.features["image"].decode, "the data set of the program has changed"
 
 
 @pytest.mark.dist

@@ -89,7 +89,7 @@ DATA: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
                       ("data.jsonl, row 9", "duplicate id", "'7'", "row 8")),
     "all too long": (lambda path: write_rows(path, [{"prompt": "x" * 100, "reference": "1"}] * 9),
                      ("all 9 prompts are longer than --prompt_max_len 64", "Raise it")),
-    "too few": (lambda path: write_rows(path, rows(5)), ("a batch of 8 rows", "the data has 5", "5")),
+    "too few": (lambda path: write_rows(path, rows(5)), ("_batch_size 8: a batch cannot be filled", "the data has 5")),
 }  # yapf: disable
 
 

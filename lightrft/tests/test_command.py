@@ -37,12 +37,19 @@ def test_every_command_shows_its_options(capsys):
     assert command.main(["--version"]) == 0 and capsys.readouterr().out == f"lightrft {__version__}\n"
 
 
-def test_the_number_of_processes_is_taken_out_of_the_words():
+def test_the_number_of_processes_is_taken_out_of_the_words(capsys):
     assert command.take_nproc(["--a", "1", "--nproc", "8", "--b"]) == ("8", ["--a", "1", "--b"])
     assert command.take_nproc(["--nproc=2"]) == ("2", []) and command.take_nproc(["--a"]) == ("", ["--a"])
     for words in (["--nproc"], ["--nproc", "many"], ["--nproc=0"]):
-        with pytest.raises(SystemExit, match="expected the number of processes"):
+        with pytest.raises(SystemExit, match="2"):
             command.take_nproc(words)
+        assert "expected the number of processes" in capsys.readouterr().err
+
+
+def test_help_names_a_command(monkeypatch):
+    monkeypatch.setitem(command.COMMANDS, "counts", ("counts", ""))
+    monkeypatch.setitem(sys.modules, "counts", SimpleNamespace(main=lambda words: words))
+    assert command.main(["help", "counts", "seed"]) == ["--help", "seed"]
 
 
 def test_a_plan_for_many_processes_starts_none(monkeypatch):

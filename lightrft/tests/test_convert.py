@@ -222,6 +222,33 @@ def test_an_adapter_is_merged(base, tmp_path, task):
             merge(str(wide), tmp_path / "adapter", tmp_path / "other")
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("name, options", [
+    ("head", {"target_modules": ["lm_head", "q_proj"]}), ("embedding", {"target_modules": ["embed_tokens"]}),
+    ("saved head", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    ("saved embedding", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]})])  # yapf: disable
+def test_adapters_on_tied_weights(base, tmp_path, name, options):
+    """They change one of the two uses: the merged model has two weights."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tuned, ids = get_peft_model(model, LoraConfig(r=2, **options)).eval(), torch.arange(8)[None] + 5
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            weight += 0.1 * torch.randn_like(weight) * weight.requires_grad
+    tuned.save_pretrained(tmp_path / "adapter")
+    merge(str(base), tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, tuned(ids).logits, atol=1e-4, rtol=1e-4)
+    assert merged.lm_head.weight is not merged.model.embed_tokens.weight
+    described = tmp_path / "adapter" / "adapter_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"ensure_weight_tying": True}))
+    if "modules_to_save" not in options:  # as PEFT writes them, with LoRA for both
+        with pytest.raises(UserError, match="one LoRA is for model.embed_tokens and lm_head"):
+            merge(str(base), tmp_path / "adapter", tmp_path / "other")
+
+
 def test_a_reward_model_without_a_trained_head_is_refused(base, tmp_path):
     """PEFT gives the head of a classifier to its adapter, but not without a task."""
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)

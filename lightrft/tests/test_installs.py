@@ -138,6 +138,7 @@ def test_the_image_has_the_cuda_of_torch_and_a_compiler():
     assert system == "24.04", "its Python is 3.12, one of those that the sets are resolved for"
     runs = " ".join(rest for word, rest in lines if word == "RUN").split()
     assert {"build-essential", "git", "make", "ninja-build", "python3-dev", "python3-venv"} <= set(runs)
+    assert "libnuma1" in runs, "SGLang's kernels are linked with it, and no wheel brings it"
     assert "constraints/${ENGINE}.txt" in runs and "ENGINE=vllm" in [rest for word, rest in lines if word == "ARG"]
 
 

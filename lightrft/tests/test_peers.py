@@ -60,9 +60,9 @@ def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
 
 
 def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
-    """Twice as many tokens per CPU second as TRL on equal lengths, by default; README has these ratios alone. With
-    pictures three times as many, with every sample trained."""
-    medians = set(shown_steps("peers.json"))
+    """README has the ratios of both machines alone. With pictures, and every sample trained, three times as many tokens
+    per CPU second as TRL."""
+    medians = {*shown_steps("peers.json"), *shown_steps("peers_amd.json")}
     found, _ = recorded("vl_peer.json")
     assert min(ratios_of(found["runs"]["pictures, threads 1"], "lightrft")) >= 3 and {*shown_steps("vl_peer.json")}
     (claim, ) = re.findall(r"^\| Side by side with TRL .*?\| (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -83,7 +83,7 @@ def shown_steps(name: str) -> Iterator[str]:
                         for key in ("cpu_s", "tokens", "trained", "tokens_per_cpu_s"))  # yapf: disable
         shown = f"| {case} | {names[side]} | {cpu:.2f} | {' | '.join(f'{one:.0f}' for one in counts)} |"
         assert f"{shown} {statistics.median(ratios):.2f}x" in page, (run, side)
-        assert (case, side) != ("equal", "lightrft, default") or len(ratios) == 3 and min(ratios) >= 2, ratios
+        assert len(ratios) == 3 or case == "ragged", "the number of pairs that the page names"
         yield f"{statistics.median(ratios):.2f}"
 
 

@@ -42,17 +42,17 @@ def test_recipes_with_the_meanings_of_other_trainers(recipe, semantics, home, tm
 
 @pytest.mark.parametrize("command,words", [
     ("--recipe ppo --advantage_estimator reinforce++",
-     ["--advantages_norm True", "already whitens", "--no_advantages_norm", "it is from recipe ppo"]),
+     ["--advantages_norm true", "already whitens", "--no_advantages_norm", "it is from recipe ppo"]),
     ("--recipe ppo --advantage_estimator rloo --critic_pretrain org/critic",
      ["--critic_pretrain org/critic", "rloo trains no critic", "--advantage_estimator gae"]),
     ("--recipe grpo --critic_learning_rate 1e-3", ["--critic_learning_rate", "group_norm trains no critic"]),
     ("--recipe grpo --n_samples_per_prompt 1", ["--n_samples_per_prompt 1", "nearest valid value: 2"]),
-    ("--recipe dapo --n_samples_per_prompt 1", ["--dynamic_sampling True", "never differs", "recipe dapo"]),
+    ("--recipe dapo --n_samples_per_prompt 1", ["--dynamic_sampling true", "never differs", "recipe dapo"]),
     ("--recipe reinforce++ --use_kl_loss", ["--kl_estimator k1", "zero on average", "recipe reinforce++"]),
     ("--recipe rloo --dual_clip 3", ["--dual_clip 3", "reinforce does not use it", "--policy_loss ppo"]),
     ("--recipe dapo --overlong_buffer_len 12", ["--overlong_buffer_len 12", "nearest valid value: 11"]),
     ("--recipe dapo --advantage_estimator maxrl",
-     ["--overlong_buffer True", "maxrl divides", "--no_overlong_buffer", "it is from recipe dapo"]),
+     ["--overlong_buffer true", "maxrl divides", "--no_overlong_buffer", "it is from recipe dapo"]),
     ("--recipe dapo --reward_clip 0.0005", ["--zero_spread 0.001", "differ by more than 0.001"]),
     ("--recipe magic --stages 8:2,16 --max_steps 2", ["--max_steps 2", "last stage", "nearest valid value: 3"]),
 ])

@@ -117,6 +117,34 @@ def check_raft(loop, printed):
         rounds.main([*loop.words, "--prompts", "9"])
 
 
+def fake(words, nproc, lock):
+    """What a command leaves; training needs batches of 4 rows."""
+    out = Path(words[words.index("--save_path" if "sft" in words else "--output_path") + 1])
+    if words[0] == "sft":
+        if words[words.index("--train_batch_size") + 1] != "4":
+            return 2
+        out = out / "hf" / "README.md"
+    elif words[0] == "evaluate":
+        out = out / "results.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text('{"source": "x", "metric": "pass@1", "value": 0.25, "low": 0.1, "high": 0.5}\n')
+    return 0
+
+
+def test_a_round_that_cannot_train_shows_the_curve_and_takes_other_flags_of_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rounds, "run", fake)
+    words = ["--model", "m", "--out", str(tmp_path), "--rounds", "1", "--generate", "", "--evaluate", "", "--train"]
+    with pytest.raises(SystemExit) as failed:
+        rounds.main([*words, "sft --train_batch_size 32"])
+    assert failed.value.code == 2 and "| 0 |  | 0.250 | 0.100 | 0.500 |" in capsys.readouterr().out
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1 and (tmp_path / "learning_curve.png").exists()
+    rounds.main([*words, "sft --train_batch_size 4"])
+    told = capsys.readouterr().out
+    assert "--train 'sft --train_batch_size 4' (was 'sft --train_batch_size 32')" in told and "| 1 |  | 0.250" in told
+    with pytest.raises(SystemExit, match="--prompts 9"):
+        rounds.main([*words, "sft --train_batch_size 4", "--prompts", "9"])
+
+
 def test_two_calls_at_once_are_refused(home, tmp_path, monkeypatch):
     loop = Loop(home, tmp_path, "raft", monkeypatch)
     with rounds.locked(loop.out), pytest.raises(SystemExit, match="another call is still running there"):

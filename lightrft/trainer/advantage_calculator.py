@@ -37,8 +37,8 @@ def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
     mask = exp.loss_mask
     out = torch.zeros(exp.num_tokens) if kl is None else torch.where(mask, -kl_coef * kl, 0.0)
     index, valid = last_token(mask, exp.cu_seqlens)
-    keep = valid & exp.spread.own(exp.scored)
-    rest = exp.spread.own(exp.rewards)
+    keep = valid & exp.ranks.own(exp.scored)
+    rest = exp.ranks.own(exp.rewards)
     if exp.step_rewards is not None:
         steps = torch.where(mask & exp.per_token(exp.scored), exp.step_rewards.nan_to_num(), 0.0)
         out, rest = out + steps, rest - segment_sum(steps, exp.cu_seqlens)
@@ -84,7 +84,7 @@ class AdvantageCalculator:
         metrics |= self._group_metrics(exp)  # before the KL, which would hide that rewards do not differ
         kl = self._reward_kl(exp)
         if kl is not None and self.cfg.kl_in_outcome:
-            exp.rewards = exp.rewards - kl_coef * exp.spread.gather(segment_sum(kl, exp.cu_seqlens, exp.drawn))
+            exp.rewards = exp.rewards - kl_coef * exp.ranks.gather(segment_sum(kl, exp.cu_seqlens, exp.drawn))
             exp.token_rewards = token_rewards(exp, None, 0.0)
         else:
             exp.token_rewards = token_rewards(exp, kl, kl_coef)
@@ -92,11 +92,11 @@ class AdvantageCalculator:
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
         if exp.entropies is not None:
-            count = share(self.cfg.high_entropy_token_ratio, exp.loss_mask, exp.spread)
-            exp.high_entropy_mask = largest(exp.entropies, count, exp.loss_mask, exp.cu_seqlens, exp.spread)
+            count = share(self.cfg.high_entropy_token_ratio, exp.loss_mask, exp.ranks)
+            exp.high_entropy_mask = largest(exp.entropies, count, exp.loss_mask, exp.cu_seqlens, exp.ranks)
         metrics |= self._normalise(exp)
         if kl is not None:
-            metrics["reward/kl"] = masked_mean(kl, exp.loss_mask, exp.spread).item()
+            metrics["reward/kl"] = masked_mean(kl, exp.loss_mask, exp.ranks).item()
         return metrics
 
     def _shape(self, exp: Experience) -> dict[str, float]:
@@ -125,7 +125,7 @@ class AdvantageCalculator:
         def penalty(lengths: Tensor) -> Tensor:
             return overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
 
-        own = penalty(exp.spread.gather(response_lengths(exp.drawn, exp.cu_seqlens)).float())
+        own = penalty(exp.ranks.gather(response_lengths(exp.drawn, exp.cu_seqlens)).float())
         exp.rewards = exp.rewards + own
         if exp.baseline_rewards is not None:
             exp.baseline_rewards = exp.baseline_rewards + penalty(exp.baseline_lengths)
@@ -164,24 +164,24 @@ class AdvantageCalculator:
             return advantages, {}
         gap = exp.teacher_logprobs - exp.old_logprobs
         taught = discounted_returns(gap, exp.loss_mask, exp.cu_seqlens, self.cfg.kd_gamma)
-        mean = masked_mean(-gap, exp.loss_mask, exp.spread).item()
+        mean = masked_mean(-gap, exp.loss_mask, exp.ranks).item()
         return advantages + self.cfg.kd_coef * taught, {"reward/teacher_kl": mean}
 
     def _normalise(self, exp: Experience) -> dict[str, float]:
         """Whiten at most once, add the teacher's part, then clip; the statistics are taken before the clip."""
         mask, adv = exp.loss_mask, exp.advantages
         if self.cfg.advantages_norm:
-            adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased, spread=exp.spread)
+            adv = masked_whiten(adv, mask, unbiased=self.cfg.whiten_unbiased, ranks=exp.ranks)
         adv, taught = self._teach(exp, adv)
         kept = adv[mask]
-        found = moments(kept, exp.spread)
+        found = moments(kept, exp.ranks)
         metrics = {
             "advantage/mean": found.mean, "advantage/std": found.std, "advantage/min": found.min, "advantage/max":
             found.max
         } | taught
         if self.cfg.advantage_clip:
             clipped = (kept.abs() > self.cfg.advantage_clip).float()
-            metrics["advantage/clip_frac"] = moments(clipped, exp.spread).mean
+            metrics["advantage/clip_frac"] = moments(clipped, exp.ranks).mean
             adv = adv.clamp(-self.cfg.advantage_clip, self.cfg.advantage_clip)
         exp.advantages = adv
         return metrics

@@ -8,7 +8,7 @@ from lightrft.config.offline_schema import PairConfig
 from lightrft.config.preference_schema import DPOConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair
-from lightrft.datasets.rows import DataError
+from lightrft.datasets.rows import DataError, place_of
 from lightrft.ops.preference import match_by_rank, PAIR_LOSSES, Pairs
 from lightrft.ops.segment import segment_sum
 from lightrft.trainer.offline_trainer import Batch, Loss
@@ -35,17 +35,17 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         """Read pairs; one without a better answer is none.
 
         Raises:
-            DataError: answers with different media; a tie, unless ``--pair_policy skip`` leaves it out.
+            DataError: answers that hold different media; a tie, unless ``--pair_policy skip`` leaves it out.
         """
         rows = super().read(config, tokenizer, split, media)
-        drawn = [row.uid for row in rows if row.chosen.media != row.rejected.media]
+        drawn = [row.uid for row in rows if row.shown and row.chosen.media != row.rejected.media]
         if drawn:
-            raise DataError(f"row {drawn[0]}: its answers have different media, of which a policy of texts learns "
-                            "nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
+            raise DataError(f"{place_of(drawn[0], split)}: its answers hold different media, of which a policy of "
+                            "texts learns nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
         ties = [row.uid for row in rows if row.tie]
         if ties and config.data.pair_policy == "error":
-            raise DataError(f"row {ties[0]}: a tie, of which no answer is better. Remove {len(ties)} such rows, or use "
-                            "--pair_policy skip")
+            raise DataError(f"{place_of(ties[0], split)}: a tie, of which no answer is better. Remove {len(ties)} such "
+                            "rows, or use --pair_policy skip")
         if ties:
             get_logger().warning(f"{len(ties)} of {len(rows)} pairs are ties: left out")
         return [row for row in rows if not row.tie]

@@ -25,7 +25,7 @@ from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, stop_token_ids,
                                       to_samples)
 from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
-from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Experience, MediaSource, Prompt, Sample
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
@@ -348,7 +348,7 @@ class FastExperienceMaker:
                 shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)
         samples = scored()
-        table = RewardTable.gather(samples, RankSpread(self.strategy, numbers, shards.size))
+        table = RewardTable.gather(samples, BatchRanks(self.strategy, numbers, shards.size))
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
         with self.timer("advantage"):
             steps = spread_steps(shards.exp, numbers.tolist(), samples, self.strategy) if self.per_step else None

@@ -13,12 +13,12 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.models.loader import context_of
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import JUDGE
-from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.trainer.samples import respond
 from lightrft.trainer.sft_trainer import SFTTrainer
-from lightrft.types import Prompt
+from lightrft.types import Prompt, Sample
 
 ORDERS = {0: "first", 1: "second"}
 
@@ -59,17 +59,34 @@ class GRMTrainer(SFTTrainer):
         """Generate a judgement of every row, shared among the ranks, and return their answers; a collective."""
         prompts = [_prompt(row) for row in rows]
         mine = [*enumerate(prompts)][self.strategy.rank::self.strategy.world_size]
-        room = (context_of(str(self.config.model.pretrain)) or 1 << 30) - max(len(one.token_ids) for one in prompts)
-        sampling = SamplingParams(max(1, min(self.config.train.generate_max_len, room)), 0.0)
-        rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=sampling.max_new_tokens)
+        limits = self._limits(prompts)
+        rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=max(limits))
         engine = get_engine(rollout, self.actor.model, self.strategy, self.tokenizer, bool(self.config.model.bf16))
         try:
             sync_weights(self.strategy, self.actor, engine, 0)
-            samples = respond(engine, self.tokenizer, None, mine, [[0] for _ in mine], sampling, "judging")
+            samples = [
+                sample for limit in sorted({*limits})
+                for sample in self._judged(engine, [each for each in mine if limits[each[0]] == limit], limit)
+            ]
         finally:
             engine.shutdown()
         said = [(sample.group_id, verdict(sample.text)) for sample in samples]
         return [text for _, text in sorted(sum(self.strategy.all_gather_object(said), []))]
+
+    def _judged(self, engine: RolloutEngine, numbered: list[tuple[int, Prompt]], limit: int) -> list[Sample]:
+        """Generate judgements of at most ``limit`` tokens."""
+        return respond(engine, self.tokenizer, None, numbered, [[0]] * len(numbered), SamplingParams(limit, 0.0),
+                       "judging")
+
+    def _limits(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Return how long each judgement may be: as the option says, or as its prompt leaves positions of the model.
+
+        Those are rounded down to four binary digits, so that few calls of the engine serve all prompts.
+        """
+        most, context = self.config.train.generate_max_len, context_of(str(self.config.model.pretrain)) or 1 << 30
+        rooms = [max(1, context - len(prompt.token_ids)) for prompt in prompts]
+        spare = [max(0, room.bit_length() - 4) for room in rooms]
+        return [most if room >= most else room >> digits << digits for room, digits in zip(rooms, spare)]
 
 
 def _prompt(row: JudgedExample) -> Prompt:

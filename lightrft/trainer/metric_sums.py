@@ -130,9 +130,9 @@ def staleness_metrics(shards: Shards, step: int) -> dict[str, float]:
     """Return ``rollout/stale*``: versions by which the weights of ``step`` are ahead of those that drew each token."""
     exp = shards.exp
     age = (step - exp.weight_versions[exp.weight_versions >= 0]).float()
-    ages = moments(age, shards.spread)
+    ages = moments(age, shards.ranks)
     return {
         "rollout/staleness/mean": ages.mean,
         "rollout/staleness/max": ages.max,
-        "rollout/stale_frac": moments((age > 0).float(), shards.spread).mean,
+        "rollout/stale_frac": moments((age > 0).float(), shards.ranks).mean,
     }

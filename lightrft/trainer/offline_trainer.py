@@ -22,15 +22,17 @@ from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache, open_media
-from lightrft.trainer.optimizer_step import OptimizerStep, schedule_of, step_metrics
+from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
 from lightrft.trainer.session import training_session
 from lightrft.types import Experience, MediaSource
+from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
 Row = TypeVar("Row")
 Loss = tuple[Tensor, dict[str, Tensor]]
+HELD_OUT = 1024  # rows that are evaluated at once: a plan of micro-batches takes the square of their number
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
                  timer: Timer | None = None, media: MediaSource | None = None) -> None:
         train, timer = config.train, timer or Timer()
         self.config, self.eval_rows = config, eval_rows
-        self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed)
-        total = train.max_steps or self.loader.steps(train.max_epochs)
+        self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed, config.BATCH)
+        total = train.max_steps or self._steps(train.max_epochs)
         beta1, beta2 = train.adam_betas
         spec = OptimSpec(train.learning_rate, (beta1, beta2), train.l2, schedule_of(train, total), train.eight_bit)
         self.actor = strategy.prepare(model, spec, config.strategy.fsdp_shard_size)
@@ -70,6 +72,15 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         self.optimizer_step = OptimizerStep(train, strategy, timer)
         super().__init__(config.checkpoint, strategy, {"actor": self.actor}, RunLog(config, strategy), tokenizer, timer,
                          total, train.eval_steps)
+
+    def _steps(self, epochs: int) -> int:
+        """Return the full batches in ``epochs`` passes; log how many rows they leave over at the end."""
+        loader, steps = self.loader, self.loader.steps(epochs)
+        if left := loader.draws(epochs) - steps * loader.batch_size:
+            get_logger().info(f"{left} of {loader.draws(1)} {self.config.ROWS} are left over in the last epoch, which "
+                              f"ends with its last full batch of {loader.batch_size}; with a --train_batch_size that "
+                              f"divides {loader.draws(epochs)} none is")
+        return steps
 
     @classmethod
     @abstractmethod
@@ -123,12 +134,22 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """Return ``eval/loss`` and the means of the other metrics over all held-out rows."""
         if not self.eval_rows:
             return {}
-        sums = MetricSums()
+        sums, loss, total = MetricSums(), torch.zeros((), dtype=torch.float64), 0.0
         self.actor.model.eval()
-        batch, parts = self._planned(self.eval_rows)
-        losses = [self._counted(take(batch.exp, part).to(self.strategy.device), batch.total, sums) for part in parts]
-        loss = self.strategy.all_reduce(torch.stack([each.double().cpu() for each in losses]).sum()).item()
-        return {"eval/loss": loss} | self._means("eval", sums)
+        for rows in self._held_out_parts():
+            batch, parts = self._planned(rows)
+            for part in parts:
+                micro_batch = take(batch.exp, part).to(self.strategy.device)
+                loss += self._counted(micro_batch, batch.total, sums).double().cpu() * batch.total
+            total += batch.total
+        return {"eval/loss": self.strategy.all_reduce(loss).item() / total} | self._means("eval", sums)
+
+    def _held_out_parts(self) -> Iterator[Sequence[Row]]:
+        """Cut the held-out rows into equal parts of at most ``HELD_OUT``; statistics of a batch (the KL of KTO) are
+        those of a part."""
+        count, rows = -(-len(self.eval_rows) // HELD_OUT), len(self.eval_rows)
+        for i in range(count):
+            yield self.eval_rows[rows * i // count:rows * (i + 1) // count]
 
     def batches(self) -> Iterator[Batch]:
         """Yield all training rows and then all held-out ones, each once."""
@@ -165,6 +186,14 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
             return {}
         sums.reduce(self.strategy)
         return {f"{name}/{key}": sums.mean(key) for key in sums.counted()}
+
+    def _finish(self) -> None:
+        """Extend :meth:`BaseTrainer._finish`: a run that has changed nothing is none."""
+        if 0 < self.optimizer_step.bad_in_a_row == self.step >= self.total_steps:
+            raise NonFiniteTraining(f"the loss or the gradient of all {self.step} steps was not finite, and none was "
+                                    "applied: the model is the one of --pretrain. Lower the learning rate, or look for "
+                                    "broken weights")
+        super()._finish()
 
     def extra_state(self) -> dict[str, Any]:
         """Return sampler position and bad steps in a row."""

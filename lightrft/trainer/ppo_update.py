@@ -25,7 +25,7 @@ from lightrft.trainer.pretraining_loss import PretrainingLoss
 from lightrft.trainer.replay_buffer import gathered, MiniBatch
 from lightrft.trainer.checks.first_step import add_gaps, FIRST_KL, FIRST_RATIO, pass_metrics, SamePolicy
 from lightrft.trainer.samples import sample_seed
-from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.trainer.checks.gradient_invariance import SelfTest
 from lightrft.types import Experience, RolloutBatch
 from lightrft.utils.timer import Timer
@@ -44,7 +44,7 @@ class PolicyUpdate:
         algorithm = config.algorithm
         self.norm = float(algorithm.loss_agg_norm or config.rollout.generate_max_len)
         self.policy_loss, self.value_loss = PolicyLoss(algorithm, self.norm), ValueLoss(algorithm.value_clip)
-        self.same_policy, self.live_samples = SamePolicy(config), LiveSamples(config)
+        self.same_policy, self.nonzero_advantage = SamePolicy(config), NonzeroAdvantage(config)
         self.selection, self.timer = TokenSelection(config, strategy, actor), timer
         self.steps = {
             name: OptimizerStep(config.train, strategy, timer)
@@ -67,7 +67,7 @@ class PolicyUpdate:
         if self.self_test.due:
             with self.timer("self_test"):
                 self._self_test(rollout, coefs, train_actor)
-        live = self.live_samples(rollout.shards)
+        live = self.nonzero_advantage(rollout.shards)
         sums, results, forwarded = self._epochs(rollout, coefs, train_actor, live)
         self._compare_all(sums, rollout)
         sums.reduce(self.strategy)
@@ -228,7 +228,7 @@ def _peak(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.detach(), 0.0).max()
 
 
-class LiveSamples:
+class NonzeroAdvantage:
     """Selects all samples, or only those with an advantage when the others would add exactly 0 to the gradient.
 
     The others add more with a KL or an entropy bonus in the loss (the adaptive bonus needs every sample's entropy),
@@ -274,8 +274,8 @@ class TokenSelection:
         logprobs = held.old_logprobs if known else self._current(shards, mini)
         slots = shards.slots(own)
         tokens = held.tokens_of(slots)
-        spread = RankSpread(self.strategy, torch.tensor(own, dtype=torch.long), shards.size)
-        batch = RolloutBatch(**vars(held.select(slots)), spread=spread)
+        ranks = BatchRanks(self.strategy, torch.tensor(own, dtype=torch.long), shards.size)
+        batch = RolloutBatch(**vars(held.select(slots)), ranks=ranks)
         held.selected = torch.zeros(held.num_tokens, dtype=torch.bool)
         held.selected[tokens] = self.selects(logprobs[tokens], batch, self.config.algorithm, seed)
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 from zipfile import BadZipFile
 
 import numpy as np
@@ -15,26 +16,32 @@ from transformers.utils import cached_file
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import model_folder
 
 _FORMAT = "1"  # of the files
 _BLOCK = 1 << 24
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 
 
-def model_digest(path: str) -> str:
-    """Hash the configuration and the weights of the model at ``path``, a folder or hub id."""
-    config = cached_file(path, "config.json")
-    folder = Path(str(config)).parent
+def model_digest(path: str, quick: bool = False) -> str:
+    """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
+
+    Args:
+        quick: read no weights: outside the cache of the hub their files count by name, size and time of change.
+    """
+    folder = model_folder(path) or Path(str(cached_file(path, "config.json"))).parent
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(file for pattern in _MODEL_FILES for file in folder.glob(pattern)):
-        digest.update(f"{file.name}\0{_content(file)}\0".encode())
+        digest.update(f"{file.name}\0{_content(file, quick and file.suffix != '.json')}\0".encode())
     return digest.hexdigest()
 
 
-def _content(file: Path) -> str:
+def _content(file: Path, quick: bool) -> str:
     """Hash a file; in the cache of the hub its name is that hash."""
     if re.fullmatch("[0-9a-f]{64}", file.resolve().name):
         return file.resolve().name
+    if quick:
+        return f"{file.stat().st_size} {file.stat().st_mtime_ns}"
     digest = hashlib.sha256()
     with open(file, "rb") as opened:
         while block := opened.read(_BLOCK):
@@ -88,10 +95,16 @@ class ReferenceCache:
     def write(self) -> None:
         """Write the file, which appears whole."""
         keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, 16)
-        part = self.file.with_suffix(f".{os.getpid()}.part")
+        part = part_of(self.file)
         with open(part, "wb") as opened:
             np.savez(opened, keys=keys, sums=np.array([*self.known.values()]))
         os.replace(part, self.file)
+
+
+def part_of(file: Path) -> Path:
+    """Return a name for ``file`` while it is written, of this process alone: processes of other nodes may have the same
+    number."""
+    return file.with_suffix(f".{uuid4().hex}.part")
 
 
 def made_folder(option: str, folder: str) -> Path:

@@ -11,6 +11,7 @@ from lightrft.config.options import show
 from lightrft.config.rm_schema import RMConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair
+from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
 from lightrft.ops.preference import pair_loss
@@ -82,10 +83,10 @@ class RMTrainer(PairTrainer):
         """Return rewards of the first head, and for each head the pairs that it orders as their label says."""
         gap, found = (chosen - rejected).detach(), {}
         for i, name in enumerate(self.config.model.heads_types):
-            told = labels[:, i] != 0.5
-            told &= ~labels[:, i].isnan()
+            labelled = labels[:, i] != 0.5
+            labelled &= ~labels[:, i].isnan()
             right = torch.where(labels[:, i] > 0.5, gap[:, i] > 0, gap[:, i] < 0)
-            found["accuracy" if i == 0 else f"accuracy_{name}"] = right[told].float()
+            found["accuracy" if i == 0 else f"accuracy_{name}"] = right[labelled].float()
         return found | {"rewards/chosen": chosen[:, 0], "rewards/rejected": rejected[:, 0], "rewards/margin": gap[:, 0]}
 
     def evaluate(self) -> dict[str, float]:
@@ -135,12 +136,9 @@ def check_heads(rows: Sequence[Pair], names: Sequence[str], split: str) -> None:
     known = ", ".join(map(repr, others))
     for name, uid in labelled.items():
         if others and name not in others:
-            entry, _, number = uid.partition(":")
-            purpose = "training" if split == "train" else "evaluation"
-            raise UserError(
-                f"row {int(number) + 1} of {purpose} data {int(entry) + 1}: the column 'heads' has {name!r}, and the "
-                f"scores that learn from it are {known} (--heads_types without its first one). Correct or "
-                "remove it in the rows, or add it to --heads_types")
+            raise UserError(f"{place_of(uid, split)}: the column 'heads' has {name!r}, and the "
+                            f"scores that learn from it are {known} (--heads_types without its first one). Correct or "
+                            "remove it in the rows, or add it to --heads_types")
     for name in others if split == "train" else ():
         if name not in labelled:
             raise UserError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
-from lightrft.ops.segment import HERE, Spread
+from lightrft.ops.segment import HERE, Ranks
 from lightrft.rewards.base import Score
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Experience, RolloutBatch, Sample
@@ -88,9 +88,9 @@ class RewardTable:
     errors: Counter[str]  # causes of unscored samples
 
     @classmethod
-    def gather(cls, samples: list[ScoredSample], spread: Spread = HERE) -> "RewardTable":
-        """Gather the rewards of all ranks; ``spread`` holds the indices of this rank's ``samples`` in the batch."""
-        table = spread.columns(_columns(samples))
+    def gather(cls, samples: list[ScoredSample], ranks: Ranks = HERE) -> "RewardTable":
+        """Gather the rewards of all ranks; ``ranks`` holds the indices of this rank's ``samples`` in the batch."""
+        table = ranks.columns(_columns(samples))
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("sample", "part", "weight", "error")}
         for (kind, name), column in sorted(table.items(), key=lambda item: item[0]):  # ranks agree on the order
             found[kind][name] = column

@@ -23,7 +23,7 @@ from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
-from lightrft.trainer.trial import Given, Reader, try_out
+from lightrft.trainer.trial import TrialContext, Reader, try_inputs
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
@@ -52,7 +52,7 @@ def training_session(parsed: ParsedConfig, exits: bool = True, read: Reader | No
     it has saved.
 
     With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
-    ``KeyboardInterrupt``. ``read`` tries the data in a dry run (:func:`lightrft.trainer.trial.try_out`).
+    ``KeyboardInterrupt``. ``read`` tries the data in a dry run (:func:`lightrft.trainer.trial.try_inputs`).
     """
     with exit_on_config_error(parsed.prog) if exits else nullcontext(), parsed.own_words():
         check_together(parsed, read)
@@ -141,14 +141,15 @@ def planned(parsed: ParsedConfig, machine: Machine, read: Reader | None = None,
 
     Args:
         machine: that the run is for, of :func:`settled`.
-        read, functions: as for :class:`lightrft.trainer.trial.Given`.
+        read, functions: as of :class:`lightrft.trainer.trial.TrialContext`.
         trial: read the data and score one row.
     """
     yield report(parsed.config, parsed.provenance, machine)
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
     if trial:
-        yield from try_out(parsed.config, Given(machine.device.cuda, read, functions or {}))
+        yield from try_inputs(parsed.config,
+                              TrialContext(machine.device.cuda, read, functions or {}))
 
 
 def settled(parsed: ParsedConfig) -> Machine:

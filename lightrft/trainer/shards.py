@@ -1,10 +1,10 @@
-"""The rollout batch, spread over ranks: sequences move to the rank that trains them, and no rank holds all of them."""
+"""The rollout batch, divided over ranks: sequences move to the rank that trains them, and no rank holds all of them."""
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Spread
+from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Ranks
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.replay_buffer import Near, take
 from lightrft.types import Experience, RolloutBatch
@@ -12,27 +12,27 @@ from lightrft.types import Experience, RolloutBatch
 Homes = list[list[int]]  # sequences of each rank
 
 
-class RankSpread(Spread):
-    """Spread of a batch of ``size`` sequences, of which this rank holds those at ``index`` (int64 [b], ascending)."""
+class BatchRanks(Ranks):
+    """Ranks of a batch of ``size`` sequences; this one holds those at ``index`` (int64 [b], ascending)."""
 
     def __init__(self, strategy: StrategyBase, index: Tensor, size: int) -> None:
         self.strategy, self.index, self.size = strategy, index, size
 
     def own(self, values: Tensor) -> Tensor:
-        """Implement :meth:`Spread.own`."""
+        """Implement :meth:`Ranks.own`."""
         return values[self.index]
 
     def gather(self, values: Tensor) -> Tensor:
-        """Implement :meth:`Spread.gather` for values [b, ...], by one sum of vectors [B, ...]."""
+        """Implement :meth:`Ranks.gather` for values [b, ...], by one sum of vectors [B, ...]."""
         whole = values.new_zeros(self.size, *values.shape[1:]).index_copy(0, self.index, values)
         return self.strategy.all_reduce(whole).to(values.dtype)
 
     def total(self, value: Tensor) -> Tensor:
-        """Implement :meth:`Spread.total`."""
+        """Implement :meth:`Ranks.total`."""
         return self.strategy.all_reduce(value)
 
     def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Implement :meth:`Spread.columns`, by one gather of objects."""
+        """Implement :meth:`Ranks.columns`, by one gather of objects."""
         whole: dict[Any, Tensor] = {}
         for index, found in self.strategy.all_gather_object((self.index, values)):
             for key, value in found.items():
@@ -41,7 +41,7 @@ class RankSpread(Spread):
         return whole
 
     def stack(self, values: Tensor) -> Tensor:
-        """Implement :meth:`Spread.stack`."""
+        """Implement :meth:`Ranks.stack`."""
         rows = values.new_zeros(self.strategy.world_size, *values.shape)
         rows[self.strategy.rank] = values
         return self.strategy.all_reduce(rows)
@@ -79,7 +79,7 @@ class Shards:
         columns, self.surprisals = tables[order].unbind(1), sums[order]
         self.size, self.owner, self.truncated = len(tables), columns[1].tolist(), columns[3] > 0
         self.group_ids, self.lens, self.media, self._prompts, self.response_lens, self.drawn = columns[2], *columns[4:]
-        self.spread = RankSpread(strategy, exp.sample_ids, self.size)
+        self.ranks = BatchRanks(strategy, exp.sample_ids, self.size)
         self._slots = self._slots_of(exp)
 
     @staticmethod
@@ -103,7 +103,7 @@ class Shards:
         for rank, home in enumerate(homes):
             for number in home:
                 self.owner[number] = rank
-        self.spread = RankSpread(self.strategy, self.exp.sample_ids, self.size)
+        self.ranks = BatchRanks(self.strategy, self.exp.sample_ids, self.size)
         self.borrow(homes)
 
     def borrow(self, wanted: Homes) -> None:
@@ -153,7 +153,7 @@ class Shards:
         """Return the batch as advantages read it: tokens of this rank, samples of all; rewards are set later."""
         tokens = {name: value for name, value in vars(self.exp).items() if name not in ("rewards", "scored")}
         return RolloutBatch(**tokens | {"group_ids": self.group_ids, "sample_ids": torch.arange(self.size),
-                                        "truncated": self.truncated, "spread": self.spread})  # yapf: disable
+                                        "truncated": self.truncated, "ranks": self.ranks})  # yapf: disable
 
     def update(self, batch: RolloutBatch) -> None:
         """Take over the fields of :meth:`batch`, with the samples of this rank only."""
@@ -166,5 +166,5 @@ class Shards:
         exp, mask, cu = self.exp, self.exp.loss_mask, self.exp.cu_seqlens
         own = [segment_sum(mask, cu), segment_sum(mask & (exp.advantages != 0), cu),
                segment_mean(exp.advantages, cu, mask)]  # yapf: disable
-        table = self.spread.gather(torch.stack([each.double() for each in own], 1))
+        table = self.ranks.gather(torch.stack([each.double() for each in own], 1))
         self.kept, self.live, self.advantages = table.unbind(1)

@@ -109,7 +109,7 @@ def _prepare(config: Config, strategy: StrategyBase, models: Models, tokenizer: 
     """Prepare the models of a run of ``total`` steps, one after the other."""
     if models.reference is not None and config.model.ref_pretrain is not None:
         check_tokens("ref_pretrain", config.model.ref_pretrain, str(config.model.pretrain), tokenizer)
-    train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, updates_per_rollout(config)
+    train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, config.optimizer_steps
     policy = _optim(config, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
     actor, critic, reference = strategy.prepare(models.actor, policy, shard_size), None, None
     if models.critic is not None:
@@ -180,7 +180,7 @@ def _greedy(config: Config, engine: RolloutEngine, rewards: RewardManager, token
 def _overlapped(config: Config, strategy: StrategyBase, logprobs: LogprobPass, timer: Timer) -> OverlappedPasses | None:
     """Create what runs the passes of finished groups during generation (``--overlap_passes``)."""
     rollout = config.rollout
-    return OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, samples_per_rollout(config),
+    return OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, rollout.samples,
                             timer) if rollout.overlap_passes else None
 
 
@@ -238,16 +238,6 @@ class SPMDPPOTrainer(PPOTrainer):
 
 
 SPMDPPOTrainerVL = SPMDPPOTrainer  # one path for all modalities
-
-
-def updates_per_rollout(config: Config) -> int:
-    """Return the number of optimizer steps on one rollout batch."""
-    return -(-samples_per_rollout(config) // config.train.train_batch_size) * config.train.max_epochs
-
-
-def samples_per_rollout(config: Config) -> int:
-    """Return the number of samples of a rollout batch, over all ranks."""
-    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
 def _optim(config: Config, lr: float, updates: int) -> OptimSpec:

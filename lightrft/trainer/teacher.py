@@ -14,7 +14,6 @@ from lightrft.trainer.reference import Planner
 from lightrft.trainer.replay_buffer import take
 from lightrft.trainer.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
-from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
 from lightrft.utils.tensors import upload
 
@@ -68,11 +67,7 @@ class CachedTeacher:
         return tuple(upload(values, self.strategy.device) for values in self.cache.read(exp.host))
 
     def fill(self, batches: Iterator[Experience], plan: Planner) -> None:
-        """Compute what the cache lacks of ``batches``; a collective.
-
-        Raises:
-            UserError: this rank does not see the files of another one.
-        """
+        """Compute what the cache lacks of ``batches``; a collective."""
         live: LiveTeacher | None = None
         for exp in batches:
             if lacking := self.cache.lacking(exp):
@@ -84,9 +79,6 @@ class CachedTeacher:
         free_memory(self.strategy.device)
         self.cache.write()
         self.cache.open()
-        if self.strategy.any_rank(bool(self.cache.asked - self.cache.known.keys())):
-            raise UserError(f"--teacher_cache_dir {self.cache.folder.parent}: a rank does not see what another one has "
-                            "written. Name a folder that all ranks share")
 
     def _compute(self, live: LiveTeacher, exp: Experience, parts: list[list[int]]) -> None:
         for part in phase(parts, "teacher", "micro-batch"):

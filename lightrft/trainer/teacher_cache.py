@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.reference_cache import digests, made_folder, model_digest
+from lightrft.trainer.reference_cache import digests, made_folder, model_digest, part_of
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 _FORMAT = "1"  # of the files
 _FILE_BYTES = 256 << 20  # held by a rank before they are written
@@ -54,7 +55,11 @@ class TeacherCache:
         self.open()
 
     def open(self) -> None:
-        """Index the files of all ranks, after they were written; a damaged one has nothing. A collective."""
+        """Index the files of all ranks, after they were written; a damaged one has nothing. A collective.
+
+        Raises:
+            UserError: ranks do not see the same files, so that they would not compute the same rows.
+        """
         self.strategy.barrier()
         self.known: dict[bytes, tuple[Any, int, int]] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
@@ -63,7 +68,10 @@ class TeacherCache:
                 ends = stored.get_tensor("ends").tolist()
                 keys = (key.tobytes() for key in stored.get_tensor("keys").numpy())
                 self.known.update(zip(keys, ((stored, *span) for span in zip([0, *ends], ends))))
-        self.strategy.barrier()
+        seen = hashlib.blake2b(b"".join(sorted(self.known)), digest_size=16).digest()
+        if len({*self.strategy.all_gather_object(seen)}) > 1:
+            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank does not see what another one has "
+                            "written. Name a folder that all ranks share")
 
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are neither known nor were lacking before; the same on all ranks."""
@@ -90,9 +98,9 @@ class TeacherCache:
         content = {"keys": torch.from_numpy(np.frombuffer(joined, dtype=np.uint8).copy().reshape(-1, 16)),
                    "ends": torch.tensor([*map(len, ids)]).cumsum(0), "logprobs": torch.cat(logprobs),
                    "ids": torch.cat(ids).int()}  # yapf: disable
-        part = self.folder / f"{os.getpid()}.part"
-        save_file(content, part)
-        os.replace(part, self.folder / f"{hashlib.blake2b(joined, digest_size=16).hexdigest()}.safetensors")
+        file = self.folder / f"{hashlib.blake2b(joined, digest_size=16).hexdigest()}.safetensors"
+        save_file(content, part := part_of(file))
+        os.replace(part, file)
         self._new = []
 
     def read(self, exp: Experience) -> TopTokens:

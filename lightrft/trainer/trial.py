@@ -1,6 +1,7 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightrft.config.schema import Config, DataConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
+from lightrft.datasets.loader import check_batch
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media
@@ -22,10 +24,11 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
+from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
-from lightrft.models.loader import media_kinds, read_config
+from lightrft.models.loader import check_context, media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
@@ -34,15 +37,15 @@ from lightrft.rewards.validation import good_answers, nothing_scored, quoted, sc
 from lightrft.trainer.model_media import open_media
 from lightrft.utils.errors import UserError
 
-Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its place
+Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its file and number
 Reader = Callable[[Any, PreTrainedTokenizerBase, str, MediaStore | None], Sequence[Any]]
 EXCUSED = (None, "none", "unreachable", "no_rival")
 """Scored; the function declines to judge; the server does not run yet; a judge will compare it with others."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the config of a run does not say.
+class TrialContext:
+    """Facts that a trial needs in addition to the config of a run.
 
     Attributes:
         cuda: the run is for GPUs.
@@ -54,8 +57,11 @@ class Given:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
+DEFAULT = TrialContext()
+
+
 @singledispatch
-def try_out(config: Tree, given: Given = Given()) -> Iterator[str]:
+def try_inputs(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
     """Yield a line for everything that is tried; each tree registers its own.
 
     Raises:
@@ -64,9 +70,9 @@ def try_out(config: Tree, given: Given = Given()) -> Iterator[str]:
     yield from ()
 
 
-@try_out.register
-def _(config: OfflineConfig, given: Given = Given()) -> Iterator[str]:
-    assert given.read is not None, "the trainer reads rows"
+@try_inputs.register
+def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
+    assert context.read is not None, "the trainer reads rows"
     data, path = config.data, str(config.model.pretrain)
     train, held_out = ([one for one in entries if _is_here(one)] for entries in (data.train_data, data.eval_data))
     yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not _is_here(one))
@@ -79,39 +85,53 @@ def _(config: OfflineConfig, given: Given = Given()) -> Iterator[str]:
     media = open_media(path, tokenizer, data.as_data_config())
     for split, entries in (("train", train), ("eval", held_out)):
         if entries:
-            yield _counted(len(given.read(local, tokenizer, split, media)), ", ".join(entries), split)
+            yield _counted(len(context.read(local, tokenizer, split, media)), ", ".join(entries), split)
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
 
 
-@try_out.register
-def _(config: EvaluateConfig, given: Given = Given()) -> Iterator[str]:
+@try_inputs.register
+def _try_evaluation(config: EvaluateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     for path in config.model.pretrain:
-        yield from _generated(config.as_config(path), ["eval"], {}, given.cuda)
+        yield from _generated(config.as_config(path), ["eval"], {}, context.cuda)
 
 
-@try_out.register
-def _(config: GenerateConfig, given: Given = Given()) -> Iterator[str]:
+@try_inputs.register
+def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     if config.generates:
-        yield from _generated(config.as_config(), ["train"], {}, given.cuda)
+        yield from _generated(config.as_config(), ["train"], {}, context.cuda)
 
 
-@try_out.register
-def _(config: Config, given: Given = Given()) -> Iterator[str]:
+@try_inputs.register
+def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
-    yield from _generated(config, ["train", "eval"], found, given.cuda)
+    rows = yield from _generated(config, ["train", "eval"], found, context.cuda)
+    yield from _ends_at_its_start(config, rows["train"])
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
     store = _store(config) if config.reward.reward_pretrain else None
     tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
-    rewards = RewardManager(config.reward, given.functions, ScorerSetup(media=store, data=config.data))
+    rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
     try:
         for where, record in tried.items():
-            yield _scored(rewards, record, where)
+            yield _scored(rewards, record, where, config)
     finally:
         rewards.shutdown()
+
+
+def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
+    """Yield what would end the run before its first step. It is no error here, because a small model and a few rows may
+    stand for others in a plan."""
+    path, rollout = str(config.model.pretrain), config.rollout
+    try:
+        if Path(path).expanduser().exists():
+            check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
+        if all(map(_is_here, config.data.prompt_data)):
+            check_batch(rollout.rollout_batch_size, rows, config.BATCH)
+    except UserError as error:
+        yield f"warning: with this model and these rows the run would end at its start: {error}"
 
 
 def _store(config: Config) -> MediaStore | None:
@@ -143,12 +163,14 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _generated(config: Config, splits: list[str], found: Found, cuda: bool) -> Iterator[str]:
-    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media."""
-    most = Counter[str]()
+def _generated(config: Config, splits: list[str], found: Found, cuda: bool) -> Generator[str, None, Counter[str]]:
+    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media. Return
+    the rows of each split that are on this machine."""
+    most, rows = Counter[str](), Counter[str]()
     for split in splits:
-        yield from _read(config.data, split, found, config.model.pretrain, most)
+        rows[split] = yield from _read(config.data, split, found, config.model.pretrain, most)
     _check_engine(config, most, cuda)
+    return rows
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
@@ -168,9 +190,10 @@ def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
         refused_by_sglang(model, most)
 
 
-def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Counter[str]) -> Iterator[str]:
-    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by place, and
-    the most media of a row to ``most``."""
+def _read(cfg: DataConfig, split: str, found: Found, model: str | None,
+          most: Counter[str]) -> Generator[str, None, int]:
+    """Read the rows of a split that are on this machine; add the first that has a reference to ``found``, by file and
+    number, and the most media of a row to ``most``. Return the number of rows."""
     lines, parts = _on_disk(cfg, split)
     yield from lines
     for rows in parts:
@@ -180,6 +203,7 @@ def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Co
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), (rows.pick([i]), record))
                 break
+    return sum(map(len, parts))
 
 
 def _chat(prompt: str | list[Message]) -> list[Message]:
@@ -231,16 +255,30 @@ def _counted(rows: int, entry: str, split: str) -> str:
     return f"data: {rows:,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
 
 
-def _scored(rewards: RewardManager, record: Record, where: str) -> str:
+def _prompted(record: Record, config: Config) -> tuple[str, list[Message]]:
+    """Render the prompt of a record as the run does: its text, and its messages if it is a chat. Without a tokenizer
+    the text of a chat is that of its turns."""
+    tokenizer: Any = None
+    with suppress(UserError):  # raised where the run loads it
+        tokenizer = load_tokenizer(str(config.model.pretrain), config.data.chat_template)
+    renderer = Renderer(config.data, tokenizer)
+    messages = renderer.messages(record.prompt)
+    if messages is None:
+        return renderer.text(str(record.prompt)), []
+    if tokenizer is None:
+        return "\n".join(text_of(turn["content"]) for turn in messages), messages
+    return renderer.chat_text([messages], generation_prompt=True)[0], messages
+
+
+def _scored(rewards: RewardManager, record: Record, where: str, config: Config) -> str:
     """Score a stand-in for a response to one row; the time is bounded as in a run.
 
     Raises:
         UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
             every answer with which a run probes the rewards.
     """
-    chat = record.prompt if isinstance(record.prompt, list) else []
-    prompt = "\n".join(text_of(turn["content"]) for turn in chat) if chat else str(record.prompt)
-    row = RewardInput(prompt, "", chat, record.data_source, record.label, record.reference, record.columns,
+    prompt, messages = _prompted(record, config)
+    row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
                       record.media)
     known = not missing(record.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
@@ -261,14 +299,17 @@ def _scored(rewards: RewardManager, record: Record, where: str) -> str:
 
 
 def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
-    """Score the first and the last of ``answers`` to a row, one by one, until one earns something; else the first."""
+    """Score the first and the last of ``answers`` to a row, one by one, until one earns something or a reward excuses
+    itself; else return the first, or the last if the first was an error."""
     tried = list[tuple[RewardInput, Score]]()
     for answer in dict.fromkeys((answers[0], answers[-1])):
         one = replace(row, response=answer)
         tried += [(one, score) for score in rewards.wait(rewards.submit([one]))]
-        if tried[-1][1].total != 0:
+        score = tried[-1][1]
+        if score.total or score.total is None and score.error in EXCUSED:
             break
-    return tried[-1] if (tried[-1][1].total or 0) > 0 else tried[0]
+    failed = tried[0][1].error not in EXCUSED
+    return tried[-1] if failed or (tried[-1][1].total or 0) > 0 else tried[0]
 
 
 def _failed(score: Score) -> str:

@@ -7,6 +7,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from lightrft.utils.tables import of_fixed_data
+
 _SMOOTH = 0.08  # window on either side of a point, as a share of the run
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _SKIPPED_PARTS = ("unscored", "kl")
@@ -43,6 +45,11 @@ def _held_out(names: set[str]) -> dict[str, str]:
     return {match[0]: f"{match[1]} {match[2]}" for match in found if match[1] != "all"}
 
 
+def _learnt(names: set[str], metric: str) -> tuple[str, dict[str, str]]:
+    """Return the panel of a metric of the trainers on fixed data."""
+    return metric, {name: "training" for name in of_fixed_data(names, metric)} | {f"eval/{metric}": "held-out"}
+
+
 def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
     """Return titles and ``{metric: legend}`` of the panels that this run has numbers for."""
     names = {name for row in rows for name in row}
@@ -55,7 +62,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         ("response length (tokens)", {"rollout/response_len/mean": "mean"}),
         ("KL (nats per token)", {"policy/kl_ref": "to the reference", "policy/kl_old": "to the old policy"}),
         ("entropy (nats)", {"policy/entropy": "policy"}),
-        ("loss", {"sft/loss": "training", "eval/loss": "held-out"}),
+        *(_learnt(names, metric) for metric in ("loss", "accuracy")),
     ]
     moving = {name for name in names if any(row.get(name) for row in rows)}  # a KL of 0 throughout says nothing
     shown = moving | {name for _, lines in every[:3] for name in lines} & names  # a reward of 0 throughout does
@@ -115,7 +122,7 @@ def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[st
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    if title == ACCURACY:
+    if title in (ACCURACY, "accuracy"):
         axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -65,9 +65,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def did_you_mean(name: Any, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return `` (did you mean x?)`` for the nearest known name, written with ``prefix``, or an empty string."""
-    near = get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    near = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 

@@ -95,15 +95,20 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _more(rows: Sequence[dict[str, Any]], summary: RunSummary) -> list[tuple[str, dict[str, str]]]:
     """Return the panels that the picture of the curves lacks."""
-    names, models = {name for row in rows for name in row}, ("policy", "critic", "sft")
+    names = {name for row in rows for name in row}
     phases = {f"time/{name}_s": name for name in list(summary.phases)[:5]}
     found = [("loss of the policy", {"policy/loss": "policy"}), ("loss of the critic", {"critic/loss": "critic"}),
-             ("gradient norm before clipping", {f"{model}/grad_norm": model for model in models}),
-             ("learning rate", {f"{model}/lr": model for model in models}),
+             ("gradient norm before clipping", _by_model(names, "grad_norm")),
+             ("learning rate", _by_model(names, "lr")),
              ("seconds per step", {"time/step_s": "step"} | phases),
              ("tokens per second", {"perf/tokens_per_s": "step", "rollout/tokens_per_s": "rollout"})]  # yapf: disable
     kept = [(title, {name: legend for name, legend in lines.items() if name in names}) for title, lines in found]
     return [(title, lines) for title, lines in kept if lines]
+
+
+def _by_model(names: set[str], metric: str) -> dict[str, str]:
+    """Return ``{metric: model}`` of all trained models."""
+    return {name: name.partition("/")[0] for name in sorted(names) if name.endswith(f"/{metric}")}
 
 
 def first_prompt(folder: Path) -> str | None:

@@ -7,12 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from lightrft.utils.tables import fixed_data, render, screen, unscored_causes
+from lightrft.utils.tables import of_fixed_data, render, screen, unscored_causes
 
 Row = dict[str, Any]
 
 _EVALUATION = re.compile(r"eval/(all/(pass@\d+|avg@(?!1$)\d+)|loss|accuracy)")  # avg@1 is pass@1
-_TRAINING = ("reward/mean", *fixed_data("loss"), *fixed_data("accuracy"))
 _TOKENS = re.compile(r"\w+/tokens")  # of a step: generated, or read by a trainer on fixed data
 UNCUT = 1000  # width of the lines with paths where there is no terminal
 _PARTS_OF_OTHERS = ("time/step_s", "time/update_s")  # sums of other times
@@ -49,7 +48,9 @@ class RunSummary:
         names = {name for row in rows for name in row}
         held_out = sorted(name for name in names if _EVALUATION.fullmatch(name))
         changes = [_evaluated(rows, name) for name in held_out]
-        changes += [_trained(rows, name) for name in _TRAINING if name in names]
+        sampled = [name for name in ("reward/mean", ) if name in names]
+        learnt = [name for metric in ("loss", "accuracy") for name in of_fixed_data(names, metric)]
+        changes += [_trained(rows, name) for name in sampled + learnt]
         phases = {name[5:-2]: _total(rows, name) for name in names
                   if name.startswith("time/") and name not in _PARTS_OF_OTHERS}  # yapf: disable
         longest_first = dict(sorted(phases.items(), key=lambda item: -item[1]))

@@ -1,5 +1,6 @@
 """Tables of a run on the console: one row per step, and one per data source of an evaluation. They fit the terminal."""
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -9,7 +10,6 @@ from rich.table import Table
 
 HEADER_EVERY = 20
 PLAIN_WIDTH = 120  # where there is no terminal
-FIXED_DATA = ("sft", "rm", "grm", "prm", "dpo", "kto", "kd")  # what metrics of the trainers on fixed data begin with
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class Column:
         return text if len(text) < self.width else f"{value:.2g}"
 
 
-def _first(*names: str) -> Callable[[Mapping[str, float]], float | None]:
-    """Read the first of these metrics that is present."""
-    return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
+def of_fixed_data(names: Iterable[str], metric: str) -> list[str]:
+    """Return those of ``names`` that are the ``metric`` of a trainer on fixed data, such as sft/loss."""
+    return [name for name in names if re.fullmatch(rf"(?!(policy|critic|eval|reward)/)\w+/{metric}", name)]
 
 
-def fixed_data(name: str) -> list[str]:
-    """Return the metric ``name`` of each trainer on fixed data."""
-    return [f"{trainer}/{name}" for trainer in FIXED_DATA]
+def _first(*names: str, learnt: str = "") -> Callable[[Mapping[str, float]], float | None]:
+    """Read the first of these metrics that is present, else the metric ``learnt`` of a trainer on fixed data."""
+    return lambda metrics: next(
+        (metrics[name] for name in (*names, *of_fixed_data(metrics, learnt)) if name in metrics), None)
 
 
 def _kl(value: float) -> str:
@@ -74,13 +75,12 @@ def _rest(metrics: Mapping[str, float]) -> float | None:
 
 _NUMBERS = (
     Column("reward", 8, _first("reward/mean")),
-    Column("accuracy", 9,
-           _first("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean", *fixed_data("accuracy"))),
+    Column("accuracy", 9, _first("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean", learnt="accuracy")),
     Column("held-out", 9, _first("eval/all/pass@1", "eval/all/avg@1", "eval/accuracy", "eval/loss")),
     Column("unscored", 9, _unscored, "{:.0f}".format),
-    Column("loss", 8, _first(*fixed_data("loss")), "{:.4f}".format),
+    Column("loss", 8, _first(learnt="loss"), "{:.4f}".format),
     Column("length", 8, _first("rollout/response_len/mean"), "{:.1f}".format),
-    Column("KL", 9, _first("policy/kl_ref", "reward/kl", *fixed_data("kl")), _kl),
+    Column("KL", 9, _first("policy/kl_ref", "reward/kl", learnt="kl"), _kl),
     Column("entropy", 8, _first("policy/entropy")),
     Column("tokens/s", 9, _first("perf/tokens_per_s"), "{:.0f}".format),
     Column("step s", 8, _first("time/step_s"), "{:.2f}".format),

@@ -40,7 +40,7 @@ def from_steps(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     mask = action_mask(exp)
     ends, raw = mask & ~exp.step_rewards.isnan(), exp.step_rewards.nan_to_num().double()
     moments = [segment_sum(each, exp.cu_seqlens, ends) for each in (torch.ones_like(raw), raw, raw**2)]
-    table, (_, owner) = exp.spread.gather(torch.stack(moments, 1)), exp.group_ids.unique(return_inverse=True)
+    table, (_, owner) = exp.ranks.gather(torch.stack(moments, 1)), exp.group_ids.unique(return_inverse=True)
     count, total, squares = torch.zeros(len(table), 3).double().index_add(0, owner, table)[owner].unbind(1)
     mean = total / count.clamp_min(1)
     std = ((squares - count * mean**2).clamp_min(0) / (count - 1).clamp_min(1)).sqrt()
@@ -114,7 +114,7 @@ def opo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
         Advantages [T].
     """
     _, live = reward_groups(exp, cfg)
-    lengths = exp.spread.gather(segment_sum(exp.loss_mask, exp.cu_seqlens)).to(exp.rewards.dtype)
+    lengths = exp.ranks.gather(segment_sum(exp.loss_mask, exp.cu_seqlens)).to(exp.rewards.dtype)
     weighted = group_stats(lengths * exp.rewards, exp.group_ids, exp.scored).mean
     length = group_stats(lengths, exp.group_ids, exp.scored).mean
     baseline = weighted / torch.where(length > 0, length, 1)

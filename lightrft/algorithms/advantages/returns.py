@@ -70,7 +70,7 @@ def reinforce_pp(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     """
     mask = action_mask(exp)
     returns = discounted_returns(exp.token_rewards, mask, exp.cu_seqlens, cfg.gamma)
-    return masked_whiten(returns, mask, unbiased=cfg.whiten_unbiased, spread=exp.spread)
+    return masked_whiten(returns, mask, unbiased=cfg.whiten_unbiased, ranks=exp.ranks)
 
 
 @advantage("reinforce_baseline", needs_group=True, whitens=True, reads=("whiten_flat_groups", ))
@@ -92,9 +92,9 @@ def reinforce_baseline(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
     returns = from_outcome(exp, torch.where(live, exp.rewards - group.mean, 0), cfg)
     part = exp.scored if cfg.whiten_flat_groups else live
     kept = action_mask(exp) & exp.per_token(part)
-    shifted = returns - torch.where(kept, masked_mean(returns, kept, exp.spread), 0)
-    variance = masked_var(returns, kept, cfg.whiten_unbiased, exp.spread)
-    return shifted * (variance + 1e-8).rsqrt() if exp.spread.total(kept.sum()) else returns
+    shifted = returns - torch.where(kept, masked_mean(returns, kept, exp.ranks), 0)
+    variance = masked_var(returns, kept, cfg.whiten_unbiased, exp.ranks)
+    return shifted * (variance + 1e-8).rsqrt() if exp.ranks.total(kept.sum()) else returns
 
 
 @advantage("gdpo", needs_group=True, whitens=True, needs_parts=True,
@@ -118,9 +118,9 @@ def gdpo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
         group, live = live_groups(values, exp.scored & ~values.isnan(), exp, cfg)
         total = total + torch.where(live, weights * (values - group.mean) / (group.std + cfg.std_eps), 0)
         taught = taught | live
-    counted, spread = (total, exp.scored), HERE
+    counted, ranks = (total, exp.scored), HERE
     if cfg.gdpo_whiten_tokens:
-        counted, spread = (exp.per_token(total), action_mask(exp)), exp.spread
-    variance = masked_var(*counted, cfg.whiten_unbiased, spread)
-    white = (total - masked_mean(*counted, spread)) * (variance + 1e-8).rsqrt()
+        counted, ranks = (exp.per_token(total), action_mask(exp)), exp.ranks
+    variance = masked_var(*counted, cfg.whiten_unbiased, ranks)
+    white = (total - masked_mean(*counted, ranks)) * (variance + 1e-8).rsqrt()
     return from_outcome(exp, torch.where(exp.scored if cfg.whiten_flat_groups else taught, white, 0), cfg)

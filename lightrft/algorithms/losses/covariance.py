@@ -12,13 +12,13 @@ from lightrft.types import Experience
 
 def high_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, seed: int) -> Tensor:
     """bool [T]: the drawn tokens of a whole mini-batch."""
-    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.spread)
+    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.ranks)
     candidates = exp.loss_mask & (cov >= cfg.clip_cov_low) & (cov <= cfg.clip_cov_high)
     if exp.old_logprobs is not None:  # else this is the first update on the rollout, where no ratio is clipped
         ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
         clipped = clipped_surrogate(ratio, exp.advantages, *clip_bounds(cfg))
         candidates &= ~(clipped.low | clipped.high)
-    return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask, exp.spread), seed, exp.cu_seqlens, exp.spread)
+    return draw(candidates, share(cfg.clip_cov_ratio, exp.loss_mask, exp.ranks), seed, exp.cu_seqlens, exp.ranks)
 
 
 @policy_loss("clip_cov", selects=high_covariance,
@@ -46,9 +46,9 @@ def clip_cov(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[T
 
 def highest_covariance(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig, seed: int) -> Tensor:
     """bool [T]: the tokens of a whole mini-batch that get the penalty."""
-    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.spread)
-    count = share(cfg.kl_cov_ratio, exp.loss_mask, exp.spread)
-    return largest(cov, count, exp.loss_mask, exp.cu_seqlens, exp.spread)
+    cov = covariance(logprobs, exp.advantages, exp.loss_mask, exp.ranks)
+    count = share(cfg.kl_cov_ratio, exp.loss_mask, exp.ranks)
+    return largest(cov, count, exp.loss_mask, exp.cu_seqlens, exp.ranks)
 
 
 @policy_loss("kl_cov", selects=highest_covariance, reads=("kl_cov_ratio", "kl_cov_coef", "kl_cov_abs"))

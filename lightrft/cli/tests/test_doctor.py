@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d, TCPStore
 
 from lightrft.cli.doctor import PROG, asked_extras, local_ranks, main, plan
-from lightrft.config.engines import INSTALL
+from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.models.activations import ModelShape
 from lightrft.models.loader import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
-from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm, check_threads
+from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, memory_verdict, run_bytes
 from lightrft.preflight.cost import GIB, count_parameters, model_size
@@ -186,7 +186,8 @@ def test_each_package_has_one_line_with_the_command_of_its_extra(packages):
 def test_a_missing_engine_comes_with_its_command(name):
     found = by_name(check_versions({name}))[name]
     if found.text.startswith("not installed"):
-        assert (found.verdict, found.text) == ("fail", f"not installed; {INSTALL[name]}"), "not what the run says"
+        said = f"not installed; {ENGINES[name].install}"
+        assert (found.verdict, found.text) == ("fail", said), "not what the run says"
         assert by_name(check_versions())[name].verdict == "ok"
     else:
         assert name in by_name(check_engine("hf"))
@@ -197,7 +198,7 @@ def test_an_engine_that_wants_other_packages(packages):
              "Requires-Dist: tokenizers==0.1; extra == 'x'")
     found = by_name(check_engine("hf"))["sglang"]
     assert found.verdict == "warn" and found.text.startswith("it wants torch==0.1, ") and found.text.count("wants") == 1
-    assert found.remedy == f"in an environment of its own: {INSTALL['sglang']}"
+    assert found.remedy == f"in an environment of its own: {ENGINES['sglang'].install}"
 
 
 def test_the_chosen_engine_is_imported_in_another_process(packages):
@@ -206,6 +207,19 @@ def test_the_chosen_engine_is_imported_in_another_process(packages):
     assert fits.verdict == "ok" and broken.verdict == "fail" and "sglang" not in sys.modules
     assert broken.text == "cannot be imported: ImportError: libcudart.so.13: cannot open"
     assert broken.remedy == "pip install --force-reinstall --no-deps sglang==9.0"
+
+
+@pytest.mark.parametrize("library, remedy", [
+    ("libnuma.so.1", "the system lacks libnuma.so.1: apt-get install libnuma1"),
+    ("libother.so.2", "the system lacks libother.so.2: install the package of the system that has it"),
+    ("libcudart.so.13", "pip install --force-reinstall --no-deps sglang==9.0"),
+])
+def test_a_library_of_the_system_is_named(packages, library, remedy):
+    """SGLang's kernels report it, and then that none of them could be loaded."""
+    code = (f"try:\n    raise ImportError('{library}: cannot open shared object file: No such file or directory')\n"
+            "except ImportError as error:\n    raise ImportError('Could not load any common_ops library!') from error")
+    packages("sglang", "9.0", code=code)
+    assert [found.remedy for found in check_engine("sglang") if found.verdict == "fail"] == [remedy]
 
 
 @pytest.mark.parametrize("code, verdict, words", [
@@ -368,25 +382,6 @@ def test_shared_memory(tmp_path):
 def test_the_worst_verdict():
     assert worst([]) == "ok" and worst([Finding("warn", "a", ""), Finding("ok", "b", "")]) == "warn"
     assert worst([Finding("fail", "a", ""), Finding("warn", "b", "")]) == "fail"
-
-
-@pytest.mark.parametrize("ranks,given,verdict,text", [
-    (1, None, "ok", "1 rank x 16 threads on 16 cores"),
-    (4, None, "ok", "4 ranks x 4 threads on 16 cores; plain torchrun gives each rank 1 thread"),
-    (16, None, "ok", "16 ranks x 1 thread on 16 cores"),
-    (4, "1", "warn", "4 ranks x 1 thread on 16 cores, the others idle (OMP_NUM_THREADS=1, which torchrun sets"),
-    (16, "1", "ok", "16 ranks x 1 thread on 16 cores (OMP_NUM_THREADS=1)"),
-    (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than there are"),
-])
-def test_threads_of_each_rank(ranks, given, verdict, text, monkeypatch):
-    monkeypatch.setattr("lightrft.utils.env.count_cores", lambda: 16)
-    monkeypatch.setattr("torch.get_num_threads", lambda: int(given))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    (found, ) = check_threads(ranks)
-    assert (found.name, found.verdict) == ("threads", verdict) and found.text.startswith(text), found
-    assert verdict == "ok" or f"OMP_NUM_THREADS={16 // ranks}, or start with lightrft train --nproc" in found.remedy
 
 
 def test_the_ranks_of_a_machine_are_counted(monkeypatch):

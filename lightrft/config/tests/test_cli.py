@@ -339,6 +339,34 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     assert said in fails(capsys, words.split(), tree=tree)
 
 
+@pytest.mark.parametrize("names,said", [
+    ("kl_coeff kl", "here: --init_kl_coef"),
+    ("reward_func", "here: --reward\n"),
+    ("save_dir output", "here: --save_path"),
+    ("tp tensor_parallel_size", "here: --engine_tp_size"),
+    ("model_path base_model", "here: --pretrain"),
+    ("grad_clip actor_rollout_ref.actor.grad_clip", "here: --max_norm"),
+    ("use_lora peft_config", "here: --lora_rank for LoRA"),
+    ("n_samples group_size", "here: --n_samples_per_prompt"),
+    ("max_tokens max_response_len", "here: --generate_max_len"),
+    ("gpus", "here: torchrun: --nproc-per-node"),
+    ("wandb", "here: --use_wandb"),
+    ("lr", "here: --actor_learning_rate"),
+    ("resume", "here: --load_checkpoint"),
+    ("critic.model.path", "here: --critic_pretrain"),
+    ("algorithm.filter_groups.enable", "here: --dynamic_sampling"),
+    ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
+    ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
+    ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
+    ("ref_model_mixup_alpha use_bias_correction_kl", "unknown flag --{}\n"),
+])
+def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """Or have no hint, where nothing here is meant."""
+    for name in names.split():
+        assert said.format(name) in fails(capsys, [f"--{name}", "1"]), name
+
+
 def test_flags_that_trl_names_otherwise_set_ours() -> None:
     loss = parse_config(["--desirable_weight", "2", "--undesirable_weight=3"], tree=KTOConfig).config.preference
     assert (loss.desirable_loss_weight, loss.undesirable_loss_weight) == (2.0, 3.0)

@@ -224,8 +224,10 @@ def test_what_only_a_preset_set_may_be_without_effect(argv: list[str]) -> None:
 
 def test_a_problem_says_which_preset_it_is_from() -> None:
     parsed = parse_config(["--recipe", "ppo", "--advantage_estimator", "reinforce++"])
-    one, two = with_sources(["--advantages_norm True: already", "--seed 1: bad"], parsed.provenance)
-    assert one == "--advantages_norm True: already (it is from recipe ppo)" and two == "--seed 1: bad"
+    one, bare, two = with_sources(["--advantages_norm true: already", "--advantages_norm: already", "--seed 1: bad"],
+                                  parsed.provenance)
+    assert one == "--advantages_norm true: already (it is from recipe ppo)" and two == "--seed 1: bad"
+    assert bare == "--advantages_norm: already (it is from recipe ppo)"
 
 
 def test_tables() -> None:

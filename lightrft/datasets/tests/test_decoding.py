@@ -5,6 +5,7 @@ import sys
 import time
 import zlib
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -176,7 +177,8 @@ def test_missing_packages_name_their_extra(monkeypatch):
 
 
 # -- video ------------------------------------------------------------------------------------------------------------
-def video(frames, rate=10, kind="mp4", codec="mpeg4", rotate=0):
+def video(frames, rate=10, kind="mp4", codec="mpeg4", rotate=0, first=0):
+    """Encode frames, of which the first is shown at the second ``first``."""
     av = pytest.importorskip("av")
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as out:
@@ -187,8 +189,10 @@ def video(frames, rate=10, kind="mp4", codec="mpeg4", rotate=0):
             pytest.skip("PyAV before 17 cannot write it")
         if rotate:
             stream.set_display_rotation(rotate)
-        for frame in frames:
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        for i, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = first * rate + i, Fraction(1, rate)
+            out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return file.getvalue()
 
@@ -260,9 +264,20 @@ def test_broken_videos():
             decoded(broken, "video")
 
 
-@pytest.mark.parametrize("kind", ["mp4", "matroska", "avi"])
-def test_videos_cut_off(kind):
-    data, refused = video(greys(40), kind=kind), 0
+@pytest.mark.parametrize("kind,codec", [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("mpegts", "mpeg2video"),
+                                        ("asf", "mpeg4"), ("flv", "flv1")])
+def test_times_count_from_the_first_frame(kind, codec):
+    """A file that was cut out of a longer one, or sent, need not begin at 0."""
+    found, at_zero = (decoded(video(greys(40), kind=kind, codec=codec, rate=25, first=first), "video")
+                      for first in (7, 0))  # yapf: disable
+    assert (found.times, found.seconds) == (at_zero.times, at_zero.seconds)
+    assert found.times[0] == 0 and np.allclose(np.diff(found.times), 0.5, atol=0.05)
+    assert levels(found) == levels(at_zero)
+
+
+@pytest.mark.parametrize("kind,first", [("mp4", 0), ("matroska", 0), ("avi", 0), ("mp4", 20), ("matroska", 20)])
+def test_videos_cut_off(kind, first):
+    data, refused = video(greys(40), kind=kind, first=first), 0
     for length in range(len(data) // 40, len(data), len(data) // 40):
         try:
             assert decoded(data[:length], "video").seconds > 3.2, f"{length} of {len(data)} bytes"

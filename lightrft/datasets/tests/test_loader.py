@@ -85,10 +85,15 @@ def test_resume_with_other_data_is_refused():
         PromptLoader(range(21), 4).load_state_dict(PromptLoader(range(20), 4).state_dict())
 
 
-@pytest.mark.parametrize("size, nearest", [(11, 10), (0, 1), (-3, 1)])
-def test_batch_that_cannot_be_filled(size, nearest):
-    with pytest.raises(DataError, match=f"the data has 10. The nearest batch size that works is {nearest}"):
-        PromptLoader(range(10), size)
+@pytest.mark.parametrize("size, rows, said", [
+    (11, 10, "--batch 11: a batch cannot be filled, the data has 10 rows; give at most that, e.g. --batch 10"),
+    (128, 60, "--batch 128: .* e.g. --batch 48"),
+    (0, 10, "--batch 0: .* nearest valid value: 1"),
+    (-3, 10, "--batch -3: .* nearest valid value: 1"),
+])
+def test_batch_that_cannot_be_filled(size, rows, said):
+    with pytest.raises(DataError, match=said):
+        PromptLoader(range(rows), size, option="batch")
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -2,8 +2,10 @@
 import pytest
 
 from lightrft.config.offline_schema import PairDataConfig
-from lightrft.datasets.preferences import PairDataset
-from lightrft.datasets.rows import DataError
+from lightrft.config.rm_schema import JudgeDataConfig
+from lightrft.datasets.judgements import to_judgement
+from lightrft.datasets.preferences import find_pairs, PairDataset, side_rows, to_pair
+from lightrft.datasets.rows import DataError, hold_rows, load_rows
 from lightrft.tests.support import tiny
 
 ASK, GOOD, BAD = ({"role": role, "content": text}
@@ -139,6 +141,22 @@ def test_what_stops_a_run_under_every_policy(build):
                             ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "text prompt with a chat answer")):
         with pytest.raises(DataError, match=problem):
             build([broken], pair_policy="skip")
+
+
+def test_media_of_the_rejected_answer(tokenizer):
+    """They stand for all media of their kind; a row without others for them, or for a judge, is refused."""
+    row = {"messages": [ASK, GOOD], "image": "cat", "videos": ["walk"], "rejected_images": ["dog"]}
+    rows, cfg = load_rows(hold_rows([row, row | {"rejected_response": "3", "rejected_images": []}])), PairDataConfig()
+    pairs = find_pairs(rows, cfg)
+    chosen, rejected = ([(own.get("images"), own["image"], own["videos"]) for own in side.rows]
+                        for side in side_rows(rows, pairs, cfg))  # yapf: disable
+    assert chosen == [(None, "cat", ["walk"])] * 2 and rejected == [(["dog"], None, ["walk"]), chosen[1]]
+    assert pairs[0].chosen == pairs[0].rejected == [GOOD] and pairs[0].prompt == [ASK]
+    for empty in ({}, {"images": ["dog"], "image": None}):
+        with pytest.raises(DataError, match="the chosen answer is the rejected" if empty else "the rejected answer is"):
+            to_pair((row if empty else row | {"rejected_images": None}) | empty, cfg, "row 1")
+    with pytest.raises(DataError, match="other media for the rejected candidate .*in the column 'images'"):
+        to_judgement(FORMS["TRL, explicit prompt"] | {"rejected_images": ["dog"]}, JudgeDataConfig(), False, "row 1")
 
 
 def test_answers_of_the_same_tokens_are_equal(build, tokenizer, monkeypatch, capsys):

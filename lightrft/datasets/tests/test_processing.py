@@ -56,6 +56,18 @@ def test_a_video_is_what_the_processor_makes_of_its_file(name, file, tmp_path):
         store.encode("a b", keys)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind,codec", [("mp4", "mpeg4"), ("mpegts", "mpeg2video")])
+def test_a_video_that_begins_later_is_the_same_to_the_model(name, kind, codec):
+    """Tensors, seconds per grid and the times in the prompt, of which positions are made."""
+    store = MediaStore(tiny_vision.FAMILIES[name].processor(tiny_vision.FAMILIES[name].tokenizer()), MediaRules())
+    files = [video(greys(20), kind=kind, codec=codec, first=first) for first in (0, 5)]
+    keys = store.register([find_medium(file, "video", store.rules, "row 1") for file in files])
+    at_zero, later = (store.tensors(key) for key in keys)
+    assert keys[0] != keys[1] and at_zero.text == later.text and at_zero.tensors.keys() == later.tensors.keys()
+    assert all(torch.equal(tensor, later.tensors[name]) for name, tensor in at_zero.tensors.items())
+
+
 def test_times_of_frames_that_were_left_out(tmp_path):
     """Of 10 frames a second every fifth is kept: the prompt has their own times."""
     (tmp_path / "a.mp4").write_bytes(video(greys(40), rate=10))

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -7,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.datasets.rows import DataError, load_rows
+from lightrft.datasets.records import to_message
+from lightrft.datasets.rows import DataError, hold_rows, load_rows
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
@@ -127,6 +129,27 @@ def test_not_utf8(tmp_path):
         load_rows(str(tmp_path / "a.jsonl"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_an_encoding_that_marks_itself_is_named(tmp_path, encoding):
+    for name in ("a.jsonl", "b.csv"):
+        (tmp_path / name).write_text('{"prompt": "é"}\n', encoding=encoding)
+        with pytest.raises(DataError, match=f"{name}: {encoding.upper()}, not UTF-8.*iconv -f {encoding} -t utf-8"):
+            load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a \ud800"}, {"prompt": [{"role": "user", "content": ["\udfff"]}]},
+                                 {"prompt": None, "tools": {"\udc80": 1}}])  # yapf: disable
+def test_half_of_a_surrogate_pair(tmp_path, row):
+    """JSON may hold it, and no tokenizer reads it; a whole pair is a character."""
+    file, half = tmp_path / "a.jsonl", json.dumps(row)
+    whole = re.sub(r"\\u....", r"\\ud83d\\ude00", half)
+    file.write_text(whole)
+    assert load_rows(str(file)).rows == [json.loads(whole)]
+    file.write_text(f"{whole}\n{half}")
+    with pytest.raises(DataError, match=f"a.jsonl, row 2: the column '{[*row][-1]}' has .*, half of a surrogate pair"):
+        load_rows(str(file))
+
+
 def test_parquet_text_that_is_not_utf8(tmp_path):
     column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\4\0\0\0"), pa.py_buffer(b"caf\xe9")])
     pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
@@ -159,3 +182,46 @@ def test_unknown_suffix(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match="unknown kind of file '.txt'; known: .arrow"):
         load_rows(str(tmp_path / "a.txt"))
+
+
+IN_MEMORY = """
+import numpy as np
+from PIL import Image
+flat = Image.new("P", (8, 8), 1)
+shown = [flat.copy() for _ in range(3)]
+shown[1].putpalette([9, 9, 9] * 4)
+shown[2].info["transparency"] = 1
+turned = Image.new("RGB", (4, 4))
+turned.info["exif"] = b"Exif..6"
+sound = np.zeros(5000, np.float32)
+loud = sound.copy()
+loud[2500] = 1
+nested = [np.array([[sound], [None]], object), np.array([[loud], [None]], object)]
+VALUES = [
+    sound, loud, sound.astype(np.float64), sound.reshape(50, 100), {"array": sound}, {"array": loud}, [sound, loud],
+    [loud, sound], *nested, *shown, turned, Image.new("RGB", (4, 4)), Image.new("L", (4, 4)), Image.new("RGB", (8, 2)),
+    b"one", b"two", "one", [b"one"], [1.0, 2.0], [1.0, 2.5], {"a": 1}, 1, True, None
+]
+"""
+
+
+def names_in_memory():
+    values = {}
+    exec(IN_MEMORY, values)
+    return [hold_rows([{"prompt": "?", "image": value}]) for value in values["VALUES"]]
+
+
+def test_rows_in_memory_have_one_name_for_equal_content_and_another_for_other():
+    """Also in another process, which resumes: arrays whose middle differs, pictures that are shown in other ways."""
+    names = names_in_memory()
+    assert len({*names}) == len(names) and names == names_in_memory()
+    program = "from lightrft.datasets.tests.test_rows import names_in_memory; print(*names_in_memory())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert other.stdout.split() == names
+
+
+@pytest.mark.parametrize("role,ours", [("human", "user"), ("gpt", "assistant")])
+def test_a_role_of_another_form_of_chats_is_refused(role, ours):
+    with pytest.raises(DataError, match=f"a.jsonl, row 1: a chat message has the role '{role}'.*Write '{ours}'"):
+        to_message({"role": role, "content": "1 + 1?"}, "a.jsonl, row 1")
+    assert to_message({"from": role, "value": "1 + 1?"}, "")["role"] == ours

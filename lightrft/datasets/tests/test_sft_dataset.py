@@ -53,6 +53,15 @@ def test_loss_on_assistant_turns_and_their_end_only(build, template):
     assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
 
 
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
+def test_a_chat_that_begins_with_an_answer(build, template, system):
+    """What the template writes before it is not learnt, nor a system turn of its own."""
+    tokenizer = with_template("{{ '<|im_start|>system\nBe.<|im_end|>\n' }}" * system + template)
+    example = build([{"messages": MESSAGES[2:]}], tokenizer=tokenizer)[0]
+    assert learnt(example, tokenizer) == ["It is 2.<|im_end|>", "4<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [tiny.CHATML, MARKED])
 def test_prompt_and_completion_learns_the_completion_only(build, template):
     tokenizer = with_template(template)

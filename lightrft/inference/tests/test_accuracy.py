@@ -3,8 +3,12 @@ from itertools import combinations, product
 
 import pytest
 
+from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.inference import accuracy
 from lightrft.inference.accuracy import differences, final_answer, group_answers, maj_at_k, measures, results, sign_test
+from lightrft.inference.generation import scored
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
 from lightrft.trainer.evaluator import wilson_interval
 
 
@@ -43,11 +47,17 @@ def test_equal_answers_are_one_answer():
 
 
 def test_answers_that_are_a_choice_vote_by_their_letter():
-    """In every form that the rule scores."""
+    """In every form that the rule scores, in the rows of a run with the suite's own recipe."""
     said = ["The answer is B.", "\\boxed{b}", "\\boxed{(B) a quark}", "Answer: C", "no idea"]
-    graded = [{"prompt_id": "1", "output": text, "tokens": 1, "reward": score, "reward_parts": {"choice": score}}
-              for text, score in zip(said, (1.0, 1.0, 1.0, 0.0, 0.0))]  # yapf: disable
-    assert group_answers(graded)["1"].said == ["B", "B", "B", "C", None]
+    rewards = RewardManager(RewardConfig())
+    try:
+        scores = rewards.score([RewardInput("", text, label=f"{SUITE_LABEL}gpqa", reference="B") for text in said])
+    finally:
+        rewards.shutdown()
+    graded = [{"prompt_id": "1", "output": text, "tokens": 1, **scored(score)} for text, score in zip(said, scores)]
+    found = group_answers(graded)["1"]
+    assert found.said == ["B", "B", "B", "C", None]
+    assert maj_at_k(found.correct, found.said, 5) == 1.0
 
 
 def rows(source, uid, *rewards):

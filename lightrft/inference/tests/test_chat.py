@@ -47,11 +47,14 @@ def said(path, lines, **given):
 
 
 def test_a_chat_is_piped_through_the_command(model, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/reset\nhello\n/exit\nnever\n"))
+    lines = b"hello\n/reset\nhi \xff\n/image \xff\nhello\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     main(launch.flags({"pretrain": model, "temperature": 0, **SMALL}))
     out, err = capsys.readouterr()
     first, rest = out.split("a new conversation\n")
     assert "WARNING" not in err, "a chat needs no reference answers"
+    *refused, rest = rest.split("convert the text\n")
+    assert refused == ["the line is not UTF-8, and is left out. Set the terminal to UTF-8, or "] * 2
     assert first and rest == first, "after a reset the same question has the same greedy answer, and /exit ends"
 
 

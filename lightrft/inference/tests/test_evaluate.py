@@ -13,12 +13,14 @@ from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.tree import options
 from lightrft.datasets.suites import load_suite, SUITES
 from lightrft.inference.evaluation import model_names
+from lightrft.inference.loading import LoadedModel
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.tests.support import launch, tiny, tiny_task
 from lightrft.tests.support.generate_flips import EVALUATE_FLIPS
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.runs import read_lines
+from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
 
@@ -121,6 +123,7 @@ def test_suites_are_evaluated_by_name(home, tmp_path):
     ({"pass_k": 2}, "--pass_k 2: needs 2 answers per prompt"),
     ({"maj_k": 3, "n_samples": 2, "temperature": 1}, "--maj_k 3: needs 3 answers"),
     ({"pretrain": "a/b,a/b"}, "--pretrain a/b: is given twice"),
+    ({"pretrain": "a/b,./x/../a/b/"}, "--pretrain a/b ./x/../a/b/: is given twice"),
     ({"pretrain": "./absent"}, "--pretrain ./absent: no such folder"),
     ({"eval_data": "none"}, "--eval_data is missing"),
     ({"eval_suite": "math50=x"}, "unknown suite 'math50'"),
@@ -135,3 +138,19 @@ def test_options_that_do_not_fit_are_refused(given, told, home, tmp_path, capsys
 def test_rows_without_a_reward_name_the_option(home, tmp_path):
     with pytest.raises(ValueError, match="no reward recipe for label .* for example --score math"):
         run(home, tmp_path, score=[])
+
+
+def test_an_evaluation_without_any_score_fails_and_keeps_the_answers(home, tmp_path, monkeypatch):
+    """Until the reward answers; a reward that is edited meanwhile is another one."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("import os\ndef reward(prompts, completions, **columns):\n    os._exit(1)\n")
+    given = {"score": [str(reward)], "reward_workers": 1}
+    with pytest.raises(UserError, match="model: 6 of 6 responses are unscored .6 worker_died.*model.parts keeps"):
+        run(home, tmp_path, **given)
+    assert len(read_lines(tmp_path / "out" / "model.jsonl")) == 6
+    monkeypatch.setattr(LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
+    with pytest.raises(UserError, match="6 of 6 responses are unscored"):
+        run(home, tmp_path, **given)
+    reward.write_text("def reward(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    with pytest.raises(UserError, match="the content of .*reward.py"):
+        run(home, tmp_path, **given)

@@ -1,6 +1,8 @@
 """Batch inference: real runs of a tiny model, its options, and a run that is killed."""
 import json
+import os
 import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.inference import batch
-from lightrft.rewards.base import RewardInput
+from lightrft.rewards import remote
+from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.remote import RequestFailed
 from lightrft.tests.support import launch, tiny_task
 from lightrft.tests.support.generate_flips import GENERATE_FLIPS
 from lightrft.tests.support.runs import read_lines
@@ -96,8 +100,8 @@ def test_rows_have_the_prompt_the_response_and_its_score(home, observe):
     assert len(found.rows) == 12 and not found.out.with_name("out.jsonl.parts").exists()
     assert found.rows[3] == {
         "input": "What is 51+51?", "prompt_id": "0:1", "sample": 1, "data_source": "sums", "reference": "102", "output":
-        found.rows[3]["output"], "reward": found.rows[3]["reward"], "tokens": found.rows[3]["tokens"], "finish_reason":
-        found.rows[3]["finish_reason"]
+        found.rows[3]["output"], "reward": found.rows[3]["reward"], "reward_parts": found.rows[3]["reward_parts"],
+        "tokens": found.rows[3]["tokens"], "finish_reason": found.rows[3]["finish_reason"]
     }
     assert 0 <= found.rows[3]["reward"] <= 1.1
     facts = found.summary
@@ -122,6 +126,21 @@ def test_chats_are_scored_too_and_a_reward_that_is_there_needs_no_score(home, tm
     again = tiny_task.write_rows(tmp_path / "scored.jsonl", [row | {"output": "x", "reward": 0.5}, row])
     (pair, ) = run(home, tmp_path, **(given | {"prompt_data": [str(again)]}), post_processor="iter_dpo").rows
     assert (pair["chosen"], pair["rejected_reward"]) == ("\\boxed{2}", 0.5)
+
+
+def test_rewards_may_be_text(home, tmp_path):
+    """As in a CSV whose column has a text too, and compared as numbers: 10 is more than 9.5."""
+    (tmp_path / "scored.csv").write_text('input,output,reward,unscored\nq,a," 9.5",\nq,b,10,\nq,c,,timeout\n')
+    given = {"eval_task": "rm", "prompt_data": [str(tmp_path / "scored.csv")], "post_processor": "iter_dpo"}
+    found = run(home, tmp_path, **given)
+    assert (found.rows[0]["chosen"], found.rows[0]["chosen_reward"], found.rows[0]["rejected_reward"]) == ("b", 10, 9.5)
+    assert found.summary["unscored responses"] == 1
+    for bad, told in (("good", "the reward 'good' is not a finite number"), ("nan", "not a finite number"),
+                      ("", "the row has no reward")):
+        tiny_task.write_rows(tmp_path / "bad.jsonl", [{"input": "q", "output": "a", "reward": value}
+                                                      for value in ("1", bad)])  # yapf: disable
+        with pytest.raises(UserError, match=f"bad.jsonl.*2.*{told}"):
+            run(home, tmp_path, **given | {"prompt_data": [str(tmp_path / "bad.jsonl")]})
 
 
 SLOW = '''
@@ -161,6 +180,46 @@ def test_a_finished_run_whose_output_was_not_written_generates_nothing(home, tmp
         run(home, tmp_path, post_processor="iter_dpo", **given)
     monkeypatch.setattr(batch.LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
     assert len(run(home, tmp_path, post_processor="rs", **given).rows) == 6
+
+
+def test_responses_whose_server_did_not_answer_are_scored_again(home, tmp_path, monkeypatch):
+    """And nothing is generated again; without any score the command fails, whatever it writes."""
+    up = []
+
+    def ask(session, url, batch, limit_s):
+        if not up:
+            raise RequestFailed("unreachable", url)
+        return [Outcome(float(len(item.response))) for item in batch]
+
+    monkeypatch.setattr(remote, "ask_server", ask)
+    given, folder = {"score": ["http://127.0.0.1:9/reward"], "best_of_n": 2}, tmp_path / "out.jsonl.parts"
+    with pytest.raises(UserError, match=f"12 of 12 responses are unscored .12 unreachable.* {folder} keeps the resp"):
+        run(home, tmp_path, **given)
+    monkeypatch.setattr(batch.LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
+    with pytest.raises(UserError, match=f"no row is left of 12 responses .12 unscored.* {folder} keeps the responses"):
+        run(home, tmp_path, post_processor="rs", **given)
+    first = read_lines(tmp_path / "out.jsonl")
+    up.append(True)
+    found = run(home, tmp_path, **given)
+    assert [row["reward"] for row in found.rows] == [len(row["output"]) for row in first]
+    assert "unscored" not in found.rows[0] and found.summary["unscored responses"] == 0 and not folder.exists()
+
+
+def test_rows_of_a_changed_reward_or_model_are_refused(home, tmp_path):
+    """A file that is edited, weights that are written again, in place."""
+    reward, model = tmp_path / "reward.py", shutil.copytree(home / "model", tmp_path / "model")
+    reward.write_text("def reward(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    given = {"score": [str(reward)], "best_of_n": 2, "pretrain": str(model), "post_processor": "iter_dpo"}
+    with pytest.raises(UserError, match="no row is left"):
+        run(home, tmp_path, **given)
+    text = reward.read_text()
+    reward.write_text(text.replace("1.0", "2.0"))
+    with pytest.raises(UserError, match="an unfinished run with other options or data: the content of .*reward.py"):
+        run(home, tmp_path, **given)
+    reward.write_text(text)
+    os.utime(model / "model.safetensors")
+    with pytest.raises(UserError, match="an unfinished run with other options or data: the files of .*model"):
+        run(home, tmp_path, **given)
 
 
 def test_a_reward_model_scores_what_is_generated_and_what_is_there(home, tmp_path, scorer):
@@ -215,7 +274,7 @@ BAD = [
     ({"output_key": "answer"}, "has no effect without --eval_task rm"),
     ({"output_path": "."}, "is a folder; give a file"),
     ({"prompt_data": "absent.jsonl"}, "absent.jsonl"),
-    ({"normalize_reward": True}, "--normalize_reward True: has no effect without --score"),
+    ({"normalize_reward": True}, "--normalize_reward true: has no effect without --score"),
 ]  # yapf: disable
 
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 import sys
 
@@ -6,9 +7,10 @@ import torch
 from transformers import (AutoConfig, AutoModelForSequenceClassification, BertConfig, GptOssConfig, logging as
                           hf_logging, MambaConfig, MllamaConfig, T5Config, ViTConfig)
 
+from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models import loader
-from lightrft.models.loader import _apply_liger, check_context, load_actor, load_critic
+from lightrft.models.loader import _apply_liger, check_context, load_actor, load_critic, load_reward_model
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
@@ -191,6 +193,22 @@ def test_the_critic_ignores_what_is_for_the_actor(path):
     critic = load_critic(
         ModelConfig(pretrain=str(path), lora_rank=4, freeze_prefix=["lm_head"], gradient_checkpointing=True))
     assert all(p.requires_grad for p in critic.parameters()) and critic.hf_model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["Qwen2Model"]},
+                                     {"architectures": None, "reward_model": {}}])  # yapf: disable
+def test_a_reward_model_writes_nothing(path, tmp_path, changes):
+    """Nor is it a reference; it is a start for a reward model, and a head of another program is none."""
+    AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).save_pretrained(tmp_path)
+    config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "config.json"
+    file.write_text(json.dumps(config | changes))
+    for train in (True, False):
+        with pytest.raises(UserError, match="scores texts and writes none .* lightrft rm trains a reward model"):
+            load_actor(ModelConfig(pretrain=str(tmp_path)), train=train)
+    file.write_text(json.dumps(config))
+    assert load_reward_model(RewardModelConfig(pretrain=str(tmp_path))).hf_model.score.weight.any()
+    file.write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))  # TRL's models with a value head
+    load_actor(ModelConfig(pretrain=str(tmp_path)))
 
 
 # -- context ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch.distributions import Bernoulli, kl_divergence
 from lightrft.ops.divergence import binary_kl
 from lightrft.ops.selection import covariance, draw, largest, share
 from lightrft.tests.support.threads import World
-from lightrft.trainer.shards import RankSpread
+from lightrft.trainer.shards import BatchRanks
 
 MASK, ONE = torch.tensor([True, False, True, True]), torch.tensor([0, 4])
 
@@ -62,11 +62,11 @@ def test_it_is_the_same_however_the_batch_is_spread():
 
         def choose(strategy):
             index = torch.tensor(owners[strategy.rank], dtype=torch.long)
-            spread, own = RankSpread(strategy, index, len(lens)), torch.tensor([0, *(lens[b] for b in index)]).cumsum(0)
+            ranks, own = BatchRanks(strategy, index, len(lens)), torch.tensor([0, *(lens[b] for b in index)]).cumsum(0)
             mine, kept = cut(x, strategy.rank), cut(mask, strategy.rank)
-            assert share(0.5, kept, spread) == share(0.5, mask)
-            return (largest(mine, count, kept, own, spread), draw(kept, count, 7, own,
-                                                                  spread), covariance(mine, 2 * mine, kept, spread))
+            assert share(0.5, kept, ranks) == share(0.5, mask)
+            return (largest(mine, count, kept, own, ranks), draw(kept, count, 7, own,
+                                                                 ranks), covariance(mine, 2 * mine, kept, ranks))
 
         for rank, (top, drawn, cov) in enumerate(World(4).run(choose)):
             assert torch.equal(top, cut(chosen[0], rank)) and torch.equal(drawn, cut(chosen[1], rank))

@@ -1,12 +1,13 @@
 """Checks of Python and the packages: versions, imports, engines that need other versions of shared packages, media."""
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from importlib.metadata import metadata, PackageNotFoundError, requires, version
 
-from lightrft.config.engines import INSTALL
+from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config
 from lightrft.preflight.checks import Finding
 from lightrft.utils.errors import first_line, install_command
@@ -74,7 +75,7 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
     if found is None:
         if extra is None:
             return Finding("fail", name, f"not installed, lightrft needs {name}{ranges}", install)
-        missing = "not installed; " + INSTALL.get(extra, install_command(extra))
+        missing = "not installed; " + (ENGINES[extra].install if extra in ENGINES else install_command(extra))
         return Finding("fail" if extra in asked else "ok", name, missing + ("" if extra in asked else " (optional)"))
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(bad, name, f"{found}, lightrft needs {ranges}", install)
@@ -82,17 +83,18 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
 
 
 SHARED = ("torch", "transformers", "tokenizers", "numpy")  # what an engine and lightrft both depend on
-PROBES = {
-    "transformers": "import transformers.image_utils; from transformers import AutoModelForCausalLM",  # torchvision too
-    "vllm": "from vllm.v1.engine.llm_engine import LLMEngine",
-    "sglang": "from sglang.srt.entrypoints.engine import Engine",
-}
+# Those of CUDA and torch come with wheels.
+MISSING_LIBRARY = re.compile(r"\b(lib(?!cu|nv|nccl|torch|c10)[\w.+-]+\.so[\d.]*): cannot open shared object file")
+SYSTEM_LIBRARIES = {"libnuma.so.1": "libnuma1"}  # and the packages of Debian and Ubuntu that have them
+# torchvision too
+TRANSFORMERS_PROBE = "import transformers.image_utils; from transformers import AutoModelForCausalLM"
 
 
 def check_import(name: str, timeout_s: float = 120) -> Iterator[Finding]:
     """Import a package as a training run does, in a separate process: a crash there cannot break the doctor."""
+    probe = ENGINES[name].probe if name in ENGINES else TRANSFORMERS_PROBE
     try:
-        done = subprocess.run([sys.executable, "-c", PROBES[name]], capture_output=True, text=True, timeout=timeout_s,
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=timeout_s,
                               stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         yield Finding("warn", name, f"importing it takes more than {timeout_s:g} s",
@@ -106,10 +108,15 @@ def check_import(name: str, timeout_s: float = 120) -> Iterator[Finding]:
 
 
 def _import_remedy(name: str, trace: str) -> str:
-    """Name the remedy. The known cause is a torchvision for CUDA with a torch for CPUs, or with another release."""
+    """Name the remedy. Known causes are a torchvision for CUDA with a torch for CPUs, or with another release, and a
+    library of the system that no wheel brings."""
     for other in ("torchvision", "torchaudio"):
         if other in trace:
             return f"{other} was built for another torch: pip uninstall {other}, or install the one that matches torch"
+    if missing := MISSING_LIBRARY.search(trace):
+        found = SYSTEM_LIBRARIES.get(missing[1])
+        return f"the system lacks {missing[1]}: " + (f"apt-get install {found}" if found else
+                                                     "install the package of the system that has it")  # yapf: disable
     pinned = f"=={found}" if (found := installed(name)) else ""
     return f"pip install --force-reinstall --no-deps {distribution(name)}{pinned}"
 
@@ -120,12 +127,12 @@ def check_engine(chosen: str) -> Iterator[Finding]:
     Args:
         chosen: ``--engine_type``; "hf" comes with lightrft and needs nothing more.
     """
-    for name in filter(installed, INSTALL):
+    for name in (name for name, facts in ENGINES.items() if facts.install and installed(name)):
         if conflicts := list(_conflicts(name)):
-            yield Finding("warn", name, "; ".join(conflicts), f"in an environment of its own: {INSTALL[name]}")
+            yield Finding("warn", name, "; ".join(conflicts), f"in an environment of its own: {ENGINES[name].install}")
         else:
             yield Finding("ok", name, "fits the other packages")
-    if chosen in INSTALL and installed(chosen):
+    if ENGINES[chosen].probe and installed(chosen):
         yield from check_import(chosen)
 
 

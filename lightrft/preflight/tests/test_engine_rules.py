@@ -4,6 +4,7 @@ from contextlib import nullcontext
 import pytest
 
 from lightrft.config.cli import parse_config
+from lightrft.config.engines import EngineFacts, ENGINES
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
@@ -96,7 +97,7 @@ def test_a_value_with_commas_comes_through_as_the_remedy_says():
 ])  # yapf: disable
 def test_what_cannot_leave_the_device(values, words, monkeypatch):
     found, = problems(monkeypatch, offload_during_rollout=True, **values)
-    assert found.startswith("--offload_during_rollout True: ") and words in found
+    assert found.startswith("--offload_during_rollout true: ") and words in found
 
 
 @pytest.mark.parametrize("values", [{}, {"engine": "hf", "strategy": "fsdp"}])
@@ -134,3 +135,12 @@ def test_plans_and_runs_know_the_ranks_of_a_machine(gpus, refused, monkeypatch):
 def test_the_flags_of_the_original_for_sleep():
     for word, expected in (("--enable_engine_sleep", True), ("--disable_engine_sleep", False)):
         assert parse_config([word], defaults=BASE).config.rollout.engine_sleep is expected
+
+
+def test_an_engine_of_another_package_needs_its_line_of_facts_alone(monkeypatch):
+    monkeypatch.setitem(ENGINES, "other", EngineFacts("Other", "pip install other"))
+    config = parse_config([], defaults=BASE | {"engine_args": ["eager"]}).config
+    config.rollout.engine_type = "other"
+    assert "--engine_args eager: expected name=value, e.g. name=value" in list(engine_problems(config, 1, True))
+    missing = "--engine_type other: the package other is not installed; run: pip install other"
+    assert list(missing_engine(config)) == [missing]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightrft.preflight.checks.machine import check_devices
+from lightrft.preflight.checks.machine import check_devices, check_threads
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.hardware import Device, Machine, unlike_gpus
 
@@ -63,3 +63,26 @@ def test_this_machine(gpus):
     assert Machine.here(16, 3) == Machine(16, Device("cuda:3", 80 * GIB, 80 * GIB), "H100") and asked == [*range(8)]
     gpus(*[T4] * 8)
     assert not Machine.here(16).bf16
+
+
+@pytest.mark.parametrize("ranks,given,verdict,text", [
+    (1, None, "ok", "1 rank x 16 threads on 16 cores"),
+    (4, None, "ok", "4 ranks x 4 threads on 16 cores; plain torchrun gives each rank 1 thread"),
+    (16, None, "ok", "16 ranks x 1 thread on 16 cores"),
+    (4, "1", "warn", "4 ranks x 1 thread on 16 cores, the others idle (OMP_NUM_THREADS=1, which torchrun sets"),
+    (16, "1", "ok", "16 ranks x 1 thread on 16 cores (OMP_NUM_THREADS=1)"),
+    (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than there are"),
+])
+def test_threads_of_each_rank(ranks, given, verdict, text, monkeypatch):
+    monkeypatch.setattr("lightrft.utils.env.count_cores", lambda: 16)
+    monkeypatch.setattr("torch.get_num_threads", lambda: int(given))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    (found, ) = check_threads(ranks)
+    assert (found.name, found.verdict) == ("threads", verdict) and found.text.startswith(text), found
+    assert verdict == "ok" or f"OMP_NUM_THREADS={16 // ranks}, or start with lightrft train --nproc" in found.remedy
+
+
+def test_the_name_of_a_gpu_may_be_in_lower_case():
+    assert Machine.planned("8xh100") == Machine.planned("8xH100")

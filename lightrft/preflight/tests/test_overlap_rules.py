@@ -25,7 +25,7 @@ def problems(world_size=1, **values):
 ])
 def test_what_contradicts_it(values, words):
     found, = problems(**{"init_kl_coef": 0.1} | values)
-    assert found.startswith("--overlap_passes True: ") and words in found
+    assert found.startswith("--overlap_passes true: ") and words in found
 
 
 def test_ranks_that_divide_a_tower_agree_on_its_passes():

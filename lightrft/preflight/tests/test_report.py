@@ -59,7 +59,7 @@ def test_batch_sizes_by_hand() -> None:
             "prompt_max_len": 10, "generate_max_len": 20
         })
     b = batch_sizes(config)
-    assert (b.prompts, b.samples, b.tokens, b.response_tokens, b.optimizer_steps) == (6, 24, 720, 480, 6)
+    assert (b.prompts, b.samples, b.tokens, b.optimizer_steps) == (6, 24, 720, 6)
     line = batch_summary(config, 2)
     assert all(part in line for part in ("6 prompts", "24 samples", "720 tokens", "6 optimizer steps", "2 ranks")), line
     assert "\n" not in line and "2 passes" in line, line
@@ -75,6 +75,12 @@ def test_flops_by_hand() -> None:
     assert step_flops(build(Config, small | {"share_prompts": False}), SIZE) == 1000 * tokens * (6 + 2)
     more = small | {"train_batch_size": 1, "gradient_checkpointing": True, "init_kl_coef": 0.1, "max_epochs": 2}
     assert step_flops(build(Config, more), SIZE) == 1000 * tokens * (16 + 2 + 4)
+    base = step_flops(build(Config, small), SIZE)
+    for values, passes in (({"teacher_model":
+                             "t"}, 2), ({"rollout_correction":
+                                         "bypass"}, 0), ({"advantage_estimator": "reinforce++", "init_kl_coef":
+                                                          0.1}, 2)):
+        assert step_flops(build(Config, small | values), SIZE) == base + 1000 * 7 * 2 * passes, values
 
 
 def test_peak_flops_by_the_names_that_torch_has() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import Advantage
-from lightrft.config.options import ConfigError
+from lightrft.config.options import ConfigError, show
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
@@ -152,8 +152,9 @@ def test_what_a_line_says_about_other_options_is_true(tree: type) -> None:
     known = options(tree)
     readers = {*(known["strategy"].choices or ()), *(options(Config)["engine_type"].choices or ()), "critic"}
     for option in every_option(tree):
-        for needed, _, example in (one.partition(" ") for one in option.needs.split(" or ") if one):
-            assert known[needed].kind is bool or known[needed].convert(example), option.flag
+        for needed, examples in option.needed.items():
+            for example in examples.split("|"):
+                assert known[needed].kind is bool or known[needed].convert(example), option.flag
         assert readers.issuperset(option.read_by) and (option.within or not option.why), option.flag
 
 
@@ -228,11 +229,18 @@ def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any
 
 
 def test_what_nothing_reads_is_told() -> None:
-    """Names for trackers, and the sampling of evaluations, without any."""
+    """Names for trackers, sampling of evaluations and the number of checkpoints without any; the head of no critic."""
     for tree, given in ((Config, GOOD), (SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]})):
         found, = warnings(build(tree, given | {"wandb_run_name": "mine"}))
         assert found.startswith("--wandb_run_name mine: has no effect, because no tracker is selected; add --use_wandb")
         assert not list(warnings(build(tree, given | {"wandb_run_name": "mine", "use_trackio": True})))
+        for name, value in (("save_steps", 5), ("max_ckpt_num", 9), ("max_ckpt_mem", 5.0), ("async_save", False)):
+            found, = warnings(build(tree, given | {name: value, "disable_ckpt": True}))
+            assert found.startswith(f"--{name} {show(value)}: has no effect with --disable_ckpt"), found
+            assert not list(warnings(build(tree, given | {name: value})))
+    for name, value in (("eval_n_samples", 4), ("eval_pass_k", [1, 2]), ("value_head_prefix", "v")):
+        found, = warnings(build(Config, GOOD | {name: value}))
+        assert found.startswith(f"--{name} {show(value)}: has no effect with"), found
     found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
     assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite")
     assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))

@@ -23,7 +23,7 @@ from lightrft.tests.support import media_runs, runs, tiny
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.samples import reward_input
-from lightrft.trainer.trial import try_out
+from lightrft.trainer.trial import try_inputs
 from lightrft.utils.errors import UserError
 
 pytest.importorskip("torchvision")
@@ -88,7 +88,7 @@ def test_a_run_has_the_numbers_of_the_evaluation(sees, tmp_path):
     assert len({round(value, 4) for value in wanted}) > 8
     config = runs.config_of(tmp_path, tmp_path / "run", reward_pretrain=[path], **options)
     assert f"reward model rm: {path} scores responses with its head, " in report(config, {}, Machine.here(1, 0, 1))
-    assert any(line.startswith("rewards: a stand-in") and "rm " in line for line in try_out(config))
+    assert any(line.startswith("rewards: a stand-in") and "rm " in line for line in try_inputs(config))
 
 
 def answers(folder, scorer, options):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -15,6 +16,7 @@ from lightrft.cli.serve_rm import main
 from lightrft.config.schema import RewardConfig
 from lightrft.config.serve_schema import ServeConfig, ServerConfig
 from lightrft.config.tree import options
+from lightrft.rewards import server as server_module
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.reward_requests import Reader
@@ -213,6 +215,15 @@ def test_requests_that_come_together_are_scored_together(served):
         assert [one.result().json()["rewards"] for one in waiting] == [[float(i), 1.0] for i in range(1, 10)]
         assert bad.result().status_code == 500 and "ValueError" in bad.result().json()["error"]
     assert "secret" not in bad.result().text and sizes[:2] == [1, 19] and sorted(sizes[2:]) == [1] + [2] * 9
+
+
+def test_the_time_limit_of_futures_is_that_of_sockets(monkeypatch):
+    """Before Python 3.11 they are two classes."""
+    late = type("Late", (Exception, ), {})
+    monkeypatch.setattr(server_module, "FutureTimeout", late)
+    monkeypatch.setattr(server_module.Future, "result", Mock(side_effect=late))
+    with pytest.raises(TimeoutError):
+        server_module.RequestQueue(lengths).ask([], 0.0)
 
 
 def test_what_takes_too_long_is_refused(served):

@@ -131,6 +131,12 @@ def test_a_wrong_length_is_found_one_by_one(scores):
                                                     (1.0, None)], result
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_list_of_one_length_for_any_batch_is_no_reward(scores, length):
+    result, _ = scores(f"def reward_func(queries, prompts, labels):\n    return [1.0] * {length}\n")
+    assert [(s.total, s.error) for s in result] == [(None, "wrong_length")] * 4, result
+
+
 def test_what_cannot_be_sent_to_a_worker_is_unscored(scores):
     items = [RewardInput("", "a", columns={"lock": lambda: 0})]
     result, manager = scores("def f(completions):\n    return [1.0] * len(completions)\n", items)

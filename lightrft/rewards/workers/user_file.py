@@ -178,9 +178,12 @@ def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput
         if len(batch) == 1 or not all(outcome.error in ("exception", "wrong_length") for outcome in outcomes):
             yield from outcomes
             return
-        for item in batch:  # one response spoils the batch: find it
+        # one response spoils the batch: find it. Where the length was wrong each fills a batch as large: a function
+        # that returns a list of one length whatever it is asked would else be right
+        times = len(batch) if outcomes[0].error == "wrong_length" else 1
+        for item in batch:
             yield None
-            yield from once([item])
+            yield once([item] * times)[0]
 
     return score
 

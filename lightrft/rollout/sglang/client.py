@@ -23,6 +23,7 @@ from lightrft.utils.watchdog import tick
 
 T = TypeVar("T")
 _POLL_S = 1.0  # between checks that the schedulers are alive
+_REST_S = 60.0  # for the batches that are under way when the last answer has come
 _NO_REASON = "it gave no reason (-9: killed, perhaps for lack of memory; see --engine_mem_util, --engine_kv_mib)"
 
 
@@ -89,6 +90,18 @@ class SGLangNative:
                                        f"{process.exitcode}: {self._reported() or _NO_REASON}")
             await asyncio.wait([task], timeout=_POLL_S)
         return task.result()
+
+    def come_to_rest(self) -> None:
+        """Wait until the schedulers have nothing to do; this drops every cached prefix.
+
+        An answer may come while the batch after it is under way. A scheduler that is told to release memory then ends.
+
+        Raises:
+            RuntimeError: they still work after a minute, or one has ended.
+        """
+        answer = self.run(lambda: self.manager.flush_cache(timeout_s=_REST_S))
+        if not answer.success:
+            raise RuntimeError(f"SGLang does not finish its work within {_REST_S:g} s: {answer.message}")
 
     def _reported(self) -> str:
         """Error that ended a scheduler, the first one where several failed; empty where one was killed."""

@@ -159,6 +159,8 @@ class SGLangEngine:
     def sleep(self) -> None:
         """Drop weights and cache; their device memory is free afterwards (CUDA)."""
         if self.sleeps and not self._asleep:
+            if self.native is not None:
+                self.native.come_to_rest()
             self._occupy("Release", ["kv_cache"] * (not self._cache_asleep) + ["weights"])
             self._holds = False
         self._asleep, self._ready, self._cache_asleep = True, False, self.sleeps

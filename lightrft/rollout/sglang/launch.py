@@ -21,7 +21,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments
+from lightrft.config.engines import ENGINES, host_cache, native_arguments
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang.media import take_processed_media
@@ -120,7 +120,8 @@ def start_engine(arguments: dict[str, Any], weights: WeightManifest, last_words:
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import ServerArgs
     except ImportError as error:
-        raise UserError(f"--engine_type sglang: cannot import sglang ({error}); run: {INSTALL['sglang']}") from error
+        raise UserError(f"--engine_type sglang: cannot import sglang ({error}); run: "
+                        f"{ENGINES['sglang'].install}") from error
     known = set(ServerArgs.__struct_fields__)
     for name in set(arguments) - known:
         raise UserError(f"--engine_args {name}: SGLang has no such argument{did_you_mean(name, known)}")

@@ -63,9 +63,9 @@ def _with_window(info: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,
-          token_ids_logprobs: Any, positions: Tensor) -> Tensor:
+          token_ids_logprobs: Any, positions: Tensor, **_: Any) -> Tensor:
     """Replace SGLang's sampler; return tokens int32 [n]. Requests differ only in seed and temperature; greedy ones have
-    a seed below 0."""
+    a seed below 0. What else SGLang passes is for watermarks, which the trainer never asks for."""
     logits, seeds = output.next_token_logits.float(), info.sampling_seed
     params = SamplingParams(
         1, 1.0, info.top_ps[0].item() if info.need_top_p_sampling else 1.0,

@@ -46,6 +46,7 @@ def load(native: SGLangNative, named_tensors: Iterable[tuple[str, Tensor]], dtyp
     """
     from sglang.srt.managers import io_struct
     manager = native.manager
+    native.come_to_rest()  # while it works, SGLang keeps the prefixes, which is an error after the first bucket
     _check(native.run(lambda: manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())))
     try:
         for flat, inside in buckets(named_tensors, dtypes, most):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.rollout.sglang import client, launch
+from lightrft.rollout.sglang import client, launch, scheduler_patches, weights
 from lightrft.rollout.sglang.engine import SGLangEngine
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
@@ -124,12 +124,43 @@ def test_what_torch_keeps_is_given_back_before_sglang_allocates(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
     engine = SGLangEngine(None, WeightManifest({}), [], 8, 8, 1, sleeps=True)
-    engine.native = SimpleNamespace(manager=manager, run=lambda call: call())
+    engine.native = SimpleNamespace(manager=manager, run=lambda call: call(), come_to_rest=lambda: order.append("rest"))
     engine.sleep()
     engine.wake()
     engine._wake_cache()
     again = ["emptied", "collected"]
-    assert order == ["release ['kv_cache', 'weights']", *again, "resume ['weights']", *again, "resume ['kv_cache']"]
+    assert order == [
+        "rest", "release ['kv_cache', 'weights']", *again, "resume ['weights']", *again, "resume ['kv_cache']"
+    ]
+
+
+def test_an_engine_that_does_not_come_to_rest_is_an_error():
+    native = object.__new__(client.SGLangNative)
+    native.engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(flush_cache=lambda timeout_s: SimpleNamespace(
+        success=False, message=f"waited {timeout_s:g} s")))  # yapf: disable
+    native.run = lambda call: call()
+    with pytest.raises(RuntimeError, match="does not finish its work within 60 s: waited 60 s"):
+        native.come_to_rest()
+
+
+def test_an_update_waits_for_the_end_of_the_work(monkeypatch):
+    order = []
+    requests = SimpleNamespace(BeginWeightUpdateReqInput=lambda: "begin", EndWeightUpdateReqInput=lambda: "end")
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(io_struct=requests))
+    done = lambda request: (order.append(request) or True, "")  # noqa: E731
+    manager = SimpleNamespace(begin_weight_update=done, end_weight_update=done)
+    native = SimpleNamespace(manager=manager, run=lambda call: call(), come_to_rest=lambda: order.append("rest"))
+    weights.load(native, [], {}, 1)
+    assert order == ["rest", "begin", "end"]
+
+
+def test_the_sampler_takes_what_sglang_may_pass():
+    output = SimpleNamespace(next_token_logits=torch.tensor([[0.0, 5.0, 1.0]]))
+    info = SimpleNamespace(sampling_seed=torch.tensor([-1]), need_top_p_sampling=False, need_top_k_sampling=False,
+                           need_min_p_sampling=False, temperatures=torch.ones(1, 1), is_any_greedy=True)
+    tokens = scheduler_patches._draw(None, output, info, True, None, None, torch.tensor([3]), logprob_logits=None)
+    assert tokens.tolist() == [1]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

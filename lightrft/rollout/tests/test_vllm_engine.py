@@ -1,6 +1,7 @@
 """The vLLM engine on a CPU, the real one: against the trainer's own forward, the HF engine, and its errors."""
 import gc
 import resource
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -56,9 +57,13 @@ def rig(request, tmp_path_factory):
         with pytest.raises(RuntimeError, match="has no weights yet"):
             rig.vllm.generate(requests(), SamplingParams(NEW))
         yield rig
+        parts = rig.vllm.weight_map.held["model.norm.weight"]
+        held = [weakref.ref(one) for one in (rig.vllm.model, *(part.view for part in parts.values()))]
+        del parts
         rig.vllm.shutdown()
         assert not torch.distributed.is_initialized(), "vLLM's process group is left"
         gc.collect()
+        assert [one() for one in held] == [None] * len(held), "an engine that has ended holds weights"
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20},

@@ -119,10 +119,11 @@ def test_the_state_of_the_process_is_put_back():
         torch.rand(3)
         torch.set_num_threads(threads + 1)
         torch.set_num_threads = None
+        torch.set_float32_matmul_precision("high")
         os.environ.update(LOCAL_WORLD_SIZE="7", VLLM_OF_ITS_OWN="1")
         raise RuntimeError("x")
     assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == threads and torch.get_float32_matmul_precision() == "highest"
     assert "LOCAL_WORLD_SIZE" not in os.environ and os.environ.pop("VLLM_OF_ITS_OWN") == "1"
 
 

@@ -1,4 +1,5 @@
 """vLLM as the rollout engine, in this process (one engine per rank, or per group of ranks with tensor parallelism)."""
+import ctypes
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.generate import VLLMRun
-from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
+from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.types import MediaSource
 from lightrft.utils.env import World
@@ -79,6 +80,7 @@ class VLLMEngine:
         media: source of the media of requests; None: they take text only.
         unused: prefixes of weights that nothing is computed with.
         buffers: of checkpoints, by HF name; every update brings them too (Gemma-4 scales its layers with them).
+        stream: the CUDA stream that vLLM chose when it started.
 
     Raises:
         UserError: vLLM skips a weight, or has no own code for the model.
@@ -87,8 +89,8 @@ class VLLMEngine:
     def __init__(self, native: "LLMEngine", weights: WeightManifest, eos_token_ids: Iterable[int], sleeps: bool = False,
                  group: dist.ProcessGroup | None = None, owns_world: bool = False, adapters: Adapters | None = None,
                  media: MediaSource | None = None, unused: tuple[str, ...] = (),
-                 buffers: Mapping[str, Tensor] | None = None) -> None:
-        self.unused, self.buffers = unused, buffers or {}
+                 buffers: Mapping[str, Tensor] | None = None, stream: NativeStream | None = None) -> None:
+        self.unused, self.buffers, self.stream = unused, buffers or {}, stream or NativeStream()
         self.media = None if media is None else VLLMMedia(native, media)
         self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
@@ -177,7 +179,7 @@ class VLLMEngine:
             self._cache_asleep = False
         stop, adapter = stop_ids(self.eos_token_ids, params, vocabulary), self.adapters and self.adapters.request
         with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, collector, params, stop, adapter, self.media).run()
+            return VLLMRun(self.native, collector, params, stop, adapter, self.media, self.stream).run()
 
     def positions(self, request: Request) -> Tensor | None:
         """Implement :meth:`~lightrft.rollout.engine.ShowsPositions.positions`, by drawing a token."""
@@ -249,6 +251,9 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
         self._asleep, self._ready = True, False
+        self.adapters = self.media = None
+        for name in ("weight_map", "_derived"):  # vLLM frees its memory, which nothing may use then
+            vars(self).pop(name, None)
         end_native(self.native, self.owns_world)
 
 
@@ -258,12 +263,31 @@ def end_native(native: "LLMEngine", owns_world: bool) -> None:
     client: Any = native.engine_core
     if client._finalizer.detach() is None:
         return
+    keep_unmapped_pools()
     client.engine_core.model_executor.shutdown()
     client.engine_core.scheduler.shutdown()
     parallel_state.destroy_model_parallel()
     if owns_world:
         parallel_state.destroy_distributed_environment()
     gc.unfreeze()
+
+
+def keep_unmapped_pools() -> None:
+    """Keep, for the life of the process, the pools of what sleeps: addresses without memory.
+
+    Their end would have vLLM unmap again what its sleep has unmapped. CUDA refuses, and from then on vLLM's allocator
+    refuses every allocation. To wake them first could need memory that the trainer has.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+    allocator = CuMemAllocator.instance
+    if allocator is None:  # nothing sleeps
+        return
+    asleep = {address: one.tag for address, one in allocator.pointer_to_data.items() if one.is_asleep}
+    for tag in set(asleep.values()):
+        for pool in allocator.allocator_and_pools.pop(tag, ()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))  # the end of Python does not drop it either
+    for address in asleep:
+        del allocator.pointer_to_data[address]
 
 
 def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
@@ -283,9 +307,9 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
                     and actor.modality.both_ways)
     arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, limit_s,
                                  media.most if media else None)
+    group, stream = None, NativeStream()
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
-                          actor.hf_model.config.model_type)
-    group = None
+                          actor.hf_model.config.model_type, stream)
     if cfg.engine_tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group
         group = get_tp_group().cpu_group
@@ -294,7 +318,7 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.de
                           arguments["enable_sleep_mode"], group, owns_world,
                           Adapters(native, rank) if apart else None, media,
                           vllm_weights.unused_prefixes(actor.hf_model.config),
-                          vllm_weights.saved_buffers(actor.hf_model))
+                          vllm_weights.saved_buffers(actor.hf_model), stream)
     except UserError:
         end_native(native, owns_world)
         raise

@@ -3,6 +3,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.rollout.vllm.launch import NativeStream
 from lightrft.rollout.vllm.media import VLLMMedia
 
 if TYPE_CHECKING:
@@ -21,12 +22,13 @@ class VLLMRun:
         collector: has the requests, and gets the parts as they end.
         adapter: vLLM's ``LoRARequest`` of all requests, if any.
         media: media of requests.
+        stream: what vLLM computes on; callbacks of the trainer run on the trainer's.
     """
 
     def __init__(self, engine: "LLMEngine", collector: CompletionCollector, params: SamplingParams, stop_ids: list[int],
-                 adapter: Any = None, media: VLLMMedia | None = None) -> None:
+                 adapter: Any = None, media: VLLMMedia | None = None, stream: NativeStream | None = None) -> None:
         self.engine, self.collector, self.params, self.stop_ids = engine, collector, params, stop_ids
-        self.adapter, self.media = adapter, media
+        self.adapter, self.media, self.stream = adapter, media, stream or NativeStream()
         self.rendered: dict[int, Any] = {}  # vLLM's form of the prompts with media, with the tensors of their media
         self.drawing: dict[str, tuple[int, int, str]] = {}  # request, index among its seeds, vLLM's own name; by ours
 
@@ -45,7 +47,9 @@ class VLLMRun:
                 self._add(i, j)
         complete = self.collector.empty
         while not self.collector.enough(complete):
-            complete, resumed = self.collector.take([self._take(out) for out in self.engine.step() if out.finished])
+            with self.stream.entered():
+                outputs = self.engine.step()
+            complete, resumed = self.collector.take([self._take(out) for out in outputs if out.finished])
             for i, j in resumed:
                 self._add(i, j)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightrft.config.engines import host_cache, INSTALL, native_arguments
+from lightrft.config.engines import ENGINES, host_cache, native_arguments
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
@@ -97,10 +97,11 @@ def _at_once(arguments: dict[str, Any], cfg: RolloutConfig, sequences: int) -> d
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Restore generators, thread count, torch's own functions and the environment afterwards, except for variables of
-    vLLM (others that it sets, such as LOCAL_WORLD_SIZE, would pass for those of torchrun)."""
+    """Restore generators, thread count, the precision of float32 products, torch's own functions and the environment
+    afterwards, except for variables of vLLM (others that it sets, such as LOCAL_WORLD_SIZE, would pass for those of
+    torchrun)."""
     state, threads, set_threads = rng_state(), torch.get_num_threads(), torch.set_num_threads
-    environment = dict(os.environ)
+    environment, precision = dict(os.environ), torch.get_float32_matmul_precision()
     try:
         yield
     finally:
@@ -109,7 +110,41 @@ def process_state_kept() -> Iterator[None]:
         os.environ.update(environment)
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
         set_rng_state(state)
+
+
+class NativeStream:
+    """CUDA stream of vLLM's work in this thread; without CUDA there is none.
+
+    vLLM may replace the stream of the thread that starts it by one of its own (with tensor parallelism or experts), and
+    remembers it. The trainer's work keeps its stream: DeepSpeed gathers weights on the default one, and takes it that
+    what uses them is queued there too.
+    """
+
+    def __init__(self) -> None:
+        self._own: Any = None  # vLLM's when it ran last; None: it has not run
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run vLLM on its stream, then return to the one before; each waits for what is queued on the other."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        before = torch.cuda.current_stream()
+        self._own = self._own or before
+        with torch.cuda.stream(self._own):
+            _wait(self._own, before)
+            try:
+                yield
+            finally:
+                self._own = torch.cuda.current_stream()
+                _wait(before, self._own)
+
+
+def _wait(stream: Any, other: Any) -> None:
+    if stream != other:
+        stream.wait_stream(other)
 
 
 def keep_weights_unpacked() -> None:
@@ -157,22 +192,25 @@ def own_shared_memory() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def start_engine(arguments: dict[str, Any], device: torch.device, model_type: str = "") -> "LLMEngine":
+def start_engine(arguments: dict[str, Any], device: torch.device, model_type: str = "",
+                 stream: NativeStream | None = None) -> "LLMEngine":
     """Start vLLM's engine in this process, for a model of ``model_type``; under torchrun every rank calls it.
+    ``stream`` takes note of the one that vLLM chooses.
 
     Raises:
         UserError: vLLM is missing, does not know an argument, or cannot run the model with them.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with process_state_kept():
+    with process_state_kept(), (stream or NativeStream()).entered():
         if device.type == "cpu":  # or vLLM compiles a few helpers at the first request, for seconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         try:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
-            raise UserError(f"--engine_type vllm: cannot import vllm ({error}); run: {INSTALL['vllm']}") from error
+            raise UserError(f"--engine_type vllm: cannot import vllm ({error}); run: "
+                            f"{ENGINES['vllm'].install}") from error
         known = {one.name for one in fields(EngineArgs)}
         for name in set(arguments) - known:
             raise UserError(f"--engine_args {name}: vLLM has no such argument{did_you_mean(name, known)}")

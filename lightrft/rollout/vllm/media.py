@@ -123,7 +123,7 @@ def _same_tokens(found: Any, ours: list[int]) -> bool:
 def _native_medium(kind: str, medium: Any) -> Any:
     """Return a decoded medium in vLLM's form; frames with their times, as indices into a video of one a second."""
     if kind == "video":
-        told = {"fps": 1.0, "duration": medium.seconds, "total_num_frames": medium.seconds, "frames_indices":
-                list(medium.times), "do_sample_frames": False}  # yapf: disable
-        return np.stack([np.asarray(frame) for frame in medium.frames]), told
+        facts = {"fps": 1.0, "duration": medium.seconds, "total_num_frames": medium.seconds, "frames_indices":
+                 list(medium.times), "do_sample_frames": False}  # yapf: disable
+        return np.stack([np.asarray(frame) for frame in medium.frames]), facts
     return (medium.samples, medium.rate) if kind == "audio" else medium

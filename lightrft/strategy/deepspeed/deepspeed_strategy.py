@@ -323,3 +323,5 @@ class DeepspeedStrategy(DistributedStrategy):
         for tensor in held:
             if tensor.device != device:  # what is not trained
                 tensor.data = to(tensor)
+        if device.type == "cuda":  # DeepSpeed gathers on the default stream, whichever one these copies are queued on
+            torch.cuda.current_stream().synchronize()

@@ -62,9 +62,18 @@ class Partitions(ABC):
     def grads(self) -> dict[str, Tensor]:
         """This rank's part of every gradient, sharing storage with what DeepSpeed's step reads."""
         if self.offloaded:
+            self._wait_for_copies()
             return {name: one.of(self.masters[one.index].grad) for name, one in self.slices.items() if one.count}
         found = ((self.names[param], grad.view(-1)) for param, grad in self._reduced())
         return {name: grad[:self.slices[name].count] for name, grad in found}
+
+    def _wait_for_copies(self) -> None:
+        """Wait for the gradients that the device still copies to host memory. DeepSpeed's stages 1 and 2 let the host
+        run ahead of these copies, and wait in their own step only."""
+        if hasattr(self.zero, "_wait_for_offload_copies"):
+            self.zero._wait_for_offload_copies()
+        elif torch.cuda.is_available():  # stage 3
+            torch.cuda.synchronize()
 
     @abstractmethod
     def refresh(self) -> None:

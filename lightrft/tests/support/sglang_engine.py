@@ -2,6 +2,7 @@
 
 For an environment with SGLang; :mod:`lightrft.rollout.tests.test_sglang_engine` runs it there. One engine serves all.
 """
+import asyncio
 import gc
 import math
 import multiprocessing
@@ -31,12 +32,6 @@ from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
 
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-FAMILIES = {  # SGLang's Mistral is its Llama; sglang_vision and sglang_experts have the Qwen3 models
-    "mistral": ("mistral", {"head_dim": 32}),
-    "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_python"}),  # SGLang takes no notice of this function's name
-    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": None}), "gemma3": ("gemma3_text", GEMMA)
-}  # yapf: disable
 ON_QUIT = signal.getsignal(signal.SIGQUIT)  # ignored, where a shell started the tests in the background
 
 
@@ -57,6 +52,29 @@ def test_the_process_is_as_before_and_nothing_is_generated_without_weights(rig):
     assert state() == Rig.before
     with pytest.raises(RuntimeError, match="has no weights yet"):
         rig.engine.generate(requests(), SamplingParams(NEW))
+
+
+def test_it_comes_to_rest_after_the_last_token(rig):
+    """Memory that is released before, or a prefix that outlives an update, would end the run."""
+    native = rig.ready().engine.native
+    running = []
+
+    async def begin():
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        sampling = {"max_new_tokens": NEW, "sampling_seed": 1}
+        asked = GenerateReqInput(input_ids=requests()[0].token_ids, sampling_params=sampling)
+        running.append(asyncio.ensure_future(anext(native.manager.generate_request(asked, None))))
+        await asyncio.sleep(0.01)
+
+    native.run(begin)
+    assert native.manager.rid_to_state, "it has ended already"
+    native.come_to_rest()
+    assert not native.manager.rid_to_state
+
+    async def end():
+        return await running[0]
+
+    assert len(native.run(end)["output_ids"]) == NEW
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.05},
@@ -309,6 +327,7 @@ def test_a_prefix_cache_that_outlives_the_update(proven, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "update_weights_from_tensor", kept)
+        patch.setattr(proven.engine.native, "come_to_rest", lambda: None)  # which drops the prefixes too
         with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
             proven.sync()
     assert proven.sync() < 1e-5
@@ -377,21 +396,3 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
         Rig(tiny.save_model(tmp_path, hidden_act="relu6", **SIZES))
     gc.collect()
     assert state() == before and multiprocessing.active_children() == children and own_files() == files
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_of_a_family_arrive(family, tmp_path, monkeypatch):
-    """Each in an engine of its own, before and after all weights changed. All of them can be read back, but for norms
-    of Gemma 1, to which SGLang adds 1."""
-    monkeypatch.setitem(tiny.FAMILIES, family, FAMILIES[family])
-    with forked():
-        rig = Rig(tiny.save_model(tmp_path, family, **SIZES))
-    rig.proof = verifier(rig.cfg, rig.strategy, rig.prepared, rig.engine)
-    for _ in range(2):
-        assert rig.sync() < 1e-5
-        mean, largest = rig.gap(requests(1), SamplingParams(NEW))
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
-        rig.learn()
-    read = {name for name in rig.engine.weights.shapes if family != "gemma" or "norm" not in name}
-    assert set(rig.engine.weight_dtypes()) == read == set(rig.proof.fingerprints.trainer)
-    rig.engine.shutdown()

@@ -45,7 +45,7 @@ class Ranks:
         """SGLang and the proof of its syncs."""
         cfg = RolloutConfig(engine_tp_size=tp_size, **OPTIONS)
         engine = get_engine(cfg, self.prepared.model, self.strategy, self.tokenizer)
-        assert tp_size == 1 or limit_of(engine.group) == LIMIT_S
+        assert tp_size == 1 or limit_of(engine.group) == self.strategy.cfg.collective_limit_s
         return engine, verifier(cfg, self.strategy, self.prepared, engine)
 
     def sync(self, engine, proof):

@@ -317,7 +317,7 @@ def wrapping(case: Case) -> None:
 
 
 # zero2, zero3, fsdp (one unit) and freeing (many, freed) show of these what is the same code
-BRIEF = ("zero0", "zero1", "zero3_offload", "layers", "hsdp", "cpu_offload", "every")
+BRIEF = ("zero0", "zero1", "zero1_offload", "zero2_offload", "zero3_offload", "layers", "hsdp", "cpu_offload", "every")
 OF_EACH = (gradients, ten_steps, bad_step_changes_nothing, uneven_counts_are_refused, offload_and_reload,
            other_world_size)
 Variant = tuple[StrategyConfig, WrapPolicy | Sizes | None]
@@ -326,9 +326,9 @@ Variant = tuple[StrategyConfig, WrapPolicy | Sizes | None]
 def zero_variants() -> dict[str, Variant]:
     """DeepSpeed's, run apart from the others: it changes its process."""
     small = Sizes(reduce=20_000, persist=1100)  # whole: norms, biases and attention; divided: the rest
-    made = {f"zero{stage}": StrategyConfig(strategy="deepspeed", zero_stage=stage) for stage in range(4)}
-    made["zero3_offload"] = StrategyConfig(strategy="deepspeed", zero_stage=3, adam_offload=True, overlap_comm=True)
-    return {name: (cfg, small) for name, cfg in made.items()}
+    made: dict[str, dict] = {f"zero{n}": {"zero_stage": n} for n in range(4)}
+    made |= {f"zero{n}_offload": {"zero_stage": n, "adam_offload": True, "overlap_comm": n == 3} for n in (1, 2, 3)}
+    return {name: (StrategyConfig(strategy="deepspeed", **options), small) for name, options in made.items()}
 
 
 def variants(world_size: int) -> dict[str, Variant]:

@@ -120,7 +120,7 @@ def main(folder: str, tp: int, early: bool) -> None:
     prepared = strategy.prepare(load_actor(cfg), OptimSpec(1e-3))
     with scheduled_ahead() if early else nullcontext():
         engine = get_engine(RolloutConfig(engine_tp_size=tp, **OPTIONS), prepared.model, strategy, tokenizer)
-    assert tp == 1 or limit_of(engine.group) == LIMIT_S
+    assert tp == 1 or limit_of(engine.group) == strategy.cfg.collective_limit_s
     mine = slice(strategy.rank, None, strategy.world_size)  # three requests on rank 0, two on rank 1
     for version in (1, 2):
         sync_weights(strategy, prepared, engine, version, 1)

@@ -97,7 +97,7 @@ def choose(shards: Shards, units: list[list[int]], count: int) -> list[int]:
         shortest[group] = min(length, shortest.get(group, length))
     kept = segment_sum(exp.loss_mask.float(), exp.cu_seqlens)
     signal = segment_sum(torch.where(exp.loss_mask, exp.advantages, 0).abs().float(), exp.cu_seqlens)
-    table = shards.spread.gather(torch.stack([kept, signal], 1)).tolist()
+    table = shards.ranks.gather(torch.stack([kept, signal], 1)).tolist()
 
     def order(unit: list[int]) -> tuple[bool, bool, tuple[int, ...], int, int]:
         group = groups[unit[0]]

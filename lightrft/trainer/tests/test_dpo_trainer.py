@@ -18,7 +18,8 @@ from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import reference
-from lightrft.trainer.reference_cache import digests
+from lightrft.trainer.optimizer_step import NonFiniteTraining
+from lightrft.trainer.reference_cache import digests, part_of
 from lightrft.types import Experience
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve
@@ -177,10 +178,25 @@ def test_training_on_pairs_learns_them(home, tmp_path):
     assert trainer.evaluate()["eval/loss"] < 0.4
 
 
+def test_processes_of_the_same_number_write_other_files(tmp_path):
+    """As on two nodes, which share the folder of a cache."""
+    assert part_of(tmp_path / "a.npz") != part_of(tmp_path / "a.npz")
+
+
+def test_a_run_without_a_step_is_an_error(home, tmp_path):
+    """Also one that is shorter than --max_bad_steps."""
+    trainer = trainer_of(home, tmp_path, max_steps=2)
+    loss_of = trainer.loss_of
+    trainer.loss_of = lambda *batch: (loss_of(*batch)[0] * torch.nan, {})
+    with pytest.raises(NonFiniteTraining, match="all 2 steps was not finite, and none was applied"):
+        trainer.fit()
+    assert not (tmp_path / "hf").exists()
+
+
 def test_ties_are_refused_or_left_out(home, tmp_path):
     (home / "ties.jsonl").write_text((home / "pairs.jsonl").read_text() +
                                      '{"prompt": "a", "chosen": "b", "rejected": "b", "tie": true}\n')
-    with pytest.raises(DataError, match="0:20: a tie.*--pair_policy skip"):
+    with pytest.raises(DataError, match="row 21 of training data 1: a tie.*--pair_policy skip"):
         trainer_of(home, tmp_path, "ties")
     assert len(trainer_of(home, tmp_path, "ties", pair_policy="skip").rows) == 20
 
@@ -192,10 +208,11 @@ def test_ties_are_refused_or_left_out(home, tmp_path):
     ({"simpo_gamma": 1.0}, "--simpo_gamma 1: has no effect with --loss sigmoid; drop it, or use simpo"),
     ({"loss": "exo"}, "--loss exo: is not defined with --label_smoothing 0; add --label_smoothing"),
     ({"loss": "robust", "label_smoothing": 0.5}, "nearest valid value: 0.49"),
-    ({"ipo": True, "loss": "hinge"}, "--ipo True: contradicts --loss hinge; drop one"),
-    ({"loss": "simpo", "ref_offload": True}, "--ref_offload True: has no effect with --loss simpo, which has no ref"),
+    ({"label_smoothing": 0.5}, "--label_smoothing 0.5: labels that are wrong half of the time say nothing"),
+    ({"ipo": True, "loss": "hinge"}, "--ipo true: contradicts --loss hinge; drop one"),
+    ({"loss": "simpo", "ref_offload": True}, "--ref_offload true: has no effect with --loss simpo, which has no ref"),
     ({"lora_rank": 2, "ref_pretrain": "other"}, "--ref_pretrain other: has no effect with --lora_rank, where the"),
-    ({"ref_cache_dir": "cache", "ref_offload": True}, "--ref_offload True: has no effect with --ref_cache_dir"),
+    ({"ref_cache_dir": "cache", "ref_offload": True}, "--ref_offload true: has no effect with --ref_cache_dir"),
     ({"ref_pretrain": "./nowhere"}, "--ref_pretrain ./nowhere: no such folder"),
     ({"beta": 0.0}, "--beta 0: must be"),
 ])

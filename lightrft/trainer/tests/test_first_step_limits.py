@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrft.config.schema import Config
+from lightrft.config.tree import options
 from lightrft.ops import rounding
 from lightrft.ops.divergence import gap_metrics, gap_sums, mismatch_metrics, mismatch_sums
 from lightrft.ops.fingerprint import fingerprints, Piece
@@ -213,3 +215,12 @@ def test_the_limits_in_the_docs():
 def test_canaries_have_the_limits_of_the_same_arithmetic(device, kind, experts, limits):
     """The first gap: 1e-3 or four times the limit of the mean, the larger one; later ones at least that limit."""
     assert Arithmetic(device, kind, experts).canary_limits() == pytest.approx(limits)
+
+
+def test_float32_is_exact_unless_torch_is_told_otherwise():
+    """The help of --bf16 says so; the library reads the precision of torch, and puts back what vLLM changes."""
+    assert "without TF32" in options(Config())["bf16"].help
+    for path in Path(__file__).parents[2].rglob("*.py"):
+        if "tests" not in path.parts:
+            text = path.read_text(encoding="utf-8")
+            assert "allow_tf32" not in text and 'precision("' not in text, path

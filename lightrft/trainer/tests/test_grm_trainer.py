@@ -1,6 +1,7 @@
 """Generative judges: rows in both orders, the accuracy of what a judge says, and a judge that learns."""
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -115,6 +116,9 @@ def test_a_judge_learns_and_its_accuracy_is_that_of_its_words(home):
     on_two = judged_on_two_ranks(home)
     assert on_two["grm/loss_tokens"] == metrics(home / "run")[-1]["grm/loss_tokens"]
     assert {name: on_two[name] for name in after} == pytest.approx(after, rel=1e-4)
+    rows, long = [*trainer.eval_rows], trainer.eval_rows[0]
+    long = replace(long, token_ids=long.token_ids[:1] * 505 + long.token_ids, loss_mask=[False] * 505 + [True])
+    assert trainer.judge([*rows, long])[:-1] == trainer.judge(rows), "a prompt leaves less room to its own judgement"
     trainer.config.train.generate_max_len = 3
     assert trainer.evaluate()["eval/answered"] == 0.0
 

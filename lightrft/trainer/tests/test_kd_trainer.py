@@ -1,18 +1,22 @@
 """Distillation: the loss against Hugging Face, micro-batches, ranks, resuming, a sparse teacher live and from files,
 refused teachers."""
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.options import ConfigError
+from lightrft.config.shared_schema import StrategyConfig
 from lightrft.ops.divergence import coarse, divergence, top_tokens
+from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import teacher
+from lightrft.trainer.teacher_cache import TeacherCache
 from lightrft.utils.errors import UserError
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve
@@ -112,6 +116,23 @@ def test_the_cached_teacher_is_the_live_one(home, tmp_path, monkeypatch):
     assert len([*(tmp_path / "cache").iterdir()]) == 3
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_that_see_other_files_are_refused(shared, home, tmp_path):
+    """A strategy whose other rank has what this one has, or nothing."""
+
+    class Two(SingleProcessStrategy):
+
+        def all_gather_object(self, value):
+            return [value, value if shared or not isinstance(value, bytes) else b"another"]
+
+    make = partial(TeacherCache, str(tmp_path), str(home / "model"), 2, 8, False, Two(StrategyConfig()))
+    if shared:
+        assert make().known == {}
+        return
+    with pytest.raises(UserError, match="--teacher_cache_dir .*a rank does not see what another one has written"):
+        make()
+
+
 def test_the_student_comes_to_the_teacher(home, tmp_path):
     rig.run(home, tmp_path, kd_coef=1.0, max_steps=25, learning_rate=1e-2, eval_data=[str(home / "judged.jsonl")],
             eval_steps=-1)
@@ -148,7 +169,7 @@ def test_a_padded_head_is_not(home, tmp_path):
     ({"teacher_model": "./nowhere"}, "--teacher_model ./nowhere: no such folder"),
     ({"js_mix": 0.3}, "--js_mix 0.3: has no effect with --divergence forward"),
     ({"teacher_cache_dir": "cache"}, "--teacher_cache_dir cache: has no effect without --kd_top_k; add --kd_top_k 64"),
-    ({"teacher_cache_dir": "cache", "kd_top_k": 2, "teacher_offload": True}, "--teacher_offload True: has no effect"),
+    ({"teacher_cache_dir": "cache", "kd_top_k": 2, "teacher_offload": True}, "--teacher_offload true: has no effect"),
     ({"kd_coef": 0.0}, "--kd_coef 0: the teacher has no effect"),
     ({"pretrain_mode": True, "multiturn": False}, "--multiturn false: has no effect with --pretrain_mode"),
     ({"input_template": "Q"}, "--input_template 'Q': must hold {} exactly once"),

@@ -53,6 +53,16 @@ def test_mismatched_sequences_have_the_answer_to_another_prompt(home, tmp_path):
         assert text == f"{row['prompt']}{following['completion']}<|im_end|>" and row["prompt"] != following["prompt"]
 
 
+def test_answers_of_one_kind_are_told(home, tmp_path, capsys):
+    for label in (True, False):
+        rows = [row | {"label": label} for row in runs.JUDGED]
+        (home / "alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        trainer_of(home, tmp_path, "alike")
+        assert f"all {len(rows)} answers are {'' if label else 'un'}desirable" in capsys.readouterr().err
+    trainer_of(home, tmp_path)
+    assert "desirable" not in capsys.readouterr().err
+
+
 def test_the_next_other_prompt_is_found_from_everywhere():
 
     def row(prompt, media=()):

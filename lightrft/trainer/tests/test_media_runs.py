@@ -41,7 +41,7 @@ from lightrft.trainer.rm_trainer import RMTrainer
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
 from lightrft.trainer.sft_trainer import SFTTrainer
-from lightrft.trainer.trial import Given, try_out
+from lightrft.trainer.trial import TrialContext, try_inputs
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import UserError
 
@@ -295,10 +295,11 @@ def test_cached_features_are_those_of_the_plain_run_and_resume(home, options, tm
 def test_a_dry_run_reads_the_pictures(home, options, tmp_path):
     rows = media_runs.rows("image")
     config = config_of(home, tmp_path, **options, reward=["format"])
-    assert any(line.startswith("media: image of memory:") and "can be read" in line for line in try_out(config))
+    assert any(line.startswith("media: image of memory:") and "can be read" in line for line in try_inputs(config))
     broken = rows[0] | {"images": [{"bytes": rows[0]["images"][0]["bytes"][:100], "path": None}]}
     with pytest.raises(UserError, match="row 1: image of 100 bytes"):
-        list(try_out(config_of(home, tmp_path, **options | {"prompt_data": [hold_rows([broken])]}, reward=["format"])))
+        options = options | {"prompt_data": [hold_rows([broken])]}
+        list(try_inputs(config_of(home, tmp_path, **options, reward=["format"])))
 
 
 def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
@@ -306,12 +307,12 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
     rows = media_runs.rows("image") + [media_runs.rows("audio")[0] | {"id": "5"}]
     given = options | {"prompt_data": [hold_rows(rows)], "reward": ["format"]}
     with pytest.raises(UserError, match="row 5: the column 'audios' holds .*, and this model takes image, video only"):
-        list(try_out(config_of(home, tmp_path, **given)))
-    said = list(try_out(config_of(home, tmp_path, **given, media_policy="skip")))
+        list(try_inputs(config_of(home, tmp_path, **given)))
+    said = list(try_inputs(config_of(home, tmp_path, **given, media_policy="skip")))
     assert any(line.startswith("media: at least 1 of 5 rows are left out (the first: ") for line in said)
     text = str(tiny.save_model(tmp_path / "text", num_hidden_layers=1))
     with pytest.raises(UserError, match="row 1: the column 'images' holds .*, and this model takes text only"):
-        list(try_out(config_of(home, tmp_path, **given | {"pretrain": text})))
+        list(try_inputs(config_of(home, tmp_path, **given | {"pretrain": text})))
     row = {"prompt": "1+1?", "response": "2", "chosen": "2", "rejected": "3", "images": rows[0]["images"]}
     pair = hold_rows([row])
     trees = {RMConfig: {"train_data": [pair]}, SFTConfig: {"train_data": [pair]},
@@ -320,7 +321,7 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
     for tree, data in trees.items():
         config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
         with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
-            list(try_out(config.config, Given(read=reads.get(tree))))
+            list(try_inputs(config.config, TrialContext(read=reads.get(tree))))
 
 
 def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
@@ -334,7 +335,7 @@ def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
         for engine, reason in (("vllm", "on a CPU vLLM hides"), ("sglang", "SGLang hides"), ("hf", "")):
             config = parse_config([], tree=tree, defaults=model | given | {"engine_type": engine}).config
             with pytest.raises(UserError, match=f"--engine_type {engine}: {reason}") if reason else nullcontext():
-                list(try_out(config))
+                list(try_inputs(config))
     parsed = parse_config(["--dry_run", "--plan_gpus", "1x900"],
                           defaults=model | trees[Config] | {"engine_type": "vllm"})
     with pytest.raises(SystemExit) as done:

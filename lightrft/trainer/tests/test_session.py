@@ -92,6 +92,36 @@ def test_a_dry_run_tries_the_rewards(home, tmp_path, capsys, caplog, no_strategy
     assert detail.get(reward, "") in said.err + caplog.text
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_dry_run_gives_a_reward_the_form_of_the_run(home, tmp_path, capsys, no_strategy, chat):
+    """Texts, or messages where ``--apply_chat_template`` makes chats; an error of the boxed answer is not the end."""
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
+    texts = [{"prompt": "1+1?", "answer": "2"} for _ in rows]
+    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in texts))
+    (tmp_path /
+     "own.py").write_text("def f(prompts, completions, answer):\n"
+                          f"    assert all(isinstance(one, {'list' if chat else 'str'}) for one in prompts)\n"
+                          "    said = [one if isinstance(one, str) else one[-1]['content'] for one in completions]\n"
+                          "    return [float(int(one) == int(gold)) for one, gold in zip(said, answer)]\n")
+    flags = words(home, tmp_path / "run", prompt_data=tmp_path / "texts.jsonl", reward=f"{tmp_path}/own.py:f")
+    with pytest.raises(SystemExit) as error:
+        train.main([*flags, *["--apply_chat_template"] * chat, "--dry_run"])
+    said = capsys.readouterr()
+    assert error.value.code == 0 and said.out.splitlines()[-1].endswith("f 1 x 1; total 1"), said
+
+
+@pytest.mark.parametrize("given,told", [
+    ({"rollout_batch_size": 8, "train_batch_size": 16}, "--rollout_batch_size 8: a batch cannot be filled"),
+    ({"generate_max_len": 10**6}, "tokens are more than the"),
+    ({}, ""),
+])
+def test_a_dry_run_warns_of_what_ends_the_run_at_its_start(home, tmp_path, capsys, no_strategy, given, told):
+    with pytest.raises(SystemExit):
+        train.main([*words(home, tmp_path / "run", reward="exact", **given), "--dry_run"])
+    said = capsys.readouterr().out
+    assert ("the run would end at its start" in said) is bool(told) and told in said
+
+
 def test_a_dry_run_leaves_what_is_elsewhere_to_the_run(home, tmp_path, capsys, no_strategy):
     """Data of the hub is not fetched; rewards are resolved all the same, a server need not run yet, and a function may
     decline an answer."""

@@ -18,6 +18,7 @@ from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
+from lightrft.trainer import offline_trainer
 from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
 
 no_picture = runs.no_picture
@@ -76,6 +77,9 @@ def test_loss_and_gradient_norm_are_those_of_hugging_face(base, tmp_path):
     hf = AutoModelForCausalLM.from_pretrained(base)
     held_out = naive_loss(hf, trainer.eval_rows).item()
     assert trainer.evaluate()["eval/loss"] == pytest.approx(held_out, rel=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline_trainer, "HELD_OUT", 2)
+        assert trainer.evaluate()["eval/loss"] == pytest.approx(held_out, rel=1e-5), "5 rows in three parts"
     batch = next(trainer.loader)
     trainer.loader.position = 0
     loss = naive_loss(hf, batch)
@@ -108,6 +112,18 @@ def test_loss_falls(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     before = naive_loss(AutoModelForCausalLM.from_pretrained(base), trainer_of(config).loader.dataset).item()
     assert naive_loss(model, trainer_of(config).loader.dataset).item() < 0.5 * before
+
+
+@pytest.mark.parametrize("size,epochs,steps,told", [
+    (16, 1, 1, "8 of 24 conversations are left over in the last epoch, which ends with its last full batch of 16; with "
+     "a --train_batch_size that divides 24 none is"),
+    (16, 2, 3, None),  # what one epoch leaves opens the next one
+    (8, 1, 3, None),
+])  # yapf: disable
+def test_rows_after_the_last_full_batch_are_told(base, tmp_path, capsys, size, epochs, steps, told):
+    trainer = trainer_of(config_of(base, tmp_path, train_batch_size=size, max_epochs=epochs, max_steps=0))
+    said = capsys.readouterr().err
+    assert trainer.total_steps == steps and (told in said if told else "left over" not in said)
 
 
 @pytest.mark.dist

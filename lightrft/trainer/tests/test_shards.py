@@ -25,7 +25,7 @@ from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
 from lightrft.trainer.samples import pack_samples, ResponseGroup
 from lightrft.trainer.scores import RewardTable, ScoredSample
-from lightrft.trainer.shards import RankSpread, Shards
+from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Prompt, Sample
 from lightrft.utils.timer import Timer
 
@@ -168,8 +168,8 @@ def test_advantages_do_not_depend_on_the_ranks(name, more):
                               advantages_norm=not ADVANTAGES.get(name).whitens, advantage_clip=1.0)
         reward = RewardConfig(reward_running_norm=True, **more)
         calculator, batch = get_advantage_calculator(cfg, reward, 14), shards.batch()
-        spread = RankSpread(strategy, numbers, shards.size)
-        table = RewardTable.gather([score(number) for number in numbers.tolist()], spread)
+        ranks = BatchRanks(strategy, numbers, shards.size)
+        table = RewardTable.gather([score(number) for number in numbers.tolist()], ranks)
         metrics = table.fill(batch, calculator.estimator) | calculator(batch, 0.2)
         shards.update(batch)
         return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()

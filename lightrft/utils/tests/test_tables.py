@@ -1,14 +1,19 @@
 """The step table and the table of an evaluation, at the widths of real terminals."""
+import json
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from lightrft.cli.offline import OFFLINE
 from lightrft.tests.support.launch import ROOT
 from lightrft.utils import tables
+from lightrft.utils.curve import panels, plot_curve
+from lightrft.utils.report import write_report
 from lightrft.utils.run_summary import RunSummary
 from lightrft.utils.tables import evaluation_table, HEADER_EVERY, StepTable
 
@@ -110,3 +115,16 @@ def test_trainers_on_fixed_data_show_what_they_learn(tree):
     summary = RunSummary.of([{"step": step, **metrics} for step in (1, 2)])
     assert summary.tokens == 60
     assert {each.name for each in summary.changes} == {f"{name}/loss", f"{name}/accuracy", "eval/accuracy"}
+
+
+@pytest.mark.parametrize("tree", [command.tree for command in OFFLINE.values()])
+def test_curves_and_report_of_trainers_on_fixed_data_have_what_they_learn(tree, tmp_path):
+    name = tree.METRICS[0]
+    rows = [{"step": step, f"{name}/loss": 1 / step, f"{name}/accuracy": 0.5, f"{name}/grad_norm": 0.1 * step,
+             f"{name}/lr": 1e-5, "eval/accuracy": 0.75} for step in (1, 2)]  # yapf: disable
+    assert panels(rows) == [("loss", {f"{name}/loss": "training"}),
+                            ("accuracy", {f"{name}/accuracy": "training", "eval/accuracy": "held-out"})]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png") is not None
+    page = cast(Path, write_report(tmp_path)).read_text()
+    assert f'"{name}/grad_norm": "{name}"' in page and f'"{name}/lr": "{name}"' in page

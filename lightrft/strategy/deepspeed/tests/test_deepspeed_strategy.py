@@ -3,10 +3,14 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft.config.schema import StrategyConfig
+from lightrft.strategy.base import Prepared
+from lightrft.strategy.deepspeed import deepspeed_strategy
 from lightrft.strategy.memory import gathered_weights, ModelSize
 from lightrft.tests.support.tiny_lm import TinyLM
 from lightrft.tests.support.warm import warm_environ, warm_python
@@ -40,3 +44,13 @@ def test_what_the_options_do(tmp_path: Path) -> None:
     assert kept[2] == freed[2], "the gradients are the same"
     assert not list(home.iterdir()), "files were left"
     assert "DeepSpeed" not in done.stdout + done.stderr and "Warning" not in done.stderr, done.stdout + done.stderr
+
+
+def test_weights_have_arrived_when_a_move_to_the_device_returns(monkeypatch):
+    """DeepSpeed's gathers on the default stream would not wait for copies on another one."""
+    model, order = TinyLM(), []
+    monkeypatch.setattr(deepspeed_strategy, "load", lambda tensor, device: order.append("copy") or tensor)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: order.append("wait")))
+    strategy = deepspeed_strategy.DeepspeedStrategy(StrategyConfig(strategy="deepspeed", zero_stage=2))
+    strategy._move(Prepared(model), torch.device("cuda"))
+    assert order == ["copy"] * len(list(model.parameters())) + ["wait"]
