@@ -96,8 +96,8 @@ def read_rows(case: Case, data: str) -> list[dict[str, str]]:
 
 def run_lightrft(case: Case, model: str, data: str, folder: str) -> Meter:
     """Run this trainer."""
-    import lightrft.trainer.dpo_trainer
-    import lightrft.trainer.rm_trainer  # noqa: F401  before the meter, as of all that is imported
+    import lightrft.trainer.offline.dpo_trainer
+    import lightrft.trainer.offline.rm_trainer  # noqa: F401  before the meter, as of all that is imported
     from lightrft import api
     from lightrft.trainer.base_trainer import BaseTrainer
     meter, end_step = Meter(), BaseTrainer._end_step

@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="put the results into the docs as well")
     args = parser.parse_args()
     for module in ("torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
-                   "lightrft.inference.batch", "lightrft.inference.evaluation", "lightrft.trainer.dpo_trainer",
+                   "lightrft.inference.batch", "lightrft.inference.evaluation", "lightrft.trainer.offline.dpo_trainer",
                    "lightrft.trainer.spmd_ppo_trainer", "lightrft.strategy.strategy"):  # once, not in every stage
         import_module(module)
     found = [row for seed in args.seeds for row in chain(args.out.resolve() / f"seed_{seed}", seed)]

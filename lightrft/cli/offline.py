@@ -11,7 +11,7 @@ from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 
 if TYPE_CHECKING:
-    from lightrft.trainer.offline_trainer import OfflineTrainer
+    from lightrft.trainer.offline.offline_trainer import OfflineTrainer
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class OfflineCommand:
     def train(self, parsed: ParsedConfig, exits: bool = True) -> None:
         """Train with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
         # imported after the command line is read: --help and mistakes do not wait for torch
-        from lightrft.trainer.offline_trainer import train_rows
+        from lightrft.trainer.offline.offline_trainer import train_rows
         train_rows(parsed, exits, self.trainer_class())
 
     def trainer_class(self) -> "type[OfflineTrainer[Any]]":
         """Import the trainer."""
         module, _, name = self.trainer.partition(".")
-        return getattr(import_module(f"lightrft.trainer.{module}"), name)
+        return getattr(import_module(f"lightrft.trainer.offline.{module}"), name)
 
 
 OFFLINE = {

@@ -19,7 +19,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
 from lightrft.rollout.engine import SamplingParams
-from lightrft.trainer.reference_cache import model_digest
+from lightrft.trainer.offline.reference_cache import model_digest
 from lightrft.trainer.samples import stop_token_ids
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError

@@ -17,7 +17,7 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED, marginal
 from lightrft.trainer import ppo_update
-from lightrft.trainer.tests import test_sft_trainer as sft
+from lightrft.trainer.offline.tests import test_sft_trainer as sft
 
 no_picture = runs.no_picture
 BF16 = 2e-2

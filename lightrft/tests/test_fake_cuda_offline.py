@@ -11,10 +11,10 @@ from lightrft.tests.support import preference_runs, runs, tiny_task
 from lightrft.tests.support.fake_cuda import CudaTensor, fake_cuda
 from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.test_fake_cuda import assert_same
-from lightrft.trainer.dpo_trainer import DPOTrainer
-from lightrft.trainer.kd_trainer import KDTrainer
-from lightrft.trainer.kto_trainer import KTOTrainer
-from lightrft.trainer.tests import test_rm_trainer as rm
+from lightrft.trainer.offline.dpo_trainer import DPOTrainer
+from lightrft.trainer.offline.kd_trainer import KDTrainer
+from lightrft.trainer.offline.kto_trainer import KTOTrainer
+from lightrft.trainer.offline.tests import test_rm_trainer as rm
 
 no_picture = runs.no_picture
 CASES = {

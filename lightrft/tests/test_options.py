@@ -21,12 +21,12 @@ from lightrft.tests.support import preference_runs, runs, tiny
 from lightrft.tests.support.offline_flips import (DPO_FLIPS, KD_FLIPS, KTO_FLIPS, PRM_FLIPS, PRM_SHOWN, RM_FLIPS,
                                                   RM_SHOWN, SFT_FLIPS, SFT_SHOWN)
 from lightrft.tests.support.option_flips import FLIPS, SHOWN, Flip, Seen, files, forwards, keys, steps, weights
-from lightrft.trainer.dpo_trainer import DPOTrainer
-from lightrft.trainer.kd_trainer import KDTrainer
-from lightrft.trainer.kto_trainer import KTOTrainer
-from lightrft.trainer.prm_trainer import PRMTrainer
-from lightrft.trainer.rm_trainer import RMTrainer
-from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.dpo_trainer import DPOTrainer
+from lightrft.trainer.offline.kd_trainer import KDTrainer
+from lightrft.trainer.offline.kto_trainer import KTOTrainer
+from lightrft.trainer.offline.prm_trainer import PRMTrainer
+from lightrft.trainer.offline.rm_trainer import RMTrainer
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
 from lightrft.utils import sinks
 from lightrft.utils.env import seed_everything
 

@@ -39,7 +39,7 @@ ELSEWHERE = {
     ("docs/contributing.md", "bash", "python"): "tests/test_contributing.py",
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
-    ("docs/preferences.md", "json", ""): "trainer/tests/test_dpo_trainer.py",
+    ("docs/preferences.md", "json", ""): "trainer/offline/tests/test_dpo_trainer.py",
     ("examples/preferences/README.md", "bash", ""): "tests/test_examples.py",
     ("examples/raft/README.md", "bash", ""): "tests/test_rounds.py",
     ("examples/iterative_dpo/README.md", "bash", ""): "tests/test_rounds.py",

@@ -21,7 +21,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import Passes
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
-from lightrft.trainer.sft_trainer import pack_rows
+from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

@@ -21,7 +21,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import media_runs, runs, tiny
 from lightrft.trainer.model_media import open_media
-from lightrft.trainer.rm_trainer import RMTrainer
+from lightrft.trainer.offline.rm_trainer import RMTrainer
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.trial import try_inputs
 from lightrft.utils.errors import UserError

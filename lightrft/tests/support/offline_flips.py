@@ -1,6 +1,8 @@
 """For every option of the trainers on fixed data: a run that shows what flipping it changes."""
 from lightrft.tests.support.option_flips import (_D, _T, files, Flip, forwards, FOUR, keys, LORA, metric, TWO, weights)
 
+_O = "lightrft/trainer/offline/tests/"
+
 # supervised fine-tuning: what its own trainer reads; files, sinks, models and strategies are read by shared code
 CHECKPOINTS = {"disable_ckpt": False, "save_steps": 1, "max_steps": 3, "async_save": False}
 TEXTS = {"train_data": ["@scored_pairs"], "output_key": "chosen"}
@@ -62,7 +64,7 @@ RM_FLIPS: dict[str, Flip] = {
     "input_template": Flip("Q: {}", metric("rm/tokens")),
 }  # yapf: disable
 RM_SHOWN: dict[str, str] = {
-    "value_head_prefix": _T + "test_rm_trainer.py::test_several_heads_learn_from_their_labels",
+    "value_head_prefix": _O + "test_rm_trainer.py::test_several_heads_learn_from_their_labels",
     "pair_policy": _D + "test_preferences.py::test_rows_that_cannot_be_compared",
 }
 

@@ -11,7 +11,7 @@ from lightrft.models.reward_model import RewardHead, SCORES, STEPS
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.preference_runs import trainer_of
-from lightrft.trainer.grm_trainer import GRMTrainer
+from lightrft.trainer.offline.grm_trainer import GRMTrainer
 
 OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
 

@@ -11,7 +11,7 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.invariants import build, gradients, largest_gap, make_rollout
-from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
 from lightrft.utils.errors import UserError
 
 COEF = 0.7

@@ -36,11 +36,11 @@ from lightrft.tests.support.media_rig import ProcessedMedia
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of, weights  # noqa: F401
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
-from lightrft.trainer.offline_trainer import train_rows
-from lightrft.trainer.rm_trainer import RMTrainer
+from lightrft.trainer.offline.offline_trainer import train_rows
+from lightrft.trainer.offline.rm_trainer import RMTrainer
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
-from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
 from lightrft.trainer.trial import TrialContext, try_inputs
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import UserError

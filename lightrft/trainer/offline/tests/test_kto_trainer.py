@@ -14,7 +14,7 @@ from lightrft.ops.preference import kto, kto_kl
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support.preference_runs import home, naive_sums
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer import reference
+from lightrft.trainer.offline import reference
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve
 rig = runs.Rig("kto", "judged")

@@ -17,7 +17,7 @@ from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.trainer.samples import respond
-from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
 from lightrft.types import Prompt, Sample
 
 ORDERS = {0: "first", 1: "second"}

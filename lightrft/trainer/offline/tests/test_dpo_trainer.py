@@ -17,9 +17,9 @@ from lightrft.ops.preference import PAIR_LOSSES, Pairs
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer import reference
+from lightrft.trainer.offline import reference
 from lightrft.trainer.optimizer_step import NonFiniteTraining
-from lightrft.trainer.reference_cache import digests, part_of
+from lightrft.trainer.offline.reference_cache import digests, part_of
 from lightrft.types import Experience
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve

@@ -10,9 +10,9 @@ from lightrft.ops.divergence import top_tokens
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
-from lightrft.trainer.reference import Planner
+from lightrft.trainer.offline.reference import Planner
 from lightrft.trainer.replay_buffer import take
-from lightrft.trainer.teacher_cache import TeacherCache
+from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.progress import phase
 from lightrft.utils.tensors import upload

@@ -9,10 +9,10 @@ from lightrft.config.preference_schema import KTOConfig
 from lightrft.datasets.judged import Judged, JudgedDataset
 from lightrft.datasets.media_store import MediaStore
 from lightrft.ops.preference import kto, kto_kl
-from lightrft.trainer.offline_trainer import Batch, Loss
-from lightrft.trainer.preference_trainer import PreferenceTrainer
-from lightrft.trainer.reference import response_sums, summed
-from lightrft.trainer.sft_trainer import pack_rows
+from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.preference_trainer import PreferenceTrainer
+from lightrft.trainer.offline.reference import response_sums, summed
+from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
 from lightrft.utils.tensors import upload
 

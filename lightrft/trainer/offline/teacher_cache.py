@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.reference_cache import digests, made_folder, model_digest, part_of
+from lightrft.trainer.offline.reference_cache import digests, made_folder, model_digest, part_of
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

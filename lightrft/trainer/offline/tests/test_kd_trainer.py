@@ -16,7 +16,7 @@ from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
 from lightrft.trainer import teacher
-from lightrft.trainer.teacher_cache import TeacherCache
+from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.utils.errors import UserError
 
 no_picture, home = no_picture, home  # fixtures; the module draws no curve

@@ -12,7 +12,7 @@ from lightrft.models.loader import load_actor
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
-from lightrft.trainer.reference_cache import ReferenceCache
+from lightrft.trainer.offline.reference_cache import ReferenceCache
 from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.progress import phase

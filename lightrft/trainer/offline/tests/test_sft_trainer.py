@@ -19,7 +19,7 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.trainer import offline_trainer
-from lightrft.trainer.sft_trainer import SFTTrainer, pack_rows
+from lightrft.trainer.offline.sft_trainer import SFTTrainer, pack_rows
 
 no_picture = runs.no_picture
 

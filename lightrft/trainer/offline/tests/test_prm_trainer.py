@@ -14,7 +14,7 @@ from lightrft.models.loader import reward_kind
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer.prm_trainer import PRMTrainer
+from lightrft.trainer.offline.prm_trainer import PRMTrainer
 from lightrft.types import Experience
 
 no_picture = no_picture  # the module draws no curve

@@ -15,8 +15,8 @@ from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
 from lightrft.ops.preference import pair_loss
-from lightrft.trainer.offline_trainer import Batch, Loss
-from lightrft.trainer.preference_trainer import pairs_of, PairTrainer
+from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

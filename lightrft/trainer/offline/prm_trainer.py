@@ -13,8 +13,8 @@ from lightrft.models.loader import load_process_reward_model
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.preference import step_loss
 from lightrft.ops.segment import seq_ids
-from lightrft.trainer.offline_trainer import Batch, Loss, OfflineTrainer
-from lightrft.trainer.sft_trainer import pack_rows
+from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
+from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
 
 

@@ -17,11 +17,11 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import media_runs, runs, tiny_vision
 from lightrft.tests.support.tiny_grids import VIDEO
-from lightrft.trainer.dpo_trainer import DPOTrainer
+from lightrft.trainer.offline.dpo_trainer import DPOTrainer
 from lightrft.trainer.model_media import open_media
-from lightrft.trainer.prm_trainer import PRMTrainer
-from lightrft.trainer.rm_trainer import RMTrainer
-from lightrft.trainer.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.prm_trainer import PRMTrainer
+from lightrft.trainer.offline.rm_trainer import RMTrainer
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
 
 no_picture = runs.no_picture
 

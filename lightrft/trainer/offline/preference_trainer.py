@@ -14,10 +14,10 @@ from lightrft.models.loader import load_actor
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import check_tokens
-from lightrft.trainer.offline_trainer import Batch, OfflineTrainer, Row
-from lightrft.trainer.reference import CachedReference, LiveReference, NoReference, Reference
-from lightrft.trainer.reference_cache import ReferenceCache
-from lightrft.trainer.sft_trainer import pack_rows
+from lightrft.trainer.offline.offline_trainer import Batch, OfflineTrainer, Row
+from lightrft.trainer.offline.reference import CachedReference, LiveReference, NoReference, Reference
+from lightrft.trainer.offline.reference_cache import ReferenceCache
+from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.timer import Timer
 

@@ -11,9 +11,9 @@ from lightrft.datasets.preferences import Pair
 from lightrft.datasets.rows import DataError, place_of
 from lightrft.ops.preference import match_by_rank, PAIR_LOSSES, Pairs
 from lightrft.ops.segment import segment_sum
-from lightrft.trainer.offline_trainer import Batch, Loss
-from lightrft.trainer.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
-from lightrft.trainer.reference import response_sums, summed
+from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
+from lightrft.trainer.offline.reference import response_sums, summed
 from lightrft.types import Experience
 from lightrft.utils.logging import get_logger
 

@@ -17,7 +17,7 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.metric_sums import MetricSums
-from lightrft.trainer.offline_trainer import Batch, Loss, OfflineTrainer
+from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
 from lightrft.trainer.replay_buffer import take
 from lightrft.types import Experience
 

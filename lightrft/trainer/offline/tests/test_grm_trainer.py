@@ -18,7 +18,7 @@ from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import launch, tiny
 from lightrft.tests.support.preference_runs import close, exported, metrics, naive_sums, trainer_of
-from lightrft.trainer.grm_trainer import GRMTrainer
+from lightrft.trainer.offline.grm_trainer import GRMTrainer
 
 ROW = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SHORT = "{prompt} {first} {second}"

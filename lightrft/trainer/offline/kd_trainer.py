@@ -12,10 +12,10 @@ from lightrft.ops.divergence import coarse, divergence
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import teacher_builder
-from lightrft.trainer.offline_trainer import Loss
-from lightrft.trainer.sft_trainer import SFTTrainer
-from lightrft.trainer.teacher import CachedTeacher, LiveTeacher, Teacher
-from lightrft.trainer.teacher_cache import TeacherCache
+from lightrft.trainer.offline.offline_trainer import Loss
+from lightrft.trainer.offline.sft_trainer import SFTTrainer
+from lightrft.trainer.offline.teacher import CachedTeacher, LiveTeacher, Teacher
+from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer

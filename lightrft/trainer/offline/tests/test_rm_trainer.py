@@ -26,7 +26,7 @@ from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
-from lightrft.trainer.rm_trainer import RMTrainer
+from lightrft.trainer.offline.rm_trainer import RMTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 from lightrft.utils.env import seed_everything

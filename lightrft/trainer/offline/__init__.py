@@ -1,0 +1,1 @@
+"""Trainers on fixed data: demonstrations, preferences, teachers and reward models."""
