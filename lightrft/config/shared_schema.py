@@ -55,7 +55,7 @@ class LaunchConfig:
 
     @property
     def collective_limit_s(self) -> int:
-        """Seconds after which a collective raises: the watchdog names the rank that hangs before those that wait raise."""
+        """Seconds after which a collective raises; the watchdog names the rank that hangs before that."""
         return self.dist_timeout_s + _WATCHDOG_FIRST_S
 
 
