@@ -52,6 +52,7 @@ class OfflineConfig(Tree):
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: SinkConfig = group(SinkConfig, free=True)
 
+    PREFLIGHT = "lightrft.preflight.offline.OfflinePreflight"
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"

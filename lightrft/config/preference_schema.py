@@ -62,6 +62,7 @@ class DPOConfig(PairConfig):
     preference: PreferenceConfig = group(PreferenceConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.DPOPreflight"
     TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 
@@ -93,6 +94,7 @@ class KTOConfig(OfflineConfig):
     preference: JudgedConfig = group(JudgedConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.KTOPreflight"
     SYNONYMS = OfflineConfig.SYNONYMS | {
         "desirable_weight": "desirable_loss_weight",
         "undesirable_weight": "undesirable_loss_weight",

@@ -134,6 +134,7 @@ class PRMConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_prm``."""
     data: StepDataConfig = group(StepDataConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.PRMPreflight"
     METRICS = ("prm", "eval")
     ROWS = "solutions"
 
@@ -179,5 +180,6 @@ class GRMConfig(OfflineConfig):
     data: JudgeDataConfig = group(JudgeDataConfig)
     train: JudgeTrainConfig = group(JudgeTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.GRMPreflight"
     METRICS = ("grm", "eval")
     ROWS = "judgements"

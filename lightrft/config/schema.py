@@ -342,6 +342,7 @@ class Config(Tree):
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: LogConfig = group(LogConfig, free=True)
 
+    PREFLIGHT = "lightrft.preflight.rl.RLPreflight"
     BATCH = "rollout_batch_size"
     TRAINING = "reinforcement fine-tuning"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")

@@ -32,6 +32,7 @@ class SFTConfig(OfflineConfig):
     data: SFTDataConfig = group(SFTDataConfig)
     train: SFTTrainConfig = group(SFTTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.SFTPreflight"
     TRAINING = "supervised fine-tuning"
     METRICS = ("sft", "eval")
     ROWS = "conversations"
@@ -63,5 +64,6 @@ class KDConfig(SFTConfig):
     """The whole option tree of ``lightrft.cli.train_kd``."""
     teacher: TeacherConfig = group(TeacherConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.KDPreflight"
     TRAINING = "distillation"
     METRICS = ("kd", "eval")

@@ -189,6 +189,7 @@ class Tree:
     train: OptimConfig
     checkpoint: CheckpointConfig
     log: SinkConfig
+    PREFLIGHT: ClassVar[str]  # class of its checks and estimates, derived from lightrft.preflight.base.Preflight
     BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
     METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has
     TRAINING: ClassVar[str]  # kind of the training, in words
