@@ -45,6 +45,7 @@ class RMConfig(PairConfig):
     train: RMTrainConfig = group(RMTrainConfig)
 
     TRAINING = "training as a reward model"
+    TASK = "text-classification"
     METRICS = ("rm", "eval")
 
 
@@ -135,6 +136,7 @@ class PRMConfig(OfflineConfig):
     data: StepDataConfig = group(StepDataConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.PRMPreflight"
+    TASK = "token-classification"
     METRICS = ("prm", "eval")
     ROWS = "solutions"
 

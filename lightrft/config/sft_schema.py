@@ -42,7 +42,7 @@ class SFTConfig(OfflineConfig):
 class TeacherConfig:
     """The teacher, and how the student follows it."""
     teacher_model: str | None = option(None, "HF folder or hub id of the teacher, with the student's vocabulary",
-                                       common=True)
+                                       common=True, model=True)
     teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes", free=True)
     kd_coef: float = option(0.4, "share of the divergence from the teacher in the loss; the rest is the NLL",
                             within=SHARE, common=True)

@@ -11,7 +11,7 @@ from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import frozen_bytes, micro_batch_tokens, teacher_bytes
-from lightrft.preflight.shared_rules import evaluations, folder, per_rank, rendering, sources
+from lightrft.preflight.shared_rules import evaluations, per_rank, rendering, sources
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rollout.engines import ByPhase
 from lightrft.strategy.memory import ModelSize
@@ -69,7 +69,6 @@ class KDPreflight(SFTPreflight):
         t = self.config.teacher
         if not t.teacher_model:
             yield "--teacher_model is missing: give an HF folder or hub id of the teacher"
-        yield from folder("teacher_model", t.teacher_model)
         if t.teacher_cache_dir and t.teacher_offload:
             yield ("--teacher_offload true: has no effect with --teacher_cache_dir, after which the teacher is freed; "
                    "drop it")
@@ -90,7 +89,6 @@ class ReferencePreflight(OfflinePreflight):
     def reference_problems(self, without: str = "") -> Iterator[str]:
         """Yield the problems of the reference model; ``without``: why there is none."""
         m = self.config.model
-        yield from folder("ref_pretrain", m.ref_pretrain)
         own = "--lora_rank, where the reference is the policy without its adapters" * bool(m.lora_rank)
         cached = "--ref_cache_dir, after which the reference is freed" * bool(m.ref_cache_dir)
         reasons = {"ref_pretrain": without or own, "ref_offload": without or own or cached, "ref_cache_dir": without}

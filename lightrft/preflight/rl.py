@@ -16,8 +16,8 @@ from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
 from lightrft.preflight.reward_rules import placed_problems, reward_problems
-from lightrft.preflight.shared_rules import (divides, evaluations, folder, nearest_divisors, per_rank, probabilities,
-                                             prompts, sources, suites)
+from lightrft.preflight.shared_rules import (divides, evaluations, nearest_divisors, per_rank, probabilities, prompts,
+                                             sources, suites)
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
@@ -171,9 +171,6 @@ def _batches(c: Config, world_size: int) -> Iterator[str]:
 
 
 def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:
-    yield from folder("ref_pretrain", m.ref_pretrain)
-    yield from folder("critic_pretrain", m.critic_pretrain)
-    yield from folder("teacher_model", m.teacher_model)
     yield from divides("initial_model_shard_size", m.initial_model_shard_size, world_size)
     if m.lora_rank > 0 and m.ref_pretrain:
         yield (f"--ref_pretrain {m.ref_pretrain}: has no effect with --lora_rank (the reference is the policy without "

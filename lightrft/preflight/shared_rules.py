@@ -37,6 +37,7 @@ def training_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the trainer."""
     yield from _head(flatten(c))
     yield from _policy(c.model, cuda)
+    yield from _models(c)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
     yield from _checkpoint(c)
@@ -105,13 +106,20 @@ def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option
 def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
     if not m.pretrain:
         yield "--pretrain is missing: give an HF folder or hub id of the model to train"
-    yield from folder("pretrain", m.pretrain)
     if m.lora_rank > 0 and not m.target_modules:
         yield f"--target_modules none: --lora_rank {m.lora_rank} needs modules; nearest valid value: all-linear"
     if m.lora_rank > 0 and m.freeze_prefix:
         yield f"--freeze_prefix {','.join(m.freeze_prefix)}: has no effect with --lora_rank; drop one"
     if m.use_liger:
         yield from _liger(cuda)
+
+
+def _models(c: Tree) -> Iterator[str]:
+    """Yield the problems of the paths of all models that the options name."""
+    known = options(c)
+    for name, value in flatten(c).items():
+        if known[name].model:
+            yield from folder(name, value)
 
 
 def folder(name: str, path: str | None) -> Iterator[str]:
