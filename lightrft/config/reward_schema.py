@@ -3,6 +3,8 @@ from dataclasses import dataclass
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
 
+SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
+
 
 @dataclass
 class ScoringConfig:

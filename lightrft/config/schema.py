@@ -16,8 +16,6 @@ from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, Opti
                                            StrategyConfig, Tree)
 from lightrft.config.tree import group
 
-SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
-
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
@@ -374,8 +372,7 @@ class Config(Tree):
         return ceil(self.rollout.samples / self.train.train_batch_size) * self.train.max_epochs
 
     def pass_tokens(self, samples: int) -> int:
-        """Override :meth:`Tree.pass_tokens`: a prompt counts once for all its samples, where a mini-batch has them all.
-        """
+        """Override :meth:`Tree.pass_tokens`: a prompt counts once for its samples, where a mini-batch has them all."""
         r, size = self.rollout, self.rollout.n_samples_per_prompt
         together = self.shares_prompts and self.train.train_batch_size >= r.samples
         return (ceil(samples / size) if together else samples) * r.prompt_max_len + samples * r.generate_max_len

@@ -134,9 +134,8 @@ class RLPreflight(TrainingPreflight):
                     held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:
         """Yield the cache of the hf engine, which takes what is there."""
         cache = largest_hf_cache(self.config, world_size, shape, device.total) if "key-value cache" not in held else 0
-        awake = PHASES.index(
-            "log-probs" if self.config.rollout.overlap_passes else "generation")  # the fullest such phase
-        room = device.free - sum(values[awake] for values in held.values())
+        fullest = PHASES.index("log-probs" if self.config.rollout.overlap_passes else "generation")  # of those with it
+        room = device.free - sum(values[fullest] for values in held.values())
         if room < cache:
             yield (f"the key-value cache of up to {cache / GIB:.2f} GiB",
                    f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")
