@@ -54,6 +54,7 @@ class EvaluateConfig(InferenceTree):
     score: ScoreConfig = group(ScoreConfig)
     evaluation: EvaluationConfig = group(EvaluationConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.EvaluatePreflight"
     SYNONYMS = {"eval_n_samples": "n_samples", "eval_temperature": "temperature", "eval_pass_k": "pass_k"}
 
     @property

@@ -66,6 +66,7 @@ class GenerateConfig(InferenceTree):
     score: PostProcessConfig = group(PostProcessConfig)
     output: OutputConfig = group(OutputConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.GeneratePreflight"
     SYNONYMS = {
         "dataset": "prompt_data",
         "dataset_probs": "prompt_data_probs",

@@ -140,6 +140,7 @@ class ChatConfig(InferenceTree):
     engine: ChatEngineConfig = group(ChatEngineConfig)
     chat: ConversationConfig = group(ConversationConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.ChatPreflight"
     SYNONYMS = {"max_new_tokens": "generate_max_len", "greedy_sampling": "temperature=0"}
 
     @property

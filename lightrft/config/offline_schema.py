@@ -16,8 +16,8 @@ class OfflineDataConfig(RenderingConfig):
     COLUMNS: ClassVar[tuple[str, ...]] = ()  # options that name columns as those of the RL trainer do
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
-                                   common=True)
-    eval_data: list[str] = option([], "held-out rows, same forms", free=True, common=True)
+                                   common=True, card="training data")
+    eval_data: list[str] = option([], "held-out rows, same forms", free=True, common=True, card="held-out data")
     train_split: str = option("train", "split of --train_data to use")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     max_len: int = option(
@@ -36,7 +36,7 @@ class OfflineDataConfig(RenderingConfig):
 @dataclass
 class OfflineTrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True)
+    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
     max_epochs: int = option(1, "passes over the training rows", within=COUNT, free=True, common=True)
     eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",
                              within="[-1, inf)", free=True, common=True)
@@ -52,6 +52,7 @@ class OfflineConfig(Tree):
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: SinkConfig = group(SinkConfig, free=True)
 
+    PREFLIGHT = "lightrft.preflight.offline.OfflinePreflight"
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"

@@ -16,7 +16,7 @@ class ReferenceModelConfig(PolicyModelConfig):
     """The trained model and its reference: weights, precision and adapters."""
     ref_pretrain: str | None = option(
         None, "HF folder or hub id of the reference model (default: --pretrain; with LoRA "
-        "the policy without its adapters, of which there is no second copy)")
+        "the policy without its adapters, of which there is no second copy)", model=True)
     ref_offload: bool = option(False, "keep the reference in host memory except while it computes", free=True)
     ref_cache_dir: str | None = option(
         None, "folder in which log-probs of the reference are kept: computed once, before the first step, after which "
@@ -52,7 +52,7 @@ class PreferenceConfig:
 @dataclass
 class DPOTrainConfig(OfflineTrainConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True)
+    learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
 
 
 @dataclass
@@ -62,6 +62,7 @@ class DPOConfig(PairConfig):
     preference: PreferenceConfig = group(PreferenceConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.DPOPreflight"
     TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 
@@ -93,6 +94,7 @@ class KTOConfig(OfflineConfig):
     preference: JudgedConfig = group(JudgedConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.KTOPreflight"
     SYNONYMS = OfflineConfig.SYNONYMS | {
         "desirable_weight": "desirable_loss_weight",
         "undesirable_weight": "undesirable_loss_weight",

@@ -85,7 +85,7 @@ class PromptConfig(RenderingConfig):
 class PromptDataConfig(PromptConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
     prompt_data: list[str] = option([], "prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
-                                    common=True)
+                                    common=True, card="training data")
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
                                             within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")
@@ -95,7 +95,7 @@ class PromptDataConfig(PromptConfig):
 @dataclass
 class HeldOutConfig(PromptConfig):
     """Sources of held-out prompts, and the conversion of a row to a prompt."""
-    eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True)
+    eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True, card="held-out data")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     eval_suite: list[str] = option(
         [], "public evaluation sets, whole: math500, aime24, aime25, gpqa, gsm8k, each from the hub, or name=path from "

@@ -3,6 +3,8 @@ from dataclasses import dataclass
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
 
+SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
+
 
 @dataclass
 class ScoringConfig:
@@ -40,12 +42,11 @@ class RewardConfig(ScoringConfig):
     """Rewards of the responses: sources, workers and shaping."""
     reward: list[str] = option(
         [], "reward parts 'name' or 'name=weight', a python file 'path.py[:function][=weight]'; default: the recipe of "
-        "each row's label or data source", common=True)
+        "each row's label or data source", common=True, card="rewards")
     remote_rm_url: list[str] = option(
         [], "reward servers (POST {query, prompts, labels} -> {rewards}); requests are balanced over them")
     reward_pretrain: list[str] = option(
-        [],
-        "reward models, PATH or NAME=PATH: of lightrft rm, prm or grm, sequence classifiers with one score, or "
+        [], "reward models, PATH or NAME=PATH: of lightrft rm, prm or grm, sequence classifiers with one score, or "
         "language models with --judge_template; each is a part NAME (rm; several: rm1, rm2 ...) of weight 1, or of the "
         "weight in --reward or --reward_recipe")
     reward_recipe: list[str] = option(

@@ -45,6 +45,7 @@ class RMConfig(PairConfig):
     train: RMTrainConfig = group(RMTrainConfig)
 
     TRAINING = "training as a reward model"
+    TASK = "text-classification"
     METRICS = ("rm", "eval")
 
 
@@ -134,6 +135,8 @@ class PRMConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_prm``."""
     data: StepDataConfig = group(StepDataConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.PRMPreflight"
+    TASK = "token-classification"
     METRICS = ("prm", "eval")
     ROWS = "solutions"
 
@@ -179,5 +182,6 @@ class GRMConfig(OfflineConfig):
     data: JudgeDataConfig = group(JudgeDataConfig)
     train: JudgeTrainConfig = group(JudgeTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.GRMPreflight"
     METRICS = ("grm", "eval")
     ROWS = "judgements"

@@ -16,24 +16,22 @@ from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, Opti
                                            StrategyConfig, Tree)
 from lightrft.config.tree import group
 
-SUITE_LABEL = "suite/"  # with the name of its suite the label of a row: its own reward recipe, whatever --reward is
-
 
 @dataclass
 class ModelConfig(PolicyModelConfig):
     """The policy, the reference, the teacher and the critic: weights, precision and adapters."""
     ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)",
-                                      needs="init_kl_coef 0.01")
+                                      needs="init_kl_coef 0.01", model=True)
     initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks",
                                            within=NON_NEGATIVE, needs="init_kl_coef 0.01", free=True)
     teacher_model: str | None = option(
         None, "HF folder or hub id of a teacher, with the policy's vocabulary: its log-probs reward every token "
-        "(--kd_coef)")
+        "(--kd_coef)", model=True)
     teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes",
                                    needs="teacher_model PATH", free=True)
     critic_pretrain: str | None = option(
         None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)",
-        read_by=("critic", ))
+        read_by=("critic", ), model=True)
     value_head_prefix: str = option("score", "name of the critic's value head in its checkpoint")
     save_value_network: bool = option(False, "also export the critic in HF format at the end", read_by=("critic", ),
                                       free=True)
@@ -42,8 +40,10 @@ class ModelConfig(PolicyModelConfig):
 @dataclass
 class RolloutConfig(EngineConfig):
     """Generation of responses: batches, sampling and engine."""
-    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT, common=True)
-    n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT, common=True)
+    rollout_batch_size: int = option(128, "prompts per rollout, over all ranks", within=COUNT, common=True,
+                                     card="prompts per step")
+    n_samples_per_prompt: int = option(8, "responses per prompt (the group)", within=COUNT, common=True,
+                                       card="responses per prompt")
     dynamic_sampling: bool = option(
         False, "replace groups whose rewards differ by no more than --zero_spread by those of further prompts (DAPO)")
     max_gen_rounds: int = option(
@@ -123,8 +123,9 @@ class AlgorithmConfig:
     semantics: str = option("default",
                             "give names that mean different mathematics in different trainers the meaning of this one",
                             tuple(SEMANTICS), free=True, preset=True)
-    advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms", common=True)
-    policy_loss: str = option("ppo", "policy loss; see the table of algorithms")
+    advantage_estimator: str = option("group_norm", "advantage estimator; see the table of algorithms", common=True,
+                                      card="advantages")
+    policy_loss: str = option("ppo", "policy loss; see the table of algorithms", card="loss")
     rollout_correction: str = option("none", "weighting of the train / rollout mismatch; see the table of algorithms")
     correction_low: float | None = option(
         None, "lower bound of the correction's weight (default: that of the correction: 0, icepop 0.5, geo_mis 0.999)",
@@ -201,7 +202,7 @@ class AlgorithmConfig:
     advantage_clip: float = option(0.0, "clip advantages to [-x, x] last; the clipped fraction is reported; 0 is off",
                                    within=NON_NEGATIVE)
     init_kl_coef: float = option(0.0, "weight of the KL to the reference model; 0 loads no reference",
-                                 within=NON_NEGATIVE, common=True)
+                                 within=NON_NEGATIVE, common=True, card="KL coefficient")
     kl_estimator: str | None = option(
         None, "KL estimator; with a + its value with the gradient of k2 (--use_kl_loss). Default: k1 in the reward, "
         "where its gradient is the unbiased one, k3 in the loss", ("k1", "k2", "k3", "k1+", "k3+"),
@@ -251,7 +252,8 @@ class TrainConfig(BalanceConfig, OptimConfig):
     """The optimizer, its batches and the length of the run."""
     num_episodes: int = option(1, "passes over the training prompts", within=COUNT, free=True, common=True)
     max_epochs: int = option(1, "passes over each rollout batch", within=COUNT)
-    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy", within=NON_NEGATIVE, common=True)
+    actor_learning_rate: float = option(1e-6, "peak learning rate of the policy", within=NON_NEGATIVE, common=True,
+                                        card="learning rate")
     critic_learning_rate: float = option(9e-6, "peak learning rate of the critic", within=NON_NEGATIVE,
                                          read_by=("critic", ))
     drop_zero_advantage: bool = option(
@@ -342,8 +344,10 @@ class Config(Tree):
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: LogConfig = group(LogConfig, free=True)
 
+    PREFLIGHT = "lightrft.preflight.rl.RLPreflight"
     BATCH = "rollout_batch_size"
     TRAINING = "reinforcement fine-tuning"
+    TAG = "reinforcement-learning"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
     LENGTHS = ("prompt_max_len", "generate_max_len")
 
@@ -368,8 +372,7 @@ class Config(Tree):
         return ceil(self.rollout.samples / self.train.train_batch_size) * self.train.max_epochs
 
     def pass_tokens(self, samples: int) -> int:
-        """Override :meth:`Tree.pass_tokens`: a prompt counts once for all its samples, where a mini-batch has them all.
-        """
+        """Override :meth:`Tree.pass_tokens`: a prompt counts once for its samples, where a mini-batch has them all."""
         r, size = self.rollout, self.rollout.n_samples_per_prompt
         together = self.shares_prompts and self.train.train_batch_size >= r.samples
         return (ceil(samples / size) if together else samples) * r.prompt_max_len + samples * r.generate_max_len

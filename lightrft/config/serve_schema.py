@@ -45,6 +45,8 @@ class ServeConfig(Tree):
     model: ServedModelConfig = group(ServedModelConfig)  # type: ignore[assignment]  # several, which are not trained
     server: ServerConfig = group(ServerConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.ServePreflight"
+
     @property
     def folder(self) -> None:
         """None: a server writes nothing."""

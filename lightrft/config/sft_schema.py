@@ -32,6 +32,7 @@ class SFTConfig(OfflineConfig):
     data: SFTDataConfig = group(SFTDataConfig)
     train: SFTTrainConfig = group(SFTTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.SFTPreflight"
     TRAINING = "supervised fine-tuning"
     METRICS = ("sft", "eval")
     ROWS = "conversations"
@@ -41,7 +42,7 @@ class SFTConfig(OfflineConfig):
 class TeacherConfig:
     """The teacher, and how the student follows it."""
     teacher_model: str | None = option(None, "HF folder or hub id of the teacher, with the student's vocabulary",
-                                       common=True)
+                                       common=True, model=True)
     teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes", free=True)
     kd_coef: float = option(0.4, "share of the divergence from the teacher in the loss; the rest is the NLL",
                             within=SHARE, common=True)
@@ -63,5 +64,6 @@ class KDConfig(SFTConfig):
     """The whole option tree of ``lightrft.cli.train_kd``."""
     teacher: TeacherConfig = group(TeacherConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.KDPreflight"
     TRAINING = "distillation"
     METRICS = ("kd", "eval")

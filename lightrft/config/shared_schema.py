@@ -12,14 +12,15 @@ _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a co
 @dataclass
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
-    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True)
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True, model=True)
     bf16: bool | None = option(
         None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32. With false, "
         "matrices are multiplied in float32 without TF32 (default: on CUDA, from Ampere on)")
     gradient_checkpointing: bool | None = option(
         None, "recompute activations of every layer, of towers too, in the backward pass (default: on CUDA, above 1e9 "
         "parameters)", free=True)
-    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True)
+    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True,
+                            card="LoRA rank")
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT,
                              needs="lora_rank 16")
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
@@ -105,7 +106,8 @@ class StrategyConfig(LaunchConfig):
 @dataclass
 class OptimConfig:
     """The optimizer and its batches."""
-    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT, common=True)
+    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT, common=True,
+                                   card="samples per optimizer step")
     micro_train_batch_size: int = option(
         0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only",
         within=NON_NEGATIVE, free=True)
@@ -129,7 +131,7 @@ class OptimConfig:
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off", within=NON_NEGATIVE)
     max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient",
                                 within=COUNT, free=True)
-    seed: int = option(42, "seed of everything random", within="[0, 4294967295]")
+    seed: int = option(42, "seed of everything random", within="[0, 4294967295]", card="seed")
 
     @property
     def eight_bit(self) -> bool:
@@ -189,9 +191,12 @@ class Tree:
     train: OptimConfig
     checkpoint: CheckpointConfig
     log: SinkConfig
+    PREFLIGHT: ClassVar[str]  # class of its checks and estimates, derived from lightrft.preflight.base.Preflight
     BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
     METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has
     TRAINING: ClassVar[str]  # kind of the training, in words
+    TAG: ClassVar[str] = ""  # of the hub, for the kind of the training; empty: the first of METRICS
+    TASK: ClassVar[str] = ""  # of the hub, that a trained model does; empty: it answers with text
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, or OPTION=VALUE

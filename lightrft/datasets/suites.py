@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config.options import ConfigError
-from lightrft.config.schema import SUITE_LABEL
+from lightrft.config.reward_schema import SUITE_LABEL
 from lightrft.datasets.records import Message, missing, Record
 from lightrft.datasets.rows import DataError, load_rows, read_hub, Row, Rows
 from lightrft.datasets.sources import final_answer

@@ -1,27 +1,19 @@
 """Checks for choices of algorithms that are unknown, contradict each other or have no effect."""
 from collections.abc import Iterator
-from functools import singledispatch
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import Config
-from lightrft.config.shared_schema import Tree
 from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
 
 
-@singledispatch
-def trains_critic(config: Tree) -> bool:
-    """Return True if a critic is trained, as some advantage estimators need; each tree registers its own."""
-    return False
-
-
-@trains_critic.register
-def _(c: Config) -> bool:
+def trains_critic(c: Config) -> bool:
+    """Return True if a critic is trained, as some advantage estimators need."""
     return ADVANTAGES.get(c.algorithm.advantage_estimator).needs_critic
 
 

@@ -21,6 +21,8 @@ from lightrft.preflight.shared_rules import divides, if_set, nearest_divisors, u
 def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
+    if any(not text for text in c.rollout.stop):
+        yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")

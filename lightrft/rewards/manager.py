@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lightrft.config.schema import RewardConfig, SUITE_LABEL
+from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
 from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, parse_models, parse_recipe,

@@ -15,10 +15,11 @@ from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.config.tree import flatten
+from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine, unlike_gpus
 from lightrft.preflight.planned import (chosen_by_machine, refuse_emulated_bf16, refuse_together, refuse_unlike_ranks,
                                         refuse_what_does_not_fit, settle)
-from lightrft.preflight.report import report, summary
+from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
@@ -148,8 +149,7 @@ def planned(parsed: ParsedConfig, machine: Machine, read: Reader | None = None,
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
     if trial:
-        yield from try_inputs(parsed.config,
-                              TrialContext(machine.device.cuda, read, functions or {}))
+        yield from try_inputs(parsed.config, TrialContext(machine.device.cuda, read, functions or {}))
 
 
 def settled(parsed: ParsedConfig) -> Machine:
@@ -189,7 +189,7 @@ def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
     """Save the configuration in the folder of the run, and log the contents of a step."""
     if strategy.is_main and parsed.config.folder is not None:
         save_config(parsed.config, parsed.config.folder / "config.yaml", parsed.plugins)
-    for line in summary(parsed.config, strategy.world_size):
+    for line in preflight(parsed.config).summary(strategy.world_size):
         get_logger().info(line)
     gpu = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else ""
     unlike = unlike_gpus(strategy.all_gather_object(gpu))

@@ -312,11 +312,11 @@ def test_a_cache_is_no_larger_than_all_sequences_of_a_rank():
     """A small model on a busy machine: of 64 GiB 3 are free, and a quarter would be 16."""
     small, shape = ModelSize(3 << 20, 1 << 20, 1 << 20), ModelShape(4, 128, 512, 128, 64, 4)
     busy, batch = Device("cpu", 3 * GIB, 64 * GIB), config(rollout_batch_size=64, n_samples_per_prompt=8)
-    assert memory_verdict(batch, 2, small, busy, False, shape).verdict == "ok"
+    assert memory_verdict(batch, 2, small, busy, shape).verdict == "ok"
     tokens = 64 * 8 // 2 * (batch.rollout.prompt_max_len + batch.rollout.generate_max_len)
     assert largest_hf_cache(batch, 2, shape, busy.total) == tokens * 2 * 64 * 4 * 4  # keys and values, layers, float32
     assert largest_hf_cache(batch, 2, None, busy.total) == 16 * GIB
-    assert memory_verdict(batch, 2, small, busy, False, None).verdict == "warn", "the shape is not known"
+    assert memory_verdict(batch, 2, small, busy, None).verdict == "warn", "the shape is not known"
 
 
 def test_vllm_takes_its_share_whatever_it_needs():

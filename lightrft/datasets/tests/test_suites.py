@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.config.schema import DataConfig, SUITE_LABEL
+from lightrft.config.reward_schema import SUITE_LABEL
+from lightrft.config.schema import DataConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.suites import BOXED, CHOICE, load_suite, SUITES

@@ -160,12 +160,12 @@ def test_activations_in_the_plan():
                "logprob_chunk_mib": 1}  # yapf: disable
     several, single = (build(Config, options | {"train_batch_size": size}) for size in (8, 2))
     for config, tokens in ((several, 1000), (single, 800)):
-        found = memory(config, 1, SIZE, GPU, False, SHAPE)
+        found = memory(config, 1, SIZE, GPU, SHAPE)
         assert found["activations"] == row(Activations(SHAPE, tokens, 4), 1)
         assert found["gradients, float32"][2:4] == (4000 if config is several else 0, 4000)
     beside = build(Config, flatten(single) | {"pretrain_data": ["a.txt"], "pretrain_max_len": 300, "ptx_batch_size": 6})
     for ranks, tokens in ((1, 1000), (2, 900)):
-        found, before = (memory(each, ranks, SIZE, GPU, False, SHAPE) for each in (beside, single))
+        found, before = (memory(each, ranks, SIZE, GPU, SHAPE) for each in (beside, single))
         assert found["activations"][2:] == row(Activations(SHAPE, tokens, 4), 1)[2:], "of three rows per rank"
         assert found["activations"][1] == before["activations"][1], "no pass without gradients reads them"
         assert found["gradients, float32"][2] > before["gradients, float32"][2] == 0, "a step has two micro-batches"
@@ -173,7 +173,7 @@ def test_activations_in_the_plan():
     for mib in (1, 16):
         lora = {"bf16": True, "gradient_checkpointing": True, "lora_rank": 4, "logprob_chunk_mib": mib}
         config = build(Config, flatten(several) | lora)
-        assert memory(config, 1, SIZE, GPU, False, SHAPE)["activations"] == row(one, mib)
+        assert memory(config, 1, SIZE, GPU, SHAPE)["activations"] == row(one, mib)
     assert row(one, 16) == (0, 0, one.kept, 0, 0) and row(one, 1)[2] > one.kept
     assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
 
@@ -198,7 +198,7 @@ def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
     teacher = {"teacher_model": path} if tree is KDConfig else {}
     config = build(tree, {"pretrain": path, "gradient_checkpointing": False} | options | teacher)
     size, shape = known_model(path)
-    needed = max(map(sum, zip(*memory(config, 2, size, GPU, False, shape).values())))
+    needed = max(map(sum, zip(*memory(config, 2, size, GPU, shape).values())))
     enough = int(needed) + 1
     refuse_what_does_not_fit(config, Machine(2, Device("H100", enough, enough)))
     refuse_what_does_not_fit(config, Machine(2, Device("cpu", 1, 1)))
