@@ -140,7 +140,8 @@ class LocalAdamW(torch.optim.AdamW):
             self._decode(part["params"])
             super().step()
             self._encode(part["params"])
-            self.store_moments(part["params"])
+            if self.offloaded:
+                self.store_moments(part["params"])
         self.param_groups = whole
         self.host.wait()
 
