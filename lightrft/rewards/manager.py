@@ -67,7 +67,7 @@ class RewardManager:
         self.cfg, self.functions, self.setup = cfg, functions or {}, setup
         self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
         self.models = parse_models(cfg.reward_pretrain)
-        self.neural: dict[str, QueuedReward] = {}
+        self.neural: dict[str, QueuedReward[Any]] = {}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None

@@ -1,5 +1,6 @@
 """Reward models of ``--reward_pretrain``: their kinds, what the options ask of each kind, and their loading."""
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from lightrft.config.options import show
 from lightrft.config.schema import RewardConfig
@@ -12,7 +13,7 @@ from lightrft.rewards.steps import StepReward
 from lightrft.utils.errors import UserError
 
 
-def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward:
+def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward[Any]:
     """Load the reward model at ``path``, by what its config.json says that it is."""
     kind = reward_kind(path)
     if kind.steps is not None:
