@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, NamedTuple
 
 from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
@@ -36,13 +36,20 @@ class Job:
     futures: "list[Future[list[Outcome]]]"
 
 
+class Row(NamedTuple):
+    """One response, the parts that judge it, and their outcomes so far."""
+    item: RewardInput
+    recipe: Weighted
+    outcomes: dict[str, Outcome]
+
+
 @dataclass
 class Handle:
     """Handle on numbered responses to one or more prompts, and on the state of their scoring.
 
-    ``rows`` holds the outcomes known so far, by part; ``jobs`` are under way; ``together`` waits for whole groups.
+    ``rows`` are by number; ``jobs`` are under way; ``together`` waits for whole groups.
     """
-    rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     together: dict[str, tuple[RewardPart, list[int]]] = field(default_factory=dict)
     budgets: dict[str, GroupBudget] = field(default_factory=dict)  # by part
@@ -69,7 +76,7 @@ class RewardManager:
         self.models = parse_models(cfg.reward_pretrain)
         self.neural: dict[str, QueuedReward[Any]] = {}
         self.counters: Counter[str] = Counter()
-        self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
+        self.pool = WorkerPool(max(1, cfg.reward_workers))
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
         self.judge: RemoteReward | None = None
         self._named: dict[str, RewardPart] = {}
@@ -101,13 +108,11 @@ class RewardManager:
         alone: dict[str, tuple[RewardPart, list[tuple[Handle, int]]]] = {}
         self._waited_s = 0.0
         for handle, row, item in responses:
-            recipe = self.parts_of(item)
-            outcomes: dict[str, Outcome] = {}
-            handle.rows[row] = item, recipe, outcomes
-            for part, _ in recipe:
+            begun = handle.rows[row] = Row(item, self.parts_of(item), {})
+            for part, _ in begun.recipe:
                 outcome = part.fast(item) if part.fast is not None else None
                 if outcome is not None:
-                    outcomes[part.name] = outcome
+                    begun.outcomes[part.name] = outcome
                 elif part.together:
                     handle.together.setdefault(part.name, (part, []))[1].append(row)
                 else:
@@ -166,12 +171,9 @@ class RewardManager:
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
-                handle.rows[row][2][job.part] = outcome
+                handle.rows[row].outcomes[job.part] = outcome
         handle.jobs = []
-        rows = [handle.rows[row] for row in sorted(handle.rows)]
-        recipes = {id(recipe): recipe for _, recipe, _ in rows}
-        weights = {key: {part.name: weight for part, weight in recipe} for key, recipe in recipes.items()}
-        return [self._total(weights[id(recipe)], outcomes) for _, recipe, outcomes in rows]
+        return [self._total(handle.rows[row]) for row in sorted(handle.rows)]
 
     @property
     def divided(self) -> bool:
@@ -230,12 +232,11 @@ class RewardManager:
         return named_part(name, self.pool)
 
     def _start(self, part: RewardPart, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
-        limit_s = part.limit_s or self.cfg.reward_timeout_s
-        budget = self._budgets.setdefault(part.name, RewardBudget(limit_s))
+        budget = self._budgets.setdefault(part.name, RewardBudget(part.limit_s or self.cfg.reward_timeout_s))
         for handle, _ in members:
-            handle.budgets.setdefault(part.name, GroupBudget(limit_s, budget))
+            handle.budgets.setdefault(part.name, GroupBudget(budget))
         submit = cast(Submit, part.submit)  # a part without one decides each response at once
-        futures = submit([handle.rows[row][0] for handle, row in members],
+        futures = submit([handle.rows[row].item for handle, row in members],
                          [handle.budgets[part.name] for handle, _ in members])
         for future in futures:
             self._under_way[future] = part.name
@@ -260,12 +261,13 @@ class RewardManager:
             WARN_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
             len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)
 
-    def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
+    def _total(self, row: Row) -> Score:
         parts: dict[str, float | None] = {}
+        weights = {part.name: weight for part, weight in row.recipe}
         error, total = None, 0.0
         steps: list[tuple[int, float]] = []
         for name, weight in weights.items():
-            outcome = outcomes[name]
+            outcome = row.outcomes[name]
             parts[name] = outcome.value
             parts |= {f"{name}/{key}": value for key, value in outcome.extra.items()}
             if outcome.value is None:
