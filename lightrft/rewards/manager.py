@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast, NamedTuple
 from lightrft.config.schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
-from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, parse_models, parse_recipe,
-                                   RewardPart, recipe_for, remote_part, Submit)
+from lightrft.rewards.spec import (add_recipe, file_part, function_part, named_part, parse_entry, parse_models,
+                                   RewardPart, RewardRecipe, recipe_for, remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
@@ -72,7 +72,9 @@ class RewardManager:
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None,
                  setup: "ScorerSetup | None" = None) -> None:
         self.cfg, self.functions, self.setup = cfg, functions or {}, setup
-        self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
+        self.own_recipes: dict[str, RewardRecipe] = {}
+        for recipe in cfg.reward_recipe:
+            add_recipe(recipe, self.own_recipes)
         self.models = parse_models(cfg.reward_pretrain)
         self.neural: dict[str, QueuedReward[Any]] = {}
         self.counters: Counter[str] = Counter()

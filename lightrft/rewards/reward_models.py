@@ -9,6 +9,7 @@ from lightrft.models.reward_model import RewardKind
 from lightrft.rewards.generative import ComparingJudge, GradingJudge
 from lightrft.rewards.neural import NeuralReward, QueuedReward
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import named_models
 from lightrft.rewards.steps import StepReward
 from lightrft.utils.errors import UserError
 
@@ -44,6 +45,10 @@ def model_problems(cfg: RewardConfig, kinds: Mapping[str, RewardKind]) -> Iterat
                            "language model that grades by them. Remedy: name one")
     for path, kind in kinds.items():
         yield from _fit(cfg, path, kind)
+    names = [name for name, _ in named_models(cfg.reward_pretrain)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield (f"--reward_pretrain {' '.join(cfg.reward_pretrain)}: two models are named {twice!r}; give one of them "
+               "another name, by NAME=PATH")
 
 
 def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]:

@@ -84,9 +84,12 @@ def test_unfit_entries_are_refused_at_once(make_manager, entry, expected):
         make_manager(entry)
 
 
-def test_the_same_part_twice_is_refused(make_manager):
-    with pytest.raises(ValueError, match="names 'exact' twice"):
-        make_manager("exact", "exact=2")
+@pytest.mark.parametrize("entries, recipes, expected", [(("exact", "exact=2"), [], "names 'exact' twice"),
+                                                        ((), ["a:exact=1+exact=2"], "names 'exact' twice"),
+                                                        ((), ["a:exact", "a:math"], "'a' has a recipe already")])
+def test_the_same_part_or_recipe_twice_is_refused(make_manager, entries, recipes, expected):
+    with pytest.raises(ValueError, match=expected):
+        make_manager(*entries, reward_recipe=recipes)
 
 
 ALGEBRA = [(r"2\sqrt{3}", r"\sqrt{12}", 1.0), (r"2\sqrt{3}", r"\sqrt{13}", 0.0), ("50", r"50\%", 1.0),

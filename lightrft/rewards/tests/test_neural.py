@@ -57,6 +57,8 @@ def test_weights_by_entry_and_by_recipe(scorers):
     for wrong in ("right=2", "source:", ":right=2"):
         with pytest.raises(UserError, match="write SOURCE:part=weight"):
             manager_of(*named, reward_recipe=[wrong])
+    with pytest.raises(UserError, match="two models are named 'rm2'; give one of them another name"):
+        manager_of(f"rm2={scorers[0]}", scorers[1])
 
 
 def test_normalised_by_the_moments_of_the_evaluation(scorers):
