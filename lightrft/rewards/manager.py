@@ -66,7 +66,6 @@ class RewardManager:
     ``functions`` of this program are rewards under their names; they have the signatures of a reward file. ``setup``
     says where reward models compute, and in which type.
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
-    ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None,
@@ -77,7 +76,6 @@ class RewardManager:
             add_recipe(recipe, self.own_recipes)
         self.models = parse_models(cfg.reward_pretrain)
         self.neural: dict[str, QueuedReward[Any]] = {}
-        self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(max(1, cfg.reward_workers))
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
         self.judge: RemoteReward | None = None
@@ -139,12 +137,6 @@ class RewardManager:
         """Return True if a part judges all responses to this prompt together."""
         return any(part.together for part, _ in self.parts_of(item))
 
-    def collect(self, handle: Handle) -> list[Score]:
-        """Wait for a submission and return scores in its order; count each cause of unscored responses, log it once."""
-        scores = self.wait(handle)
-        self.counters.update(score.error for score in scores if score.error is not None)
-        return scores
-
     def parts_of(self, item: RewardInput) -> Weighted:
         """Return the weighted parts that judge a row: those of its ``--reward_recipe``, else those of ``--reward``, the
         servers and reward models, else its recipe.
@@ -159,8 +151,8 @@ class RewardManager:
             self._recipes[key] = [(self._part(name), weight) for name, weight in own or recipe_for(item)]
         return self._recipes[key]
 
-    def wait(self, handle: Handle) -> list[Score]:
-        """Wait and return scores as :meth:`collect` does, without counting.
+    def collect(self, handle: Handle) -> list[Score]:
+        """Wait for a submission and return scores in its order; log each cause of unscored responses once.
 
         Raises:
             RuntimeError: a reward model that the ranks divide has not scored yet, see :meth:`flush`.
@@ -169,7 +161,7 @@ class RewardManager:
         if not self.divided:
             self.flush()
         elif any(model.waiting for model in self.neural.values()):
-            raise RuntimeError("the ranks divide the reward models: call flush() on all of them before wait()")
+            raise RuntimeError("the ranks divide the reward models: call flush() on all of them before collect()")
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -188,10 +180,10 @@ class RewardManager:
             model.flush()
 
     def score(self, items: list[RewardInput]) -> list[Score]:
-        """Submit responses and wait for their scores, without counting; a collective as :meth:`flush` is."""
+        """Submit responses and wait for their scores; a collective as :meth:`flush` is."""
         handle = self.submit(items)
         self.flush()
-        return self.wait(handle)
+        return self.collect(handle)
 
     def shutdown(self) -> None:
         """Kill the workers and stop the requests to servers. Responses under way come back unscored."""

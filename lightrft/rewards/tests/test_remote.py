@@ -57,7 +57,6 @@ def test_a_dead_server_is_bypassed(serve, make_manager):
     url, bodies = serve(lengths)
     manager = make_manager(remote_rm_url=["http://127.0.0.1:9/rm", url])
     assert [s.total for s in score(manager)] == [float(i) for i in range(24)], "the other one took all"
-    assert not manager.counters, "nothing unscored"
 
 
 def test_a_passing_fault_is_retried(serve, make_manager):
@@ -80,7 +79,7 @@ def test_a_bad_answer_is_unscored_with_its_cause(serve, make_manager, reply, err
     url, bodies = serve(reply)
     manager = make_manager(remote_rm_url=[url], reward_timeout_s=0.3)
     assert [(s.total, s.error) for s in score(manager, ITEMS[:1])] == [(None, error)], error
-    assert manager.counters == {error: 1} and len(bodies) <= 3, "bounded tries"
+    assert len(bodies) <= 3, "bounded tries"
 
 
 def test_no_server_at_all(make_manager):
