@@ -194,9 +194,10 @@ class RewardManager:
 
     def _configured(self) -> Weighted:
         parts: Weighted = []
+        others = [*self.models, *(["remote"] if self.remote is not None else [])]
         for entry in map(parse_entry, self.cfg.reward):
             part = file_part(entry, self.pool) if entry.path else self._part(entry.name)
-            if entry.path and part.name in [known.name for known, _ in parts]:
+            if entry.path and part.name in [*others, *(known.name for known, _ in parts)]:
                 part = replace(part, name=f"{entry.name}.{part.name}")
             if part.name in [known.name for known, _ in parts]:
                 raise UserError(f"--reward names {part.name!r} twice. Remedy: name it once, with the weight you want")

@@ -46,6 +46,13 @@ def test_rewards_are_those_of_hugging_face(scorers):
     assert sum(exp.num_seqs for exp in passes) == 6 and all(exp.num_tokens <= 100 for exp in passes) and len(passes) > 1
 
 
+def test_a_function_that_is_named_like_the_model_does_not_replace_it(scorers, tmp_path):
+    (tmp_path / "own.py").write_text("def rm(data_source, solution_str, ground_truth):\n    return 10.0\n")
+    manager = manager_of(scorers[0], reward=[str(tmp_path / "own.py")])
+    assert totals(manager) == pytest.approx([10 + x for x in plain(scorers[0], ITEMS)], rel=1e-4)
+    manager.shutdown()
+
+
 def test_weights_by_entry_and_by_recipe(scorers):
     a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
     named = [f"kind={scorers[0]}", f"right={scorers[1]}"]

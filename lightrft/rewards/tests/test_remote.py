@@ -39,6 +39,13 @@ def test_it_adds_to_the_parts_of_reward(serve, make_manager):
     assert score(manager, [RewardInput("p:", r"\boxed{5}", reference="5")])[0].total == 2.0 + 9.0, "2 * exact + remote"
 
 
+def test_a_function_that_is_named_like_the_servers_is_a_part_of_its_own(serve, make_manager, tmp_path):
+    url, _ = serve(lengths)
+    (tmp_path / "own.py").write_text("def remote(data_source, solution_str, ground_truth):\n    return 10.0\n")
+    (found, ) = score(make_manager(f"{tmp_path / 'own.py'}=2", remote_rm_url=[url]), ITEMS[3:4])
+    assert (found.parts, found.total) == ({"own.remote": 10.0, "remote": 3.0}, 23.0)
+
+
 def test_the_faster_server_gets_more_and_both_work(serve, make_manager):
     slow, slow_bodies = serve(lambda body: lengths(body, 0.3))
     fast, fast_bodies = serve(lambda body: lengths(body, 0.02))
