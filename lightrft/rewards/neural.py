@@ -1,6 +1,6 @@
 """Reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from lightrft.rewards.prompt_reader import PromptReader
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.tensors import runs
 
 Media = tuple[str, ...]
 _DUMMY: Encoded = ([0, 0], [False, True])  # for a pass of a rank that has nothing left
@@ -125,7 +126,7 @@ class ModelReward(QueuedReward[Model]):
         """Return the outcomes of tokenized sequences with the media of their prompts; a collective of a model that
         ranks divide."""
         found: list[Outcome] = []
-        parts = [*_cut([len(ids) for ids, _ in rows], self.setup.max_tokens)]
+        parts = [*runs(range(len(rows)), lambda i: len(rows[i][0]), self.setup.max_tokens)]
         with self.place.here() as model:
             for number in range(self.place.most(len(parts))):
                 part = parts[number] if number < len(parts) else []
@@ -168,15 +169,3 @@ class NeuralReward(ModelReward[RewardModel]):
     def judge(self, model: RewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`: one score per sequence."""
         return [Outcome(score) for score in ((model(exp)[:, 0] - self.mean) / self.std).tolist()]
-
-
-def _cut(lens: list[int], limit: int) -> Iterator[list[int]]:
-    """Yield consecutive indices of at most ``limit`` tokens together; a longer sequence is alone."""
-    part: list[int] = []
-    for i, length in enumerate(lens):
-        if part and sum(lens[j] for j in part) + length > limit:
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part

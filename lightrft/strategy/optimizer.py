@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import BLOCKS, STEP_BYTES
 from lightrft.utils.errors import UserError
+from lightrft.utils.tensors import runs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -136,14 +137,15 @@ class LocalAdamW(torch.optim.AdamW):
         if not (self.offloaded or self.eight_bit):
             return super().step(closure)
         whole = self.param_groups
-        for part in [part for group in whole for part in _parts(group)]:
-            self.param_groups = [part]
-            self.load_moments(part["params"])
-            self._decode(part["params"])
-            super().step()
-            self._encode(part["params"])
-            if self.offloaded:
-                self.store_moments(part["params"])
+        for group in whole:
+            for part in runs(group["params"], lambda shard: shard.nbytes, STEP_BYTES):
+                self.param_groups = [group | {"params": part}]
+                self.load_moments(part)
+                self._decode(part)
+                super().step()
+                self._encode(part)
+                if self.offloaded:
+                    self.store_moments(part)
         self.param_groups = whole
         self.host.wait()
 
@@ -216,19 +218,6 @@ class LocalAdamW(torch.optim.AdamW):
             f"{name}/{key}": value if key == "step" else like(value, self.owners[name])
             for name, key, value in self.moments()
         }
-
-
-def _parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Cut a parameter group into groups of about :data:`STEP_BYTES` of weights each (one that is larger goes alone)."""
-    part: list[Tensor] = []
-    size = 0
-    for shard in group["params"]:
-        if part and size + shard.nbytes > STEP_BYTES:
-            yield group | {"params": part}
-            part, size = [], 0
-        part.append(shard)
-        size += shard.nbytes
-    yield group | {"params": part}
 
 
 def create_scheduler(optimizer: torch.optim.Optimizer, spec: OptimSpec) -> LambdaLR:
