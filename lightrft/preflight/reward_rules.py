@@ -9,7 +9,7 @@ from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import folder
-from lightrft.rewards.spec import parse_models, parse_recipe
+from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
 
@@ -34,9 +34,10 @@ def _written(r: RewardConfig) -> Iterator[str]:
             yield "--reward_pretrain {}: names no model; rewards by rules and files need none, drop the flag"
             continue
         yield from folder("reward_pretrain", path)
+    recipes: dict[str, RewardRecipe] = {}
     for recipe in r.reward_recipe:
         try:
-            parse_recipe(recipe)
+            add_recipe(recipe, recipes)
         except UserError as error:
             yield str(error)
     yield from _judge(r)

@@ -1,5 +1,6 @@
 """Reward models of ``--reward_pretrain``: their kinds, what the options ask of each kind, and their loading."""
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from lightrft.config.options import show
 from lightrft.config.schema import RewardConfig
@@ -8,11 +9,12 @@ from lightrft.models.reward_model import RewardKind
 from lightrft.rewards.generative import ComparingJudge, GradingJudge
 from lightrft.rewards.neural import NeuralReward, QueuedReward
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import named_models
 from lightrft.rewards.steps import StepReward
 from lightrft.utils.errors import UserError
 
 
-def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward:
+def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward[Any]:
     """Load the reward model at ``path``, by what its config.json says that it is."""
     kind = reward_kind(path)
     if kind.steps is not None:
@@ -43,6 +45,10 @@ def model_problems(cfg: RewardConfig, kinds: Mapping[str, RewardKind]) -> Iterat
                            "language model that grades by them. Remedy: name one")
     for path, kind in kinds.items():
         yield from _fit(cfg, path, kind)
+    names = [name for name, _ in named_models(cfg.reward_pretrain)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield (f"--reward_pretrain {' '.join(cfg.reward_pretrain)}: two models are named {twice!r}; give one of them "
+               "another name, by NAME=PATH")
 
 
 def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]:

@@ -346,34 +346,40 @@ def newest(parent: Path) -> Path | None:
     return None
 
 
-def best(complete_ones: list[Path], metric: str | None) -> Path | None:
-    """The folder with the highest finite ``metric``; of equal ones the newest."""
-    values = {path: marker(path)["metrics"].get(metric) for path in complete_ones} if metric else {}
+def markers(parent: Path) -> dict[Path, dict[str, Any]]:
+    """The markers of all step folders, the newest first; folders without one that can be read are left out."""
+    found = {}
+    for folder in folders(parent):
+        with contextlib.suppress(OSError, ValueError):
+            found[folder] = marker(folder)
+    return found
+
+
+def best(found: dict[Path, dict[str, Any]], metric: str | None) -> Path | None:
+    """The folder with the highest finite ``metric``, by the markers; of equal ones the newest."""
+    values = {path: info["metrics"].get(metric) for path, info in found.items()} if metric else {}
     finite = {path: value for path, value in values.items() if value is not None and math.isfinite(value)}
     return max(finite, key=lambda path: finite[path]) if finite else None
 
 
-def size_gib(folder: Path) -> float:
-    """GiB on disk, by the marker."""
-    return sum(entry[0] for entry in marker(folder)["files"].values()) / 2**30
-
-
 def rotate(parent: Path, keep: int, keep_gib: float, metric: str | None) -> bool:
-    """Remove all but the ``keep`` newest, then the oldest until ``keep_gib`` is kept; the newest and the best stay.
+    """Remove all but the ``keep`` newest, then the oldest until ``keep_gib`` is kept; the newest and the best stay, and
+    so do folders that are not complete.
 
     Returns:
         False when some were removed and the best is unknown, as no checkpoint has the ``metric``.
     """
-    complete_ones = [path for path in folders(parent) if (path / MARKER).is_file()]
-    top = best(complete_ones, metric)
-    kept_anyway = {complete_ones[0], top}
-    stay = [path for index, path in enumerate(complete_ones) if index < keep or path in kept_anyway]
-    total = sum(map(size_gib, stay))
+    found = markers(parent)
+    top, gib = best(found, metric), {path: sum(size for size, *_ in info["files"].values()) / 2**30
+                                     for path, info in found.items()}  # yapf: disable
+    kept_anyway = {next(iter(found)), top}
+    stay = [path for index, path in enumerate(found) if index < keep or path in kept_anyway]
+    total = sum(map(gib.__getitem__, stay))
     for path in reversed(list(stay)):
         if total > keep_gib and path not in kept_anyway:
             stay.remove(path)
-            total -= size_gib(path)
-    for path in complete_ones:
+            total -= gib[path]
+    for path in found:
         if path not in stay:
             remove(path)
-    return not metric or top is not None or len(stay) == len(complete_ones)
+    return not metric or top is not None or len(stay) == len(found)

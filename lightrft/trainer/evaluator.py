@@ -72,9 +72,7 @@ class Evaluator:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
-        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples])
-        self.rewards.flush()
-        scores = self.rewards.collect(handle)
+        scores = self.rewards.score([reward_input(sample.prompt, sample.text) for sample in samples])
         local = [
             Answer(sample.prompt.data_source or "default", sample.response_len, ScoredSample.of(sample, score, shown),
                    sample if shown else None)

@@ -109,7 +109,7 @@ class GreedyBaseline:
         def wait() -> dict[int, tuple]:
             self.rewards.flush()
             return {sample.group_id: (score.total, sample.response_len)
-                    for sample, score in zip(greedy, self.rewards.wait(handle))}  # yapf: disable
+                    for sample, score in zip(greedy, self.rewards.collect(handle))}  # yapf: disable
 
         return wait
 

@@ -304,7 +304,7 @@ def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[st
     tried = list[tuple[RewardInput, Score]]()
     for answer in dict.fromkeys((answers[0], answers[-1])):
         one = replace(row, response=answer)
-        tried += [(one, score) for score in rewards.wait(rewards.submit([one]))]
+        tried += [(one, score) for score in rewards.collect(rewards.submit([one]))]
         score = tried[-1][1]
         if score.total or score.total is None and score.error in EXCUSED:
             break
