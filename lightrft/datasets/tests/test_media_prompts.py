@@ -24,7 +24,7 @@ from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, hold_rows
-from lightrft.datasets.sft_dataset import ALL_TURNS, Learning, SFTDataset
+from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.models.loader import takes_media
 from lightrft.models.tokenizer import load_tokenizer
@@ -155,60 +155,6 @@ def test_a_picture_that_the_processor_refuses_is_a_broken_one(tokenizer, store):
     assert len(left) == 1 and left.dropped == 1
 
 
-def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
-    """In rows with media and without; a media token that a row writes would take the features of a picture."""
-    words = {"prompt": [{"role": "user", "content": "is <image> a tag?"}], "answer": "1"}
-    found = prompts([words], tokenizer, store)[0]
-    assert "is <image> a tag?" in tokenizer.decode(found.token_ids) and found.media == ()
-    rows = [
-        ask("<image>?", png(0)),
-        ask("<image><|image_pad|>", png(0)),
-        {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"},
-        ask("<|vision_start|><image><|vision_end|>?", png(0))  # which the template writes too
-    ]
-    for row, token in zip(rows[1:], ("image_pad", "video_pad", "image_pad", "vision_start")):
-        with pytest.raises(MediaError, match=f"row 1: a text holds <.{token}.>, which this model reads as a picture"):
-            prompts([row], tokenizer, store)
-    left = prompts(rows, tokenizer, store, media_policy="skip")
-    assert len(left) == 1 and left.dropped == 4
-
-
-def demonstrations(rows, tokenizer, store, learning=ALL_TURNS, **options):
-    cfg = SFTDataConfig(train_data=[hold_rows(rows)], **options).as_data_config()
-    return SFTDataset(cfg, tokenizer, 500, media=store, learning=learning)
-
-
-def pairs(rows, tokenizer, store, **options):
-    return PairDataset(PairDataConfig(train_data=[hold_rows(rows)], **options), tokenizer, media=store)
-
-
-def judged(rows, tokenizer, store, **options):
-    return JudgedDataset(JudgedDataConfig(train_data=[hold_rows(rows)], **options), tokenizer, media=store)
-
-
-def solutions(rows, tokenizer, store, **options):
-    form = {"placeholder_token": "#", "reward_tokens": ["+", "-"]}
-    return StepDataset(StepDataConfig(train_data=[hold_rows(rows)], **form, **options), tokenizer, media=store)
-
-
-@pytest.mark.parametrize("read, row", [
-    (demonstrations, {"prompt": "a", "response": "b"}),
-    (pairs, {"prompt": "a", "chosen": "b", "rejected": "c"}),
-    (judged, {"prompt": "a", "completion": "b", "label": True}),
-    (solutions, {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}),
-    (solutions, {"input": "a#", "label": ["+"]}),
-])  # yapf: disable
-def test_texts_without_a_chat_hold_no_media_token_either(read, row, tokenizer, store):
-    good = [row, row | {next(iter(row)): "other" if "input" not in row else "other#"}]
-    for name in (one for one in row if one not in ("label", "labels")):
-        value = row[name]
-        bad = row | {name: f"<|image_pad|>{value}" if isinstance(value, str) else [value[0], "<|image_pad|>"]}
-        with pytest.raises(MediaError, match="row 3: a text holds <.image_pad.>, which this model reads as a picture"):
-            read([*good, bad], tokenizer, store)
-        assert len(read([*good, bad], tokenizer, store, media_policy="skip")) == 2
-
-
 def test_options_write_no_media(tokenizer, store):
     for name, text, mark in (("system_prompt", "Look at <image>.", "<image>"),
                              ("system_prompt", "a <|image_pad|>", ".|image_pad|>"), ("input_template", "<video>{}",
@@ -255,39 +201,6 @@ def test_texts_reach_templates_that_loop_over_parts(folder, store, template):
     found = prompts(rows, tokenizer, store, system_prompt="Look.")
     for prompt, text in zip((found[0], found[1]), ("How many?", "plain")):
         assert "system" in prompt.text and "Look." in prompt.text and text in prompt.text
-
-
-def test_demonstrations_learn_the_answer_alone(tokenizer, store):
-    rows = [{
-        "messages": [{"role": "user", "content": "<image>How <image>?"}, {"role": "assistant", "content": "two"},
-                     {"role": "user", "content": "and<image>"}, {"role": "assistant", "content": "six"}], "images":
-        [png(0), png(1, (112, 56)), png(2)]
-    }, {"messages": [{"role": "user", "content": "plain"}, {"role": "assistant", "content": "yes"}]}]
-    cfg = SFTDataConfig(train_data=[hold_rows(rows)]).as_data_config()
-    found = SFTDataset(cfg, tokenizer, 500, media=store)
-    for example, learnt in ((found[0], ["two<|im_end|>", "six<|im_end|>"]), (found[1], ["yes<|im_end|>"])):
-        kept = [token for token, keep in zip(example.token_ids, example.loss_mask) if keep]
-        assert tokenizer.decode(kept) == "".join(learnt)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How "}, {"type": "image"},
-                                      {"type": "text", "text": "?"}]}, rows[0]["messages"][1],
-         {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "image"}]}, rows[0]["messages"][3]],
-        tokenize=False)  # yapf: disable
-    pictures = [picture(0), picture(1, (112, 56)), picture(2)]
-    assert found[0].token_ids == list(store.processor(text=[text], images=pictures)["input_ids"][0])
-    assert len(found[0].media) == 3 and found[1].media == ()
-
-
-def test_media_in_an_answer_are_not_learnt(tokenizer, store):
-    """Nor what is around them, also where all tokens of a chat are. Other prompts cannot be answered with them."""
-    chat = [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content": "a <image> two"}]
-    rows = [{"messages": chat, "images": [png(0), png(1)]}]
-    for learning, learnt in ((ALL_TURNS, "a  two<|im_end|>"),
-                             (Learning(whole=True), "user How?<|im_end|>\n<|im_start|>assistant a  two<|im_end|>\n")):
-        example = demonstrations(rows, tokenizer, store, learning)[0]
-        assert tokenizer.decode([token for token, keep in zip(example.token_ids, example.loss_mask) if keep]) == learnt
-    with pytest.raises(DataError, match="row 1: its answer holds media, which a policy of texts cannot write"):
-        judged([rows[0] | {"label": True}], tokenizer, store)
 
 
 def test_the_store_keeps_what_it_has_room_for(folder, tokenizer, store):
