@@ -160,7 +160,7 @@ class ChatMasker:
 
     def __init__(self, renderer: Renderer, store: MediaStore | None = None) -> None:
         self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
-        self.of_media = {*self.tokenizer.convert_tokens_to_ids([*store.tokens])} if store is not None else set()
+        self.of_media = {self.tokenizer.convert_tokens_to_ids(token) for token in (store.tokens if store else ())}
         template = str(self.tokenizer.chat_template)
         self.marked = "{% generation" in template or "{%- generation" in template
         if not self.tokenizer.is_fast:

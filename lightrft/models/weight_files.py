@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # names of types in safetensors files
 
@@ -119,11 +119,14 @@ def name_as_published(hf: PreTrainedModel) -> PreTrainedModel:
     steps = get_model_conversion_mapping(hf, add_legacy=False)
     whole = {pattern for step in steps if step.scope_prefix is None for pattern in step.source_patterns}
     square = any(weight.ndim == 3 and weight.shape[1] == weight.shape[2] for weight in hf.parameters())
-    for step in (one for one in steps if isinstance(one, WeightConverter)):
-        for turn in (one for one in step.operations if isinstance(one, Transpose)):
-            turn.check_dims = square
-    hf._weight_conversions = [
-        step for step in steps if len(step.target_patterns) == 1 and (
-            step.scope_prefix is None or not whole.intersection(step.source_patterns))
-    ]
+
+    def is_reverted(step: WeightTransform) -> bool:
+        operations = step.operations if isinstance(step, WeightConverter) else []
+        turns = [one for one in operations if isinstance(one, Transpose)]
+        for one in turns:
+            one.check_dims = False  # against the shape in the model, which is the one that is written from
+        again = step.scope_prefix is not None and whole.intersection(step.source_patterns)
+        return len(step.target_patterns) == 1 and not again and not (turns and square)
+
+    vars(hf)["_weight_conversions"] = [step for step in steps if is_reverted(step)]
     return hf
