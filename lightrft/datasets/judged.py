@@ -11,7 +11,7 @@ from lightrft.datasets.records import check_named_columns, missing, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
-                                           to_conversation, TokenizedDataset, with_media)
+                                           shows_media, to_conversation, TokenizedDataset, with_media)
 from lightrft.utils.logging import get_logger
 
 
@@ -56,7 +56,7 @@ class JudgedDataset(TokenizedDataset[Judged]):
     """Judged answers; ``cfg`` also selects their columns.
 
     Raises:
-        DataError: also if all prompts are the same.
+        DataError: also if all prompts are the same, or an answer holds media.
     """
     NAME = "answers"
 
@@ -77,6 +77,10 @@ class JudgedDataset(TokenizedDataset[Judged]):
         good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
         chats = [last_answer(row, cfg, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
         found = with_media(rows, chats, self._renderer.cfg, self._media)
+        drawn = next((i for i, chat in found.items() if shows_media(chat)), None)
+        if drawn is not None:
+            raise DataError(f"{rows.where(drawn)}: its answer holds media, which a policy of texts cannot write, and "
+                            "which other prompts cannot be answered with. Write them in the prompt, or remove the row")
         rows, chats, good = rows.pick(found), [*found.values()], [good[i] for i in found]
         encoded = encode_all(chats, self._renderer, self._media)
         check_learnable(rows, encoded)

@@ -283,9 +283,9 @@ def _text_source(text: str, rules: MediaRules, where: str) -> bytes | Path | str
 def _data_url(text: str, where: str) -> bytes:
     head, comma, body = text.partition(",")
     try:
-        if not comma or not head.endswith(";base64"):
+        if not comma or not head.lower().endswith(";base64"):
             raise binascii.Error("no ';base64,' in it")
-        return base64.b64decode("".join(body.split()), validate=True)
+        return _decoded(unquote(body))
     except (binascii.Error, ValueError) as error:
         raise MediaError(f"{where}: not a data URL in base64 ({error}). Write the row again") from error
 
@@ -304,11 +304,16 @@ def _base64(text: str) -> bytes | None:
     """Decode base64; None for other text. A path without a dot may be base64 too."""
     if not _BASE64.fullmatch("".join(text[:96].split())):
         return None
-    plain = "".join(text.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
     try:
-        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+        return _decoded(text)
     except (binascii.Error, ValueError):
         return None
+
+
+def _decoded(text: str) -> bytes:
+    """Decode base64 of either alphabet, also without padding or with white space."""
+    plain = "".join(text.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
 
 
 def _file(text: str, rules: MediaRules, where: str) -> Path:

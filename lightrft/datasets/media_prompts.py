@@ -1,4 +1,5 @@
 """Prompts with pictures, videos and sounds: which media a record has, and the tokens that stand for them."""
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,13 +39,15 @@ def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
     return rows.pick(found), [paired(records[i], *chat) for i, chat in found.items()]
 
 
-def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None) -> dict[int, Paired]:
+def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None,
+               plain: Sequence[Sequence[str]] = ()) -> dict[int, Paired]:
     """Find, decode and process the media of the rows of one entry. A data set names those that it keeps to the store
     (:meth:`MediaStore.keep`).
 
     Args:
         chats: the messages of each row.
         store: None: the model takes text only.
+        plain: texts of each row that go into no chat.
 
     Returns:
         By index of the row the messages, with a part for each medium, and the keys of the media. Rows with a medium
@@ -62,7 +65,7 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
         return {i: (messages, ()) for i, (messages, _) in every.items()}
     found = {i: (messages, store.register(media)) for i, (messages, media) in every.items()}
     _check_options(cfg, store)
-    _leave_broken(found, rows, cfg, store)
+    _leave_broken(found, rows, cfg, store, plain)
     if cfg.media_policy == "skip":
         _leave_broken_elsewhere(found, rows, store)
     if store.rules.urls:
@@ -72,13 +75,15 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
     return found
 
 
-def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: MediaStore) -> None:
+def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: MediaStore,
+                  plain: Sequence[Sequence[str]]) -> None:
     """Read the media of ``found``, and remove rows where that fails; under the policy "error" it is raised."""
     order, errors = list(found), []
     for number, i in enumerate(phase(order, "media", "row")):
         store.prefetch_texts(key for ahead in order[number:number + AHEAD] for key in found[ahead][1])
         try:
-            store.check_words(found[i][0], rows.where(i))
+            store.check_words([*found[i][0], *({"content": text} for text in plain[i:i + 1] for text in text)],
+                              rows.where(i))
             for key in found[i][1]:
                 store.text(key)
         except MediaError as error:

@@ -24,7 +24,7 @@ from lightrft.datasets.records import (as_chat, check_named_columns, Message, mi
 from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
-                                           TokenizedDataset, with_media)
+                                           shows_media, TokenizedDataset, with_media)
 from lightrft.utils.logging import get_logger
 
 Answer = str | list[Message]
@@ -180,13 +180,6 @@ def _placeholders(answer: Answer) -> str:
     return answer if isinstance(answer, str) else "".join(text_of(turn.get("content")) for turn in answer)
 
 
-def _shows_media(chat: Conversation) -> bool:
-    """Return True if the answer of a conversation holds media."""
-    contents = [turn.get("content") for turn in (chat.messages or [])[chat.first:]]
-    return any(isinstance(part, dict) and part.get("type", "text") != "text"
-               for content in contents if isinstance(content, list) for part in content)  # yapf: disable
-
-
 def _side_media(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> tuple[Row, Row]:
     """Return the columns of the media of the prompt with the chosen, and with the rejected answer, where that is not
     the whole column; ``texts``: the prompt, and both."""
@@ -238,7 +231,7 @@ class PairDataset(TokenizedDataset[Pair]):
         rows = rows.pick(records)
         both = [i for i in sides[0] if i in sides[1]]
         rows, pairs = rows.pick(both), [pairs[i] for i in both]
-        shown = [any(_shows_media(side[i]) for side in sides) for i in both]
+        shown = [any(shows_media(side[i]) for side in sides) for i in both]
         chosen, rejected = (self._encoded(entry, rows, [side[i] for i in both]) for side in sides)
         lens = [max(len(a.token_ids), len(b.token_ids)) for a, b in zip(chosen, rejected)]
         found = {i: Pair(chosen[i].uid, chosen[i], rejected[i], pairs[i].margin, pairs[i].tie, pairs[i].heads, shown[i])

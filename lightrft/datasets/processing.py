@@ -70,7 +70,7 @@ class MediumProcessor:
         """Process a small medium of ``kind``."""
         if kind == "audio":
             return self.process(kind, Waveform(np.zeros(self.rate, np.float32), self.rate))
-        picture = Image.new("RGB", _BLANK)
+        picture = Image.new("RGB", _BLANK, "gray")  # not black, which no scale of pixels changes
         return self.process(kind, picture if kind == "image" else Video([picture] * 2, 1.0, [0.0, 0.5]))
 
     def process(self, kind: str, medium: Decoded, several: bool = False) -> MediaTensors:

@@ -34,11 +34,12 @@ class SFTExample:
 @dataclass
 class Conversation:
     """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
-    answer without chat."""
+    answer without chat, ``whole``: all turns are learnt, whoever speaks."""
     messages: list[Message] | None
     first: int = 0
     pair: tuple[str, str] = ("", "")
     media: tuple[str, ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Learning:
     Attributes:
         output_key: column of the answer; None: the first of ``ANSWER_COLUMNS`` that a row has.
         every_turn: all assistant turns of a chat, or the last alone.
-        whole: every token but the first, which nothing predicts.
+        whole: every token but the first, which nothing predicts, and those of media.
     """
     output_key: str | None = None
     every_turn: bool = True
@@ -65,15 +66,15 @@ class Learning:
 
     def narrowed(self, chat: Conversation) -> Conversation:
         """Return the conversation with the part to learn."""
-        if self.whole and chat.messages is None:
-            return replace(chat, pair=("", "".join(chat.pair)))
+        if self.whole:
+            return replace(chat, pair=("", "".join(chat.pair)), whole=True)
         turns = [i for i, turn in enumerate(chat.messages or []) if turn["role"] == "assistant"]
         return chat if self.every_turn or not turns else replace(chat, first=turns[-1])
 
     def masked(self, encoded: Encoded) -> Encoded:
         """Return token ids with the mask of the tokens to learn."""
         ids, mask = encoded
-        return (ids, [i > 0 for i in range(len(ids))]) if self.whole else (ids, mask)
+        return ids, [keep and not (self.whole and i == 0) for i, keep in enumerate(mask)]
 
 
 ALL_TURNS = Learning()
@@ -141,16 +142,25 @@ def check_turns(chat: Conversation, where: str) -> None:
                             "or remove it, or remove the row")
 
 
+def shows_media(chat: Conversation) -> bool:
+    """Return True if the answer of a conversation holds media."""
+    contents = [turn.get("content") for turn in (chat.messages or [])[chat.first:]]
+    return any(isinstance(part, dict) and part.get("type", "text") != "text"
+               for content in contents if isinstance(content, list) for part in content)  # yapf: disable
+
+
 class ChatMasker:
     """Finds the assistant's tokens in rendered chats.
 
     Templates with a ``{% generation %}`` block mark them. For others, a turn is the text that it adds to the rendered
     chat before it (with the generation prompt). Whitespace that the template writes after the end-of-turn token is not
-    in the loss. Nor is what stands for media, which also makes a chat be read the second way.
+    in the loss. Nor is what stands for media, with the tokens around it, which no policy of texts may write; media also
+    make a chat be read the second way.
     """
 
     def __init__(self, renderer: Renderer, store: MediaStore | None = None) -> None:
         self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
+        self.of_media = {self.tokenizer.convert_tokens_to_ids(token) for token in (store.tokens if store else ())}
         template = str(self.tokenizer.chat_template)
         self.marked = "{% generation" in template or "{%- generation" in template
         if not self.tokenizer.is_fast:
@@ -161,7 +171,7 @@ class ChatMasker:
         """Return token ids and loss mask of each chat."""
         if not chats:
             return []
-        if self.marked and not any(chat.first or chat.media for chat in chats):
+        if self.marked and not any(chat.first or chat.media or chat.whole for chat in chats):
             out = self.renderer.apply([chat.messages or [] for chat in chats], tokenize=True, return_dict=True,
                                       return_assistant_tokens_mask=True)
             return [(ids, [bool(keep) for keep in mask]) for ids, mask in zip(out["input_ids"], out["assistant_masks"])]
@@ -172,11 +182,14 @@ class ChatMasker:
                 texts[i], replaced = self.store.expand(texts[i], chat.media)
                 spans[i] = [part for span in spans[i] for part in _moved(span, replaced)]
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [(ids, [any(a <= start < b for a, b in where) for start, _ in offsets])
-                for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]
+        return [(ids, [token not in self.of_media and any(a <= start < b for a, b in where)
+                       for token, (start, _) in zip(ids, offsets)])
+                for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]  # yapf: disable
 
     def spans(self, chat: Conversation, text: str) -> list[Span]:
         """Return the character ranges of ``text`` that hold the turns to learn."""
+        if chat.whole:
+            return [(0, len(text))]
         messages = chat.messages or []
         turns = [i for i, turn in enumerate(messages) if i >= chat.first and turn["role"] == "assistant"]
         return [self._span(messages, turn, text) for turn in turns]
@@ -241,7 +254,7 @@ def encode_all(chats: list[Conversation], renderer: Renderer, store: MediaStore 
 def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
                store: MediaStore | None) -> dict[int, Conversation]:
     """Return by index of the row the conversations with their media; see :func:`pair_media` on those left out."""
-    found = pair_media(rows, [chat.messages or [] for chat in chats], cfg, store)
+    found = pair_media(rows, [chat.messages or [] for chat in chats], cfg, store, [chat.pair for chat in chats])
     return {i: replace(chats[i], messages=chats[i].messages and messages, media=keys)
             for i, (messages, keys) in found.items()}  # yapf: disable
 

@@ -185,7 +185,8 @@ class StepDataset(TokenizedDataset[StepExample]):
         labels = [
             tuple(self._labels.read(label, rows.where(i)) for label in each.labels) for i, each in enumerate(solutions)
         ]
-        chats = [Conversation(None if each.prompt is None else self._renderer.messages(each.prompt))
+        chats = [Conversation(None if each.prompt is None else self._renderer.messages(each.prompt),
+                              pair=(each.prompt if isinstance(each.prompt, str) else "", "".join(each.steps)))
                  for each in solutions]  # yapf: disable
         found = with_media(rows, chats, self._renderer.cfg, self._media)
         rows, solutions, labels = rows.pick(found), [solutions[i] for i in found], [labels[i] for i in found]

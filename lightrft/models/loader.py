@@ -25,7 +25,7 @@ from lightrft.models.packed_model import Critic, critic_class, PackedModel
 from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
                                           RewardKind, RewardModel)
 from lightrft.models.towers import Tower
-from lightrft.models.weight_files import Place, StandIns, stand_ins, WeightFiles
+from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder
@@ -130,10 +130,10 @@ def load_exported(path: str, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     """Load the model at ``path`` as Hugging Face does, for other uses than training; ``auto``: in the dtype of its
     files."""
     config = read_config(path)
-    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+    scores = (config.architectures or [""])[0].endswith("ForSequenceClassification")
+    family = AutoModelForSequenceClassification if scores else modality_of(config, path).auto_class
     part = {"config": config} if config.model_type == "qwen2_5_omni_thinker" else {}  # perhaps of a whole model
-    return modality_of(config, path).auto_class.from_pretrained(path, dtype=dtype, **part)
+    return name_as_published(family.from_pretrained(path, dtype=dtype, **part))
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -340,6 +340,7 @@ def _defer(model: Model, loaded: _Loaded) -> Model:
 def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
             modality: ActorModality | None = None) -> nn.Module:
     """Apply the options of ``cfg`` to a model; LoRA and frozen parts to a policy, whose ``modality`` is given."""
+    name_as_published(hf)
     if cfg.use_liger:
         _apply_liger(hf)
     use_onednn(hf)

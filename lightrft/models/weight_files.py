@@ -1,4 +1,5 @@
-"""Weights in safetensors files: what stands in for them while a model is built, and the rows that a rank reads."""
+"""Weights in safetensors files: what stands in for them while a model is built, the rows that a rank reads, and the
+names under which they are written."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,7 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
-from transformers.core_model_loading import WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # names of types in safetensors files
 
@@ -103,3 +105,28 @@ def stand_ins(dtype: torch.dtype) -> Iterator[StandIns]:
         yield made
     finally:
         setattr(modeling_utils, name, before)
+
+
+def name_as_published(hf: PreTrainedModel) -> PreTrainedModel:
+    """Return ``hf``, which will be written as published checkpoints of its family are, with their names and experts,
+    whatever files it was read from: vLLM, SGLang and earlier versions of transformers read those alone.
+
+    transformers reverts the steps of its reading. One of the whole model (Qwen2-Audio) that the model inside of it
+    repeats would be reverted twice. Tensors that are one in checkpoints and several in the model do not come together
+    where one is written after another. Experts that checkpoints transpose (Qwen3-VL) would stay as they are; they do
+    where they are square, since then transformers cannot know which way it reads them.
+    """
+    steps = get_model_conversion_mapping(hf, add_legacy=False)
+    whole = {pattern for step in steps if step.scope_prefix is None for pattern in step.source_patterns}
+    square = any(weight.ndim == 3 and weight.shape[1] == weight.shape[2] for weight in hf.parameters())
+
+    def is_reverted(step: WeightTransform) -> bool:
+        operations = step.operations if isinstance(step, WeightConverter) else []
+        turns = [one for one in operations if isinstance(one, Transpose)]
+        for one in turns:
+            one.check_dims = False  # against the shape in the model, which is the one that is written from
+        again = step.scope_prefix is not None and whole.intersection(step.source_patterns)
+        return len(step.target_patterns) == 1 and not again and not (turns and square)
+
+    vars(hf)["_weight_conversions"] = [step for step in steps if is_reverted(step)]
+    return hf

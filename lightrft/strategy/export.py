@@ -95,8 +95,10 @@ def wrapped_hf(model: nn.Module) -> Pretrained:
 def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None,
                 dtype: torch.dtype | None) -> None:
     """Write the full parameters of ``stream``, the buffers that checkpoints hold, the config and the generation config
-    to the HF folder ``path``, in ``dtype`` (default: at least float32). A rank without a ``path`` takes part in
-    gathering only."""
+    to the HF folder ``path``, in ``dtype`` (default: at least float32), under the names of published checkpoints
+    (:func:`~lightrft.models.weight_files.name_as_published`). A rank without a ``path`` takes part in gathering
+    only."""
+    from transformers.core_model_loading import revert_weight_conversion  # slow to import; the doctor needs none
     hf = wrapped_hf(model)
     if path is None:
         for _ in stream:
@@ -108,7 +110,8 @@ def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Pa
     for name, tensor in chain(stream, saved_buffers(base)):
         as_type = dtype or torch.promote_types(tensor.dtype, torch.float32)
         kept = tensor.to("cpu", as_type if tensor.is_floating_point() else tensor.dtype)
-        writer.add(name, kept.clone(memory_format=torch.contiguous_format) if kept is tensor else kept.contiguous())
+        for published, part in revert_weight_conversion(base, {name: kept.clone() if kept is tensor else kept}).items():
+            writer.add(published, part.contiguous())
     writer.close()
     _write_config(base, path, dtype)
 

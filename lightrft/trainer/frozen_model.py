@@ -3,6 +3,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -10,20 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.shared_schema import PolicyModelConfig
-from lightrft.models.loader import load_actor, logit_count
+from lightrft.datasets.media_store import open_store
+from lightrft.models.loader import load_actor, logit_count, media_kinds, token_frames
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
 
 
-def check_tokens(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model at ``path``, of ``option``, knows the tokens of the ``policy`` with ``tokenizer``.
+def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase,
+                 media: MediaSource | None) -> None:
+    """Check that the model at ``path``, of ``option``, knows the tokens of the ``policy`` with ``tokenizer``, and reads
+    its ``media``.
 
     Raises:
-        UserError: it numbers its tokens otherwise, or has no logit for one of them.
+        UserError: it numbers its tokens otherwise, or has no logit for one of them; or of :func:`check_media`.
     """
     own, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
     remedy = f"Take a model of the same family as --pretrain {policy}"
@@ -37,15 +42,49 @@ def check_tokens(option: str, path: str, policy: str, tokenizer: PreTrainedToken
     if width < needed:  # more tokens than the policy has logits may be in a tokenizer: text models of Gemma-3
         raise UserError(f"--{option} {path}: it has {width} logits, and the vocabulary needs {needed}. {remedy}, with "
                         "logits for all tokens")
+    check_media(option, path, policy, tokenizer, media)
 
 
-def teacher_builder(cfg: PolicyModelConfig, path: str, student: PreTrainedTokenizerBase) -> Builder:
+def check_media(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase,
+                media: MediaSource | None) -> None:
+    """Check that the processor of the model at ``path``, of ``option``, makes of a medium what that of the ``policy``
+    does, whose tensors both models get: sizes of pictures and patches, values of pixels, tokens. A folder without a
+    processor, of which nothing can be compared, is reported.
+
+    Raises:
+        UserError: it makes something else, or the model takes no such media.
+    """
+    kinds = media.kinds if media is not None else ()
+    if not kinds:
+        return
+    if lacking := sorted({*kinds} - {*media_kinds(path)}):
+        raise UserError(f"--{option} {path}: it takes no media of kind {', '.join(lacking)}, which the rows have. Take "
+                        f"a model of the same family as --pretrain {policy}")
+    try:
+        store = open_store(path, tokenizer, MediaConfig(), token_frames(path), kinds)
+    except UserError as error:
+        get_logger().warning(f"--{option} {path}: it is not known whether it reads the media as --pretrain {policy} "
+                             f"does: {error}")
+        return
+    for kind in kinds:
+        own, theirs = cast(MediaSource, media).blank(kind), store.blank(kind)
+        pairs = {name: (own.tensors.get(name), theirs.tensors.get(name)) for name in own.tensors | theirs.tensors}
+        differ = next((name for name, (a, b) in pairs.items() if a is None or b is None or not a.equal(b)), None)
+        if differ is not None or own.text != theirs.text:
+            raise UserError(
+                f"--{option} {path}: its processor makes other {differ or 'tokens'} of media of kind {kind} than that "
+                f"of --pretrain {policy}, whose tensors both models get. Take a model whose processor has the same "
+                "sizes, patches and normalisation")
+
+
+def teacher_builder(cfg: PolicyModelConfig, path: str, student: PreTrainedTokenizerBase,
+                    media: MediaSource | None) -> Builder:
     """Return what loads the teacher at ``path``, frozen.
 
     Raises:
-        UserError: of :func:`check_tokens`.
+        UserError: of :func:`check_inputs`.
     """
-    check_tokens("teacher_model", path, str(cfg.pretrain), student)
+    check_inputs("teacher_model", path, str(cfg.pretrain), student, media)
     return partial(load_actor, cfg, path=path, train=False, deferred=True)
 
 

@@ -29,7 +29,7 @@ from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
-from lightrft.trainer.frozen_model import check_tokens, FrozenModel, teacher_builder
+from lightrft.trainer.frozen_model import check_inputs, check_media, FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import schedule_of
@@ -107,8 +107,11 @@ class PreparedModels:
 def _prepare(config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
              media: MediaSource | None, total: int) -> PreparedModels:
     """Prepare the models of a run of ``total`` steps, one after the other."""
-    if models.reference is not None and config.model.ref_pretrain is not None:
-        check_tokens("ref_pretrain", config.model.ref_pretrain, str(config.model.pretrain), tokenizer)
+    policy_path, cfg = str(config.model.pretrain), config.model
+    if models.reference is not None and cfg.ref_pretrain is not None:
+        check_inputs("ref_pretrain", cfg.ref_pretrain, policy_path, tokenizer, media)
+    if models.critic is not None and cfg.critic_pretrain is not None:
+        check_media("critic_pretrain", cfg.critic_pretrain, policy_path, tokenizer, media)
     train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, config.optimizer_steps
     policy = _optim(config, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
     actor, critic, reference = strategy.prepare(models.actor, policy, shard_size), None, None
@@ -148,7 +151,7 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     path = config.model.teacher_model
     if path is None:
         return None
-    build = teacher_builder(config.model, path, tokenizer)
+    build = teacher_builder(config.model, path, tokenizer, media)
     width, own = logit_count(path), logit_count(str(config.model.pretrain))
     if width < own:
         raise UserError(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ FORMS = {
     "base64 in lines": "\n".join(TEXT[i:i + 20] for i in range(0, len(TEXT), 20)),
     "base64 for URLs, without padding": TEXT.replace("+", "-").replace("/", "_").rstrip("="),
     "data URL": f"data:image/png;base64,{TEXT}",
+    "data URL in capitals": f"DATA:IMAGE/PNG;CHARSET=utf-8;BASE64,{TEXT}",
+    "quoted data URL": f"data:image/png;name=a.png;base64,{quote(TEXT, safe='')}",
     "chat part": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{TEXT}"}},
     "Qwen's part": {"type": "image", "image": "red.png"},
     "part with a path": {"type": "image", "path": "red.png"},

@@ -155,25 +155,6 @@ def test_a_picture_that_the_processor_refuses_is_a_broken_one(tokenizer, store):
     assert len(left) == 1 and left.dropped == 1
 
 
-def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
-    """In rows with media and without; a media token that a row writes would take the features of a picture."""
-    words = {"prompt": [{"role": "user", "content": "is <image> a tag?"}], "answer": "1"}
-    found = prompts([words], tokenizer, store)[0]
-    assert "is <image> a tag?" in tokenizer.decode(found.token_ids) and found.media == ()
-    rows = [
-        ask("<image>?", png(0)),
-        ask("<image><|image_pad|>", png(0)),
-        {"prompt": [{"role": "user", "content": "a <|video_pad|>"}], "answer": "1"},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a <|image_pad|>"}]}], "answer": "1"},
-        ask("<|vision_start|><image><|vision_end|>?", png(0))  # which the template writes too
-    ]
-    for row, token in zip(rows[1:], ("image_pad", "video_pad", "image_pad", "vision_start")):
-        with pytest.raises(MediaError, match=f"row 1: a text holds <.{token}.>, which this model reads as a picture"):
-            prompts([row], tokenizer, store)
-    left = prompts(rows, tokenizer, store, media_policy="skip")
-    assert len(left) == 1 and left.dropped == 4
-
-
 def test_options_write_no_media(tokenizer, store):
     for name, text, mark in (("system_prompt", "Look at <image>.", "<image>"),
                              ("system_prompt", "a <|image_pad|>", ".|image_pad|>"), ("input_template", "<video>{}",
@@ -220,27 +201,6 @@ def test_texts_reach_templates_that_loop_over_parts(folder, store, template):
     found = prompts(rows, tokenizer, store, system_prompt="Look.")
     for prompt, text in zip((found[0], found[1]), ("How many?", "plain")):
         assert "system" in prompt.text and "Look." in prompt.text and text in prompt.text
-
-
-def test_demonstrations_learn_the_answer_alone(tokenizer, store):
-    rows = [{
-        "messages": [{"role": "user", "content": "<image>How <image>?"}, {"role": "assistant", "content": "two"},
-                     {"role": "user", "content": "and<image>"}, {"role": "assistant", "content": "six"}], "images":
-        [png(0), png(1, (112, 56)), png(2)]
-    }, {"messages": [{"role": "user", "content": "plain"}, {"role": "assistant", "content": "yes"}]}]
-    cfg = SFTDataConfig(train_data=[hold_rows(rows)]).as_data_config()
-    found = SFTDataset(cfg, tokenizer, 500, media=store)
-    for example, learnt in ((found[0], ["two<|im_end|>", "six<|im_end|>"]), (found[1], ["yes<|im_end|>"])):
-        kept = [token for token, keep in zip(example.token_ids, example.loss_mask) if keep]
-        assert tokenizer.decode(kept) == "".join(learnt)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How "}, {"type": "image"},
-                                      {"type": "text", "text": "?"}]}, rows[0]["messages"][1],
-         {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "image"}]}, rows[0]["messages"][3]],
-        tokenize=False)  # yapf: disable
-    pictures = [picture(0), picture(1, (112, 56)), picture(2)]
-    assert found[0].token_ids == list(store.processor(text=[text], images=pictures)["input_ids"][0])
-    assert len(found[0].media) == 3 and found[1].media == ()
 
 
 def test_the_store_keeps_what_it_has_room_for(folder, tokenizer, store):

@@ -18,7 +18,7 @@ from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import tiny_vision
+from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.saved_bytes import saved_bytes
 from lightrft.tests.support.tiny_vision import FAMILIES
@@ -49,6 +49,44 @@ def test_of_a_whole_qwen2_5_omni_the_thinker_is_loaded(tmp_path):
     assert known_model(path)[0] == size
     places = load_actor(ModelConfig(pretrain=path), deferred=True).files.places
     assert {place.key for place in places.values()} == {f"thinker.{name}" for name in weights}
+
+
+PUBLISHED = {  # some names in the checkpoints of the hub; vLLM's loader reads the exports of all families
+    "gemma3": ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight",
+               "vision_tower.vision_model.embeddings.patch_embedding.weight",
+               "multi_modal_projector.mm_input_projection_weight"),
+    "qwen2_audio": ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight",
+                    "audio_tower.conv1.weight", "multi_modal_projector.linear.weight"),
+    "qwen2_5_vl": ("model.embed_tokens.weight", "lm_head.weight", "visual.patch_embed.proj.weight"),
+    "qwen3_vl_moe": ("model.language_model.embed_tokens.weight", "model.visual.patch_embed.proj.weight",
+                     "model.language_model.layers.0.mlp.experts.gate_up_proj"),
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.3.w2.weight", "lm_head.weight"),
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_exports_are_as_published(family, tmp_path):
+    """With adapters too, critics, and those of a folder with the names of modules, as earlier versions wrote it."""
+    if family in FAMILIES:
+        tiny_vision.save_model(tmp_path / "base", family, tied=False)
+    else:
+        tiny.save_model(tmp_path / "base", family, tie_word_embeddings=False)
+    strategy = get_strategy(StrategyConfig(strategy="single"))
+    strategy.setup()
+    for load, options in ((load_actor, {"lora_rank": 2}), (load_critic, {}), (load_actor, {})):
+        model = load(ModelConfig(pretrain=str(tmp_path / "base"), **options))
+        strategy.save_model(strategy.prepare(model), tmp_path / "out")
+        hf, written = model.hf_model, load_file(tmp_path / "out" / "model.safetensors")
+        read, report = type(hf).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(report.values()), report
+        assert {name for name in PUBLISHED[family] if "lm_head" not in name or load is load_actor} <= written.keys()
+        if family == "qwen3_vl_moe":
+            assert written["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 96, 64)
+        if not options:
+            assert all(read.state_dict()[name].equal(each) for name, each in hf.state_dict().items())
+        if load is load_critic:
+            base = load_actor(ModelConfig(pretrain=str(tmp_path / "base"))).hf_model
+            save_file(base.state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"})
 
 
 def actor_of(rig, **options):

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
 from transformers.video_utils import VideoMetadata
 
+from lightrft.models.weight_files import name_as_published
 from lightrft.tests.support import tiny
 
 _TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -76,6 +77,6 @@ class TinyFamily:
         """Write the model, its tokenizer and processor to ``folder``, as a download would look; returns it."""
         path, tokenizer = Path(folder), self.tokenizer()
         processor = self.processor(tokenizer)
-        self.model(tied, processor.tokenizer).save_pretrained(path)
+        name_as_published(self.model(tied, processor.tokenizer)).save_pretrained(path)
         processor.save_pretrained(path)
         return path

@@ -67,7 +67,7 @@ def _glm(family, processor, image, video):
 
 
 _DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 GRIDS = {
     "qwen2_vl": _qwen("qwen2_vl", {}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, Qwen2VLProcessor,
                       Qwen2VLVideoProcessor),

@@ -2,20 +2,26 @@
 
     python -m lightrft.tests.support.vllm_media FOLDER [FAMILY ...]
 
-prints the largest differences in nats, of text alone and of prompts with one medium, three, and none, in one batch.
+prints the largest differences in nats, of text alone and of prompts with one medium, three, and none, in one batch;
+the third row of a family is that of a folder which the trainer wrote and vLLM's own loader read.
 test_vllm_ranks runs those that differ most, and with ``make chain`` all others (``OTHERS``); LLaVA and Mistral need
 mistral_common, which ``make .venv/mistral/.installed`` installs.
 """
 import sys
+from copy import copy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 
 from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_families
+from lightrft.rollout.vllm import weights
 from lightrft.rollout.vllm.engine import WITH_VIDEOS
 from lightrft.tests.support import tiny_sound, tiny_vision
 from lightrft.tests.support.engine_rig import LARGEST, NEW, STOPS, requests
@@ -94,6 +100,22 @@ def differences(rig):
     return text, *rig.picture_gap()
 
 
+def read_export(rig, folder):
+    """Let vLLM read the trainer's export as ``vllm.LLM(folder)`` would."""
+    rig.strategy.save_model(rig.prepared, folder)
+    native, model = rig.vllm.native, rig.vllm.model
+    for layer in model.modules():
+        if hasattr(layer, "is_fused_checkpoint_transposed"):  # the trainer's updates are not
+            layer.is_fused_checkpoint_transposed = rig.family.model_type == "qwen3_vl_moe"
+    config = copy(native.model_config)
+    config.model = str(folder)
+    files = DefaultModelLoader(LoadConfig()).get_all_weights(config, model)
+    with patch.object(weights, "under_native_names", lambda model, stream: stream):
+        weights.load(native, model, files, plain=not rig.vllm._derived, whole=True)
+    native.reset_encoder_cache()
+    assert native.reset_prefix_cache()
+
+
 def main(folder: str, *families: str) -> None:
     """Print a row per family, and fail if one differs. "others": all others that can start here."""
     registry._run_in_subprocess = lambda look: look()
@@ -108,6 +130,11 @@ def main(folder: str, *families: str) -> None:
             print(family, update, *(f"{value:.1e}" for value in (text, media, others)), sep="\t", flush=True)
             assert max(text, media) < LARGEST and others > 1e-2, family
             rig.learn()
+        read_export(rig, Path(folder) / f"export_{family}")
+        _, text = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
+        media, _ = rig.picture_gap()
+        print(family, "export", f"{text:.1e}", f"{media:.1e}", sep="\t", flush=True)
+        assert max(text, media) < LARGEST, family
         rig.vllm.shutdown()
 
 

@@ -29,7 +29,7 @@ class KDTrainer(SFTTrainer):
                  tokenizer: PreTrainedTokenizerBase, rows: Sequence[SFTExample], eval_rows: Sequence[SFTExample] = (),
                  timer: Timer | None = None, media: MediaSource | None = None) -> None:
         cfg, path = config.teacher, str(config.teacher.teacher_model)
-        build = teacher_builder(config.model, path, tokenizer)
+        build = teacher_builder(config.model, path, tokenizer, media)
         super().__init__(config, strategy, model, tokenizer, rows, eval_rows, timer, media)
         # heads are padded to different widths in one family
         self.vocab = min(map(logit_count, (str(config.model.pretrain), path)))

@@ -13,7 +13,7 @@ from lightrft.datasets.preferences import Pair, PairDataset
 from lightrft.models.loader import load_actor
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
-from lightrft.trainer.frozen_model import check_tokens
+from lightrft.trainer.frozen_model import check_inputs
 from lightrft.trainer.offline.offline_trainer import Batch, OfflineTrainer, Row
 from lightrft.trainer.offline.reference import CachedReference, LiveReference, NoReference, Reference
 from lightrft.trainer.offline.reference_cache import ReferenceCache
@@ -29,7 +29,7 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
                  tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], eval_rows: Sequence[Row] = (),
                  timer: Timer | None = None, media: MediaSource | None = None) -> None:
         if config.model.ref_pretrain is not None:
-            check_tokens("ref_pretrain", config.model.ref_pretrain, str(config.model.pretrain), tokenizer)
+            check_inputs("ref_pretrain", config.model.ref_pretrain, str(config.model.pretrain), tokenizer, media)
         super().__init__(config, strategy, model, tokenizer, rows, eval_rows, timer, media)
         self.rows = rows
         self.reference = self._reference(media) if self.needs_reference else NoReference()
