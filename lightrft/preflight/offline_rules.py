@@ -8,7 +8,7 @@ from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig, ReferenceModelConfig
-from lightrft.config.rm_schema import GRMConfig, PRMConfig
+from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.shared_rules import folder
@@ -25,6 +25,13 @@ def demonstration_problems(c: SFTConfig) -> Iterator[str]:
     """Yield the problems of the part of demonstrations that is learnt."""
     if c.data.pretrain_mode and not c.data.multiturn:
         yield "--multiturn false: has no effect with --pretrain_mode, which learns every token; drop one"
+
+
+@own_problems.register
+def reward_model_problems(c: RMConfig) -> Iterator[str]:
+    """Yield the problem of a margin that the loss does not read."""
+    if c.train.margin and c.train.loss != "sigmoid":
+        yield f"--margin {c.train.margin:g}: has no effect with --loss {c.train.loss}; drop it, or use --loss sigmoid"
 
 
 @own_problems.register
