@@ -59,7 +59,8 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
         live = partial(LiveReference, self.config, self.strategy, self.actor, media)
         if cfg.ref_cache_dir is None:
             return live()
-        cache = ReferenceCache(cfg.ref_cache_dir, cfg.ref_pretrain or cfg.pretrain, bool(cfg.bf16), self.strategy)
+        cache = ReferenceCache(cfg.ref_cache_dir, cfg.ref_pretrain or cfg.pretrain, bool(cfg.bf16), self.strategy,
+                               media.settings if media else "")
         return CachedReference(cache, live, self.strategy)
 
 
