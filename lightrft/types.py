@@ -62,6 +62,10 @@ class MediaSource(Protocol):
     def most(self) -> dict[str, int]:
         """Most media of each kind in one row."""
 
+    @property
+    def settings(self) -> str:
+        """Hash of everything but the content that decides about the tensors of a medium."""
+
     def open(self, key: str) -> Any:
         """Decode the medium ``key``: a Pillow picture, ``samples`` and ``rate`` of a sound, or ``frames``."""
 

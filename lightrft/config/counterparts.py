@@ -364,6 +364,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
 ELSEWHERE |= {name: remedy for remedy, names in _ALIKE.items() for name in names}
 
 _TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"
+_CHATS = "nothing, it always uses the chat template"
 SIBLINGS: dict[str, str] = {
     "reward": "--score",
     "train_data": "--prompt_data",
@@ -377,7 +378,8 @@ SIBLINGS: dict[str, str] = {
     "csft_prompt": _TYPED,
     "temperature": "nothing, it draws no answers",
     "zero_stage": "--engine_tp_size, with --engine_type vllm or sglang | nothing, a process holds the whole model",
-    "apply_chat_template": "nothing, it always uses the chat template",
+    "apply_chat_template": _CHATS,
+    "input_template": _CHATS,
     "aux_loss_coef": "nothing, lightrft sft, kd, grm and train balance the load of experts",
     "value_head_prefix": "nothing, config.json of a reward model names its head",
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.compat import ALIASES, nearest, refusal
+from lightrft.config.compat import ALIASES, grant, nearest, refusal
 from lightrft.config.options import ConfigError
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
@@ -84,6 +84,8 @@ class _Reader:
         if key in ALIASES and not group:
             key, value = ALIASES[key] if value is True else (key, value)
         option = self.known.get(key)
+        if option is None and not group and grant(str(key), value):
+            return
         if option is None or (group and option.group != group):
             self.problems.append(_unknown(key, self.tree, group))
         elif key in self.values:

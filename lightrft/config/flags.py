@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.config.compat import ALIASES, REFUSED, refusal
+from lightrft.config.compat import ALIASES, grant, GRANTED, REFUSED, refusal
 from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
 from lightrft.config.tree import group_options, groups, options
@@ -47,12 +47,14 @@ class _PresetAction(_ListAction):
                          "second would take the place of the first; give one")
 
 
-class _RefusedAction(argparse.Action):
-    """Refuses a flag of the original LightRFT that would have no effect here."""
+class _ForeignAction(argparse.Action):
+    """Accepts a flag of another trainer that asks for what always holds, with a notice, and refuses others."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        parser.error(str(refusal(str(option_string).lstrip("-"))))
+        name = str(option_string).lstrip("-")
+        if not grant(name, values):
+            parser.error(str(refusal(name)))
 
 
 def _help(option: Option, default: Any) -> str:
@@ -83,7 +85,8 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
 
 def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, Any], quiet: bool,
              skip: Collection[str] = ()) -> None:
-    """Add every option of ``tree`` in one argument group per dataclass, with the aliases of the original LightRFT.
+    """Add every option of ``tree`` in one argument group per dataclass, with the flags of other trainers that
+    are translated or accepted.
 
     Args:
         defaults: values, by option name, that replace those of the tree.
@@ -101,6 +104,10 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         if alias not in skip and name in known:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
+    for name in GRANTED:
+        if name not in skip and name not in known:
+            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
 
 
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
@@ -114,6 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     known = options(tree)
     for name in REFUSED:
         if name not in own and name not in known:
-            parser.add_argument(f"--{name}", nargs="*", action=_RefusedAction, default=argparse.SUPPRESS,
+            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
     return parser

@@ -3,11 +3,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
-from lightrft.config.options import ANY, COUNT, option
+from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, option
 from lightrft.config.sft_schema import SFTTrainConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import group
 from lightrft.utils.errors import UserError
+
+_LIGHTRFT = {"actor_learning_rate": "learning_rate", "prompt_max_len": "max_len"}  # flags of its reward models
 
 
 @dataclass
@@ -32,10 +34,12 @@ class RewardModelConfig(PolicyModelConfig):
 class RMTrainConfig(OfflineTrainConfig):
     """The loss, the optimizer, its batches and the length of the run."""
     loss: str = option(
-        "sigmoid",
-        "of rewards c and r of a pair: sigmoid -log sigmoid(c - r - margin), with the margin of the row; logexp "
+        "sigmoid", "of rewards c and r of a pair: sigmoid -log sigmoid(c - r - margin); logexp "
         "log(1 + exp(r - c)); hps: cross-entropy of softmax(c, r). The last two are equal, and know no margin",
         ("sigmoid", "logexp", "hps"), common=True)
+    margin: float = option(
+        0.0, "margin of --loss sigmoid, for pairs without one of their own (column margin) and for scores beside the "
+        "first one; ties have none", within=NON_NEGATIVE)
 
 
 @dataclass
@@ -44,6 +48,8 @@ class RMConfig(PairConfig):
     model: RewardModelConfig = group(RewardModelConfig)
     train: RMTrainConfig = group(RMTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.RMPreflight"
+    SYNONYMS = PairConfig.SYNONYMS | _LIGHTRFT | {"loss_type": "loss"}
     TRAINING = "training as a reward model"
     TASK = "text-classification"
     METRICS = ("rm", "eval")
@@ -183,5 +189,6 @@ class GRMConfig(OfflineConfig):
     train: JudgeTrainConfig = group(JudgeTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.GRMPreflight"
+    SYNONYMS = OfflineConfig.SYNONYMS | _LIGHTRFT
     METRICS = ("grm", "eval")
     ROWS = "judgements"

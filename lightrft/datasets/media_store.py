@@ -53,12 +53,11 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
         raise UserError(f"{path!r} has no processor, only {type(processor).__name__}: copy the processor files of the "
                         "model there (processor_config.json or preprocessor_config.json)")
     processor.tokenizer = tokenizer
-    rules, pixels, disk = MediaRules.of(cfg), (cfg.min_pixels, cfg.max_pixels), None
+    store = MediaStore(processor, MediaRules.of(cfg), (cfg.min_pixels, cfg.max_pixels), cfg.media_cache_mib,
+                       headers=cfg.media_check == "header", token_frames=token_frames, takes=takes)
     if cfg.media_cache_dir is not None:
-        settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
-        disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, settings)
-    return MediaStore(processor, rules, pixels, cfg.media_cache_mib, headers=cfg.media_check == "header", disk=disk,
-                      token_frames=token_frames, takes=takes)
+        store.disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, store.settings)
+    return store
 
 
 class MediaStore:
@@ -73,25 +72,28 @@ class MediaStore:
             asks for them.
         workers: threads that decode and process ahead.
         headers: take the text of a picture from its header, where the processor has a function for sizes.
-        disk: keeps processed media for other ranks and runs.
         token_frames: as for :class:`~lightrft.datasets.processing.MediumProcessor`.
         takes: kinds of media that the model takes; rows with others are refused.
 
     Attributes:
         decoded: media decoded so far.
         most: most media of each kind in one row that a data set keeps; the same on all ranks.
+        disk: keeps processed media for other ranks and runs; None: nothing does.
+        settings: hash of everything but the content that decides about the tensors of a medium.
         gather: returns the values of all ranks that read the same rows; by itself, of this process alone.
     """
 
-    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int, int] = (0, 0),
-                 cache_mib: int = 1024, workers: int = 2, headers: bool = False, disk: DiskCache | None = None,
-                 token_frames: int = 0, takes: Sequence[str] = KINDS) -> None:
+    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int,
+                                                                                   int] = (0, 0), cache_mib: int = 1024,
+                 workers: int = 2, headers: bool = False, token_frames: int = 0, takes: Sequence[str] = KINDS) -> None:
         self.processor: Any = processor
         self.single = MediumProcessor(processor, token_frames)
-        self.headers, self.disk, self.takes = headers, disk, tuple(takes)
+        self.headers, self.takes = headers, tuple(takes)
         self._texts: dict[str, str] = {}
         self._distinct: dict[str, str] = {}
         self.rules, self.pixels = rules, pixels
+        self.settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
+        self.disk: DiskCache | None = None
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}

@@ -41,7 +41,7 @@ class Pair:
     """One row, tokenized. The sequences end with the last token of the answer, which alone is in the loss.
 
     Attributes:
-        margin: by how much the chosen answer is better, on the scale of rewards; 0 where the row does not say.
+        margin: by how much the chosen answer is better, on the scale of rewards; None where the row does not say.
         tie: the answers are equally good.
         heads: probability that the chosen answer is better by other standards, by their names.
         shown: an answer holds media itself.
@@ -49,7 +49,7 @@ class Pair:
     uid: str
     chosen: SFTExample
     rejected: SFTExample
-    margin: float = 0.0
+    margin: float | None = None
     tie: bool = False
     heads: dict[str, float] = field(default_factory=dict)
     shown: bool = False
@@ -61,7 +61,7 @@ class PairRecord:
     prompt: Answer
     chosen: Answer
     rejected: Answer
-    margin: float
+    margin: float | None
     tie: bool
     heads: dict[str, float]
 
@@ -75,8 +75,8 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
         DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
             nor false, or messages are not valid.
     """
-    tie, margin = is_tie(row, where), finite(row.get("margin") or 0.0)
-    if margin is None:
+    tie, margin = is_tie(row, where), finite(row.get("margin"))
+    if margin is None and row.get("margin") not in (None, ""):
         raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
     answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)

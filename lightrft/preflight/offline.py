@@ -6,7 +6,7 @@ from lightrft.config.layers import changed
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.options import show
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
-from lightrft.config.rm_schema import GRMConfig, PRMConfig
+from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.hardware import Device
@@ -138,6 +138,17 @@ class KTOPreflight(ReferencePreflight):
             yield ("--desirable_loss_weight 0 with --undesirable_loss_weight 0: nothing is left to learn; give one of "
                    "them a weight, e.g. 1")
         yield from self.reference_problems()
+
+
+class RMPreflight(OfflinePreflight):
+    """Checks of reward models."""
+    config: RMConfig
+
+    def own_problems(self) -> Iterator[str]:
+        """Yield the problem of a margin that the loss does not read."""
+        t = self.config.train
+        if t.margin and t.loss != "sigmoid":
+            yield f"--margin {t.margin:g}: has no effect with --loss {t.loss}; drop it, or use --loss sigmoid"
 
 
 class PRMPreflight(OfflinePreflight):

@@ -49,7 +49,7 @@ def test_chats_of_every_form(build, tokenizer, form):
     assert texts(pair.chosen, tokenizer)[0] == CHAT + again + "2<|im_end|>"
     assert texts(pair.chosen, tokenizer)[1] == "3<|im_end|>" * bool(again) + "2<|im_end|>"
     assert texts(pair.rejected, tokenizer) == (CHAT + "3<|im_end|>", "3<|im_end|>")
-    assert (pair.uid, pair.margin, pair.tie) == ("0:0", 0.0, False)
+    assert (pair.uid, pair.margin, pair.tie) == ("0:0", None, False)
 
 
 @pytest.mark.parametrize("row, options", [
@@ -103,8 +103,8 @@ BROKEN = {
                        [ASK | {"content": "2+2?"},
                         BAD]}, "the chosen answer begins with a turn of 'user', .* answer different questions"),
     "an end token alone": ({"prompt": "a", "chosen": "b", "rejected": "<|im_end|>\n"}, "rejected answer is missing"),
-    "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": "<|im_end|>"}]},
-                                     "rejected answer is missing or empty"),
+    "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected":
+                                      [BAD | {"content": "<|im_end|>"}]}, "rejected answer is missing or empty"),
     "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected": "b"}, "the chosen answer is the reject"),
     "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
 }

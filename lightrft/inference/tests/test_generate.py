@@ -322,7 +322,7 @@ def test_the_commands_of_the_manual_run(home, tmp_path, capsys):
     assert all(row["chosen_reward"] > row["rejected_reward"] for row in made["rm"])
     assert re.search(r" <rm_score>: -?\d\.\d\d $", made["csft"][0]["input"])
     assert made["conditioned"][0]["input"] == "What is 50+50? <rm_score>: 5.00 "
-    for flag in ("--enable_prefix_caching", "--micro_batch_size"):
-        with pytest.raises(SystemExit):
-            main([*MANUAL["rm"].split(), flag])
-        assert f"{flag} is not an option here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*MANUAL["rm"].split(), "--enable_prefix_caching", "--micro_batch_size", "4"])
+    told = capsys.readouterr().err
+    assert "--enable_prefix_caching has no effect" in told and "--micro_batch_size is not an option here" in told

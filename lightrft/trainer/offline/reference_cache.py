@@ -49,14 +49,15 @@ def _content(file: Path, quick: bool) -> str:
     return digest.hexdigest()
 
 
-def digests(exp: Experience) -> Iterator[bytes]:
-    """Hash every sequence: its tokens, which of them are in the loss, and its media."""
+def digests(exp: Experience, settings: str) -> Iterator[bytes]:
+    """Hash every sequence: its tokens, which of them are in the loss, and its media with the ``settings`` of their
+    processing (:attr:`lightrft.types.MediaSource.settings`)."""
     cu, media = exp.cu_seqlens.tolist(), exp.media or [()] * exp.num_seqs
     tokens, drawn = exp.token_ids.numpy(), exp.drawn.numpy()
     for start, end, keys in zip(cu, cu[1:], media):
         digest = hashlib.blake2b(tokens[start:end].tobytes(), digest_size=16)
         digest.update(drawn[start:end].tobytes())
-        digest.update("\0".join(keys).encode())
+        digest.update("\0".join((*keys, settings) if keys else ()).encode())
         yield digest.digest()
 
 
@@ -67,12 +68,14 @@ class ReferenceCache:
         folder: of the files.
         path: folder or hub id of the reference model.
         bf16: it computes in bfloat16.
+        settings: of the media, see :func:`digests`.
 
     Raises:
         UserError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase) -> None:
+    def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase, settings: str = "") -> None:
+        self.settings = settings
         self.file, known = Path(), dict[bytes, float]()
         if strategy.is_main:
             name = f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
@@ -82,15 +85,15 @@ class ReferenceCache:
 
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are not known."""
-        return [i for i, digest in enumerate(digests(exp)) if digest not in self.known]
+        return [i for i, digest in enumerate(digests(exp, self.settings)) if digest not in self.known]
 
     def add(self, exp: Experience, sums: Tensor) -> None:
         """Add the sums [B] of all sequences."""
-        self.known.update(zip(digests(exp), sums.tolist()))
+        self.known.update(zip(digests(exp, self.settings), sums.tolist()))
 
     def read(self, exp: Experience) -> Tensor:
         """Return the sums of all sequences, float64 [B]."""
-        return torch.tensor([self.known[digest] for digest in digests(exp)], dtype=torch.float64)
+        return torch.tensor([self.known[digest] for digest in digests(exp, self.settings)], dtype=torch.float64)
 
     def write(self) -> None:
         """Write the file, which appears whole."""
@@ -119,6 +122,6 @@ def made_folder(option: str, folder: str) -> Path:
 
 def _read(file: Path) -> dict[bytes, float]:
     """Read a file; one that is damaged or not there has nothing."""
-    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
+    with suppress(OSError, EOFError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
         return {key.tobytes(): value for key, value in zip(stored["keys"], stored["sums"].tolist())}
     return {}

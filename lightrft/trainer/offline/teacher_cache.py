@@ -40,12 +40,15 @@ class TeacherCache:
         k: tokens per position.
         vocab: tokens that count.
         bf16: the teacher computes in bfloat16.
+        settings: of the media, see :func:`digests`.
 
     Raises:
         UserError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str, path: str, k: int, vocab: int, bf16: bool, strategy: StrategyBase) -> None:
+    def __init__(self, folder: str, path: str, k: int, vocab: int, bf16: bool, strategy: StrategyBase,
+                 settings: str = "") -> None:
+        self.settings = settings
         name = f"teacher-{_FORMAT}-{model_digest(path)}-k{k}-v{vocab}{'-bf16' * bf16}" if strategy.is_main else ""
         self.folder = made_folder("teacher_cache_dir", folder) / strategy.all_gather_object(name)[0]
         self.folder.mkdir(exist_ok=True)
@@ -76,7 +79,7 @@ class TeacherCache:
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are neither known nor were lacking before; the same on all ranks."""
         found = []
-        for i, (digest, count) in enumerate(zip(digests(exp), positions(exp))):
+        for i, (digest, count) in enumerate(zip(digests(exp, self.settings), positions(exp))):
             if count and digest not in self.known and digest not in self.asked:
                 self.asked.add(digest)
                 found.append(i)
@@ -85,7 +88,7 @@ class TeacherCache:
     def add(self, exp: Experience, found: TopTokens) -> None:
         """Add the tokens of all sequences."""
         parts = (values.split(positions(exp)) for values in found)
-        self._new += zip(digests(exp), *parts)
+        self._new += zip(digests(exp, self.settings), *parts)
         if sum(logprobs.nbytes + ids.nbytes for _, logprobs, ids in self._new) > _FILE_BYTES:
             self.write()
 
@@ -105,7 +108,7 @@ class TeacherCache:
 
     def read(self, exp: Experience) -> TopTokens:
         """Return the tokens of all sequences."""
-        wanted = [digest for digest, count in zip(digests(exp), positions(exp)) if count]
+        wanted = [digest for digest, count in zip(digests(exp, self.settings), positions(exp)) if count]
         logprobs, ids = (self._column(name, wanted) for name in ("logprobs", "ids"))
         return (torch.cat([torch.zeros(0, self.k + 1), *logprobs]),
                 torch.cat([torch.zeros(0, self.k, dtype=torch.long), *(each.long() for each in ids)]))
