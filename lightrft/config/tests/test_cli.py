@@ -180,6 +180,24 @@ def test_a_rollout_smaller_than_a_batch_is_one_batch() -> None:
                          "8"]).config.train.train_batch_size == 128
 
 
+def test_a_list_that_is_given_twice_is_the_last_one(capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ``"$@"`` behind the words of a script replaces them; where that loses something, a warning has both."""
+    for argv, told in ((["--reward", "a", "b", "--reward",
+                         "c"], "--reward is given twice: c counts, and a,b is dropped;"
+                        " both: --reward a,b,c\n"), (["--reward", "c", "--reward", "c"], ""), (["--reward", "c"], "")):
+        assert parse_config(argv).config.reward.reward == ["c"]
+        said = capsys.readouterr().err
+        assert told in said and bool(told) is bool(said), said
+    parser = add_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--reward", "a"]).reward == ["a"] and not capsys.readouterr().err
+    assert parser.parse_args(["--reward", "a", "--reward", "c"]).reward == ["c"]
+    assert "is given twice" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    parse_config(["--reward", "a", "--reward", "c"])
+    assert not capsys.readouterr().err
+
+
 def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean seed" in fails(capsys, [], defaults={"sed": 1})
 
