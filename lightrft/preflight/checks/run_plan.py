@@ -3,6 +3,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from functools import singledispatch
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ ZERO_OFFLOADS: tuple[dict[str, Any],
                      ...] = ({"adam_offload":
                               True}, {"zero_stage": 3, "gradient_checkpointing":
                                       True}, {"zero_stage": 3, "gradient_checkpointing": True, "adam_offload": True})
-SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib":
-                                                                 64}, {"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
+SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64})
+ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
+SHARES, GROUPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (2, 4, 8)  # of --engine_mem_util; ranks of an engine
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
@@ -70,8 +72,8 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, cr
     """Compare the plan with a device: fail if what is counted exceeds what is free; warn if it does together with the
     :func:`~lightrft.preflight.overhead.overhead`, or if that comes near."""
     name = f"memory {device.name}"
-    for text, remedy in no_cache(config, ranks, size, device):
-        return Finding("fail", name, text, remedy)
+    for text in no_cache(config, ranks, size, device):
+        return Finding("fail", name, text, _remedy(config, ranks, size, device, critic, shape))
     counted = memory(config, ranks, size, device, critic, shape)
     held = counted | overhead(config, ranks, device, shape)
     verdict, words = ("fail", "does") if device.free < peak(counted)[1] else ("warn", "by what is estimated does")
@@ -89,18 +91,35 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, cr
 
 
 @singledispatch
-def no_cache(config: Tree, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
-    """Yield the error, and its remedy, of an engine without room for a key-value cache; each tree registers its own."""
+def no_cache(config: Tree, ranks: int, size: ModelSize, device: Device) -> Iterator[str]:
+    """Yield the error of an engine without room for a key-value cache; each tree registers its own."""
     yield from ()
 
 
 @no_cache.register
-def _(config: Config, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
+def _(config: Config, ranks: int, size: ModelSize, device: Device) -> Iterator[str]:
     r, weights = config.rollout, engine_weights(config, ranks, size)
     if r.engine_type != "hf" and not engine_cache(config, ranks, size, device.total, device.cuda):
         yield (f"has no room for a key-value cache: the engine's weights take {weights / GIB:.2f} of the "
-               f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}",
-               "raise it, or spread the engine over more ranks with --engine_tp_size")  # yapf: disable
+               f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}")
+
+
+@singledispatch
+def engine_changes(config: Tree, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield changes to the memory of an engine and to the ranks that have one together, the nearest first; each tree
+    registers its own."""
+    yield from ()
+
+
+@engine_changes.register
+def _(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
+    r = config.rollout
+    if r.engine_type == "hf":
+        return
+    shares = sorted(SHARES, key=lambda share: abs(share - r.engine_mem_util))
+    widths = [r.engine_tp_size, *(width for width in GROUPS if r.engine_tp_size < width and ranks % width == 0)]
+    yield from ({"engine_tp_size": width, "engine_mem_util": share} for width in widths for share in shares)
+    yield from ({"engine_tp_size": width, "engine_kv_mib": 1024} for width in widths)
 
 
 @singledispatch
@@ -122,29 +141,42 @@ def _(config: Config, ranks: int, shape: ModelShape | None, device: Device,
 
 
 def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool, shape: ModelShape | None) -> str:
-    """Name the first change with which the run fits; if there is none, the one that saves most."""
+    """Name the first change with which the run fits, and adapters beside one that keeps all weights in host memory; if
+    there is none, the one that saves most."""
 
     def needed_by(plan: Tree) -> float:
+        if any(no_cache(plan, ranks, size, device)):
+            return inf
         return peak(memory(plan, ranks, size, device, critic, shape) | overhead(plan, ranks, device, shape))[1]
 
-    together = needed_by(config)
-    plans = [(words, needed_by(changed)) for words, changed in _changes(config, ranks, device)]
-    for words, needed in plans:
+    slow, least, best = "", needed_by(config), ""
+    for words, changed in _changes(config, ranks, device):
+        if slow and not changed.model.lora_rank:
+            continue
+        needed = needed_by(changed)
         if needed <= device.free:
-            return f"{words} brings it to {needed / GIB:.2f} GiB"
-    words, needed = min(plans, key=lambda plan: plan[1])
-    if needed >= together:
-        return "take a smaller model, more GPUs or larger ones"
-    return (f"{words} brings it to {needed / GIB:.2f} GiB, which is still too much: take a smaller model, more GPUs or "
-            "larger ones")
+            found = f"{slow}{words} brings it to {needed / GIB:.2f} GiB"
+            if slow or changed.model.lora_rank or not changed.strategy.fsdp_cpu_offload:
+                return found
+            slow = f"{found}, with the weights in host memory, which is slow; "
+        elif needed < least:
+            least, best = needed, words
+    if slow:
+        return slow.removesuffix("; ")
+    too_much = f"{best} brings it to {least / GIB:.2f} GiB, which is still too much: " if best else ""
+    return f"{too_much}take a smaller model, more GPUs or larger ones"
 
 
 def _changes(config: Tree, ranks: int, device: Device) -> Iterator[tuple[str, Tree]]:
-    """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
+    """Yield changes that save memory, the least intrusive first: of training, of the engine, of both, then adapters in
+    place of the whole model. On a CPU, offloading saves nothing."""
     before = flatten(config)
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
     sums = REDUCED_EARLY if config.strategy.resolved(ranks) == "fsdp" else ()
-    for change in (*LESS, *sums, *(offloads if device.cuda else ()), *SMALLER):
+    training = (*LESS, *sums, *(offloads if device.cuda else ()))
+    engine = [*engine_changes(config, ranks)] if device.cuda else []
+    both, adapters = ([one | other for other in options for one in engine] for options in (training, ADAPTERS))
+    for change in (*training, *engine, *SMALLER, *both, *ADAPTERS, *adapters):
         new = {name: value for name, value in change.items() if (before.get(name, value) or False) != value}
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in new.items())
         if new:
