@@ -18,7 +18,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.preference_schema import KTOConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
+from lightrft.config.tree import flatten, group_from_args, group_options, groups, options, RESERVED
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 
@@ -311,7 +311,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     for name, text in ELSEWHERE.items():
         assert name not in known and name not in REFUSED
         for flag in re.findall(r"--(\w+)", text):
-            assert flag in known or flag in offline or flag in ("nproc", "nnodes"), f"{name}: {flag}"
+            assert flag in known or flag in offline or flag in ("nproc", "nnodes", *RESERVED), f"{name}: {flag}"
 
 
 @pytest.mark.parametrize("tree,words,said", [
@@ -376,7 +376,11 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
     ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
-    ("ref_model_mixup_alpha use_bias_correction_kl", "unknown flag --{}\n"),
+    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
+    ("critic.use_dynamic_bsz data.gen_batch_size", "here: --"),
+    ("reward.num_workers", "here: --reward_workers"),
+    ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
+    ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
 ])
 def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
