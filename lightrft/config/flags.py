@@ -35,7 +35,7 @@ class _ListAction(argparse.Action):
         if self.nargs is not None and not values:
             parser.error(f"argument {option_string}: expected at least one value ({self.hint})")
         before = vars(namespace).get(self.dest, self.default)
-        given = values if self.nargs is None else [item for part in values for item in part]
+        given = values if self.nargs is None else [item for part in values or () for item in part]
         setattr(namespace, self.dest, given)
         if before is not self.default:
             self._again(parser, str(option_string), before, given)

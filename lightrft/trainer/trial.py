@@ -124,8 +124,9 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
-    scored_by_models = tokenizer is not None and config.reward.reward_pretrain
-    store = open_media(str(config.model.pretrain), tokenizer, config.data) if scored_by_models else None
+    store = None
+    if tokenizer is not None and config.reward.reward_pretrain:
+        store = open_media(str(config.model.pretrain), tokenizer, config.data)
     tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
@@ -185,8 +186,8 @@ def _generated(config: Config, splits: list[str], found: Found, cuda: bool,
         rows[split] = yield from _read(config.data, split, found, config.model.pretrain, most)
     _check_engine(config, most, cuda)
     tokenizer = yield from _tokenizer(str(config.model.pretrain), config.data.chat_template)
-    for split in splits if tokenizer is not None and not most else ():
-        rows[split] = _tokenized(config, split, tokenizer, scored) or rows[split]
+    if tokenizer is not None and not most:
+        rows = Counter({split: _tokenized(config, split, tokenizer, scored) or rows[split] for split in splits})
     return rows, tokenizer
 
 

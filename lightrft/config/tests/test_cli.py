@@ -368,7 +368,6 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     ("n_samples group_size", "here: --n_samples_per_prompt"),
     ("max_tokens max_response_len", "here: --generate_max_len"),
     ("gpus", "here: torchrun: --nproc-per-node"),
-    ("wandb", "here: --use_wandb"),
     ("lr", "here: --actor_learning_rate"),
     ("resume", "here: --load_checkpoint"),
     ("critic.model.path", "here: --critic_pretrain"),
@@ -377,8 +376,7 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
     ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
-    ("critic.use_dynamic_bsz data.gen_batch_size", "here: --"),
-    ("reward.num_workers", "here: --reward_workers"),
+    ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
     ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
     ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
 ])
