@@ -198,12 +198,12 @@ def keyword_words(tree: type, keywords: Mapping[str, str]) -> Iterator[None]:
     ``--n_samples_per_prompt``.
 
     Args:
-        keywords: option -> keyword, where they differ.
+        keywords: option, or another flag -> keyword, where they differ.
     """
     known = options(tree)
 
     def word(flag: re.Match[str]) -> str:
-        if flag[1] in known:
+        if flag[1] in keywords or flag[1] in known:
             return keywords.get(flag[1], flag[1])
         name = flag[1].removeprefix("no_")
         return f"{name}=False" if name in known else flag[0]

@@ -13,7 +13,7 @@ _OUTSIDE = {
     "plugin": "from Python give plugins=['module']",
     "config": "give the options of the file themselves; on the command line, --config FILE.yaml",
     "dry_run": "from Python call .plan(); on the command line, --dry_run",
-    "plan_gpus": "on the command line, --dry_run --plan_gpus 8xH100",
+    "plan_gpus": "on the command line --dry_run --plan_gpus 8xH100, from Python .plan(gpus=\"8xH100\")",
 }  # names that the command line has beside the options
 
 

@@ -1,5 +1,6 @@
 """The option tree as flags of an ``argparse`` parser."""
 import argparse
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from lightrft.config.compat import ALIASES, grant, GRANTED, REFUSED, refusal
 from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
 from lightrft.config.tree import group_options, groups, options
+from lightrft.utils.logging import get_logger
 
 
 def convert_text(option: Option, text: str) -> Any:
@@ -19,7 +21,10 @@ def convert_text(option: Option, text: str) -> Any:
 
 
 class _ListAction(argparse.Action):
-    """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list."""
+    """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list.
+
+    A flag that is given again, as by the words that a script passes on, replaces its list, and a warning has both.
+    """
 
     def __init__(self, *args: Any, hint: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,24 +32,26 @@ class _ListAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        if not values:
+        if self.nargs is not None and not values:
             parser.error(f"argument {option_string}: expected at least one value ({self.hint})")
-        setattr(namespace, self.dest, [item for part in values for item in part])
+        before = vars(namespace).get(self.dest, self.default)
+        given = values if self.nargs is None else [item for part in values or () for item in part]
+        setattr(namespace, self.dest, given)
+        if before is not self.default:
+            self._again(parser, str(option_string), before, given)
+
+    def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
+        if before != given and os.environ.get("RANK", "0") == "0":
+            both = f"; both: {flag} {show(before + given)}" if before and given else ""
+            get_logger().warning(f"{flag} is given twice: {show(given)} counts, and {show(before)} is dropped{both}")
 
 
 class _PresetAction(_ListAction):
     """Stores a preset. Giving it twice is an error: two do not add up, the second would replace the first."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
-                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        before = vars(namespace).get(self.dest, self)
-        if self.nargs is None:
-            setattr(namespace, self.dest, values)
-        else:
-            super().__call__(parser, namespace, values, option_string)
-        if before is not self:
-            parser.error(f"{option_string} is given twice, {show(before)} and {show(vars(namespace)[self.dest])}: the "
-                         "second would take the place of the first; give one")
+    def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
+        parser.error(f"{flag} is given twice, {show(before)} and {show(given)}: the second would take the place of the "
+                     "first; give one")
 
 
 class _ForeignAction(argparse.Action):

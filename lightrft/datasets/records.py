@@ -42,8 +42,9 @@ def text_of(content: Any) -> str:
 
 
 def missing(value: Any) -> bool:
-    """Return True for an empty value: null, blank text, an empty list or object."""
-    return value is None or (isinstance(value, str) and not value.strip()) or value == [] or value == {}
+    """Return True for an empty value: null, NaN, blank text, an empty list or object."""
+    empty = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
+    return value is None or empty or value == [] or value == {}
 
 
 def silent(turn: Message) -> bool:

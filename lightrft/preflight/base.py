@@ -5,6 +5,7 @@ alone; a tree that names none has that of the tree it derives from.
 """
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import ModelShape
@@ -79,8 +80,12 @@ class Preflight:
         """Return the rows of :mod:`~lightrft.preflight.overhead` of a rollout engine."""
         return {}
 
-    def no_cache(self, world_size: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
-        """Yield the error, and its remedy, of an engine without room for a key-value cache."""
+    def no_cache(self, world_size: int, size: ModelSize, device: Device) -> Iterator[str]:
+        """Yield the error of an engine without room for a key-value cache."""
+        yield from ()
+
+    def engine_changes(self, world_size: int) -> Iterator[dict[str, Any]]:
+        """Yield changes to the memory of an engine and to the ranks that share one, the nearest first."""
         yield from ()
 
     def short_cache(self, world_size: int, shape: ModelShape | None, device: Device,

@@ -2,6 +2,7 @@
 import re
 from collections.abc import Iterator
 from math import ceil, gcd
+from typing import Any
 
 from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
@@ -22,6 +23,8 @@ from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
 from lightrft.strategy.memory import ModelSize
+
+SHARES, GROUPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (2, 4, 8)  # of --engine_mem_util; ranks of an engine
 
 
 class RLPreflight(TrainingPreflight):
@@ -122,13 +125,24 @@ class RLPreflight(TrainingPreflight):
         """Return the rows of the engine."""
         return engine_rows(self.config, world_size, device, shape)
 
-    def no_cache(self, world_size: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
+    def no_cache(self, world_size: int, size: ModelSize, device: Device) -> Iterator[str]:
         """Yield the error of vLLM and SGLang, which take the cache from a share of the memory."""
         r, weights = self.config.rollout, engine_weights(self.config, world_size, size)
         if r.engine_type != "hf" and not engine_cache(self.config, world_size, size, device.total, device.cuda):
             yield (f"has no room for a key-value cache: the engine's weights take {weights / GIB:.2f} of the "
-                   f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}",
-                   "raise it, or spread the engine over more ranks with --engine_tp_size")  # yapf: disable
+                   f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}")
+
+    def engine_changes(self, world_size: int) -> Iterator[dict[str, Any]]:
+        """Yield changes to the memory of vLLM or SGLang and to the ranks that share one, the nearest first."""
+        r = self.config.rollout
+        if r.engine_type == "hf":
+            return
+        shares = sorted(SHARES, key=lambda share: abs(share - r.engine_mem_util))
+        widths = [
+            r.engine_tp_size, *(width for width in GROUPS if r.engine_tp_size < width and world_size % width == 0)
+        ]
+        yield from ({"engine_tp_size": width, "engine_mem_util": share} for width in widths for share in shares)
+        yield from ({"engine_tp_size": width, "engine_kv_mib": 1024} for width in widths)
 
     def short_cache(self, world_size: int, shape: ModelShape | None, device: Device,
                     held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,12 @@ class NonFiniteTraining(ExpectedError, RuntimeError):
     """Several optimizer steps in a row had a non-finite loss or gradient."""
 
 
+def none_applied(steps: int) -> NonFiniteTraining:
+    """Return the error of a run of ``steps`` steps that has changed nothing."""
+    return NonFiniteTraining(f"the loss or the gradient of all {steps} steps was not finite, and none was applied: the "
+                             "model is the one of --pretrain. Lower the learning rate, or look for broken weights")
+
+
 @dataclass
 class StepResult:
     """Result of one optimizer step: loss over all ranks, learning rate, and gradient norm before clipping.

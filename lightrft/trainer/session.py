@@ -1,5 +1,6 @@
 """Session around a run: checks before any process group exists, strategy, watchdog, signals, clean end."""
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -159,13 +160,24 @@ def settled(parsed: ParsedConfig) -> Machine:
         UserError: torch cannot use the GPU of this machine, or there are more ranks than GPUs.
         ConfigError: with every problem, and the preset, script or file that set an option if no flag did.
     """
-    planned = parsed.plan_gpus
-    machine = Machine.planned(planned) if planned else _this_machine()
+    elsewhere = parsed.plan_gpus
+    machine = _other_machine(elsewhere) if elsewhere else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
     try:
-        validate(parsed.config, machine.ranks, machine.device.cuda, bool(planned), machine.local_ranks)
+        validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
+    return machine
+
+
+def _other_machine(gpus: str) -> Machine:
+    """Read ``--plan_gpus``; refuse it if the processes of this run are not one per GPU of it."""
+    machine, ranks = Machine.planned(gpus), World.from_env().local_world_size
+    if "LOCAL_WORLD_SIZE" in os.environ and ranks != machine.local_ranks:
+        raise ConfigError(
+            f"--plan_gpus {gpus} has {machine.local_ranks} GPUs on a machine, and --nproc (torchrun's "
+            f"--nproc-per-node) starts {ranks} processes there, one per GPU: plan without --nproc, or for "
+            f"{ranks} GPUs")
     return machine
 
 

@@ -18,7 +18,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.preference_schema import KTOConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
+from lightrft.config.tree import flatten, group_from_args, group_options, groups, options, RESERVED
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 
@@ -183,6 +183,24 @@ def test_a_rollout_smaller_than_a_batch_is_one_batch() -> None:
                          "8"]).config.train.train_batch_size == 128
 
 
+def test_a_list_that_is_given_twice_is_the_last_one(capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ``"$@"`` behind the words of a script replaces them; where that loses something, a warning has both."""
+    for argv, told in ((["--reward", "a", "b", "--reward",
+                         "c"], "--reward is given twice: c counts, and a,b is dropped;"
+                        " both: --reward a,b,c\n"), (["--reward", "c", "--reward", "c"], ""), (["--reward", "c"], "")):
+        assert parse_config(argv).config.reward.reward == ["c"]
+        said = capsys.readouterr().err
+        assert told in said and bool(told) is bool(said), said
+    parser = add_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--reward", "a"]).reward == ["a"] and not capsys.readouterr().err
+    assert parser.parse_args(["--reward", "a", "--reward", "c"]).reward == ["c"]
+    assert "is given twice" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    parse_config(["--reward", "a", "--reward", "c"])
+    assert not capsys.readouterr().err
+
+
 def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean seed" in fails(capsys, [], defaults={"sed": 1})
 
@@ -296,7 +314,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     for name, text in ELSEWHERE.items():
         assert name not in known and name not in REFUSED
         for flag in re.findall(r"--(\w+)", text):
-            assert flag in known or flag in offline or flag in ("nproc", "nnodes"), f"{name}: {flag}"
+            assert flag in known or flag in offline or flag in ("nproc", "nnodes", *RESERVED), f"{name}: {flag}"
 
 
 @pytest.mark.parametrize("tree,words,said", [
@@ -365,7 +383,6 @@ def test_options_that_ask_for_what_always_holds_are_accepted(tmp_path: Path,
     ("n_samples group_size", "here: --n_samples_per_prompt"),
     ("max_tokens max_response_len", "here: --generate_max_len"),
     ("gpus", "here: torchrun: --nproc-per-node"),
-    ("wandb", "here: --use_wandb"),
     ("lr", "here: --actor_learning_rate"),
     ("resume", "here: --load_checkpoint"),
     ("critic.model.path", "here: --critic_pretrain"),
@@ -373,7 +390,10 @@ def test_options_that_ask_for_what_always_holds_are_accepted(tmp_path: Path,
     ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
     ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
-    ("ref_model_mixup_alpha use_bias_correction_kl", "unknown flag --{}\n"),
+    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
+    ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
+    ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
+    ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
 ])
 def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:

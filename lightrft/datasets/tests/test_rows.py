@@ -47,6 +47,16 @@ def test_arrow_streams_json_of_columns_and_lines_called_json(tmp_path):
         assert load_rows(str(tmp_path / name)).rows == ROWS
 
 
+def test_other_marks_between_fields(tmp_path):
+    """Those of spreadsheets whose decimal mark is a comma."""
+    for name, mark in (("a.csv", ";"), ("b.csv", "\t"), ("c.tsv", "\t")):
+        (tmp_path / name).write_text(f"prompt{mark}answer\nx, y{mark}3,5\n")
+        assert load_rows(str(tmp_path / name)).rows == [{"prompt": "x, y", "answer": "3,5"}]
+    (tmp_path / "d.csv").write_text("prompt;answer\nx;1;2\n")
+    with pytest.raises(DataError, match="line 2: more fields than the header, which has 2. Quote fields that hold ';'"):
+        load_rows(str(tmp_path / "d.csv"))
+
+
 def test_csv_keeps_leading_zeros(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,007\n")
     assert load_rows(str(tmp_path / "a.csv")).rows[0]["answer"] == "007"

@@ -2,6 +2,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ ZERO_OFFLOADS: tuple[dict[str, Any],
                      ...] = ({"adam_offload":
                               True}, {"zero_stage": 3, "gradient_checkpointing":
                                       True}, {"zero_stage": 3, "gradient_checkpointing": True, "adam_offload": True})
-SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib":
-                                                                 64}, {"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
+SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64})
+ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
@@ -69,8 +70,8 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, sh
     """Compare the plan with a device: fail if what is counted exceeds what is free; warn if it does together with the
     :func:`~lightrft.preflight.overhead.overhead`, or if that comes near."""
     name, plan = f"memory {device.name}", preflight(config)
-    for text, remedy in plan.no_cache(ranks, size, device):
-        return Finding("fail", name, text, remedy)
+    for text in plan.no_cache(ranks, size, device):
+        return Finding("fail", name, text, _remedy(config, ranks, size, device, shape))
     counted = memory(config, ranks, size, device, shape)
     held = counted | overhead(config, ranks, device, shape)
     verdict, words = ("fail", "does") if device.free < peak(counted)[1] else ("warn", "by what is estimated does")
@@ -88,29 +89,42 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, sh
 
 
 def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> str:
-    """Name the first change with which the run fits; if there is none, the one that saves most."""
+    """Name the first change with which the run fits, and adapters beside one that keeps all weights in host memory; if
+    there is none, the one that saves most."""
 
     def needed_by(plan: Tree) -> float:
+        if any(preflight(plan).no_cache(ranks, size, device)):
+            return inf
         return peak(memory(plan, ranks, size, device, shape) | overhead(plan, ranks, device, shape))[1]
 
-    together = needed_by(config)
-    plans = [(words, needed_by(changed)) for words, changed in _changes(config, ranks, device)]
-    for words, needed in plans:
+    slow, least, best = "", needed_by(config), ""
+    for words, changed in _changes(config, ranks, device):
+        if slow and not changed.model.lora_rank:
+            continue
+        needed = needed_by(changed)
         if needed <= device.free:
-            return f"{words} brings it to {needed / GIB:.2f} GiB"
-    words, needed = min(plans, key=lambda plan: plan[1])
-    if needed >= together:
-        return "take a smaller model, more GPUs or larger ones"
-    return (f"{words} brings it to {needed / GIB:.2f} GiB, which is still too much: take a smaller model, more GPUs or "
-            "larger ones")
+            found = f"{slow}{words} brings it to {needed / GIB:.2f} GiB"
+            if slow or changed.model.lora_rank or not changed.strategy.fsdp_cpu_offload:
+                return found
+            slow = f"{found}, with the weights in host memory, which is slow; "
+        elif needed < least:
+            least, best = needed, words
+    if slow:
+        return slow.removesuffix("; ")
+    too_much = f"{best} brings it to {least / GIB:.2f} GiB, which is still too much: " if best else ""
+    return f"{too_much}take a smaller model, more GPUs or larger ones"
 
 
 def _changes(config: Tree, ranks: int, device: Device) -> Iterator[tuple[str, Tree]]:
-    """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
+    """Yield changes that save memory, the least intrusive first: of training, of the engine, of both, then adapters in
+    place of the whole model. On a CPU, offloading saves nothing."""
     before = flatten(config)
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
     sums = REDUCED_EARLY if config.strategy.resolved(ranks) == "fsdp" else ()
-    for change in (*LESS, *sums, *(offloads if device.cuda else ()), *SMALLER):
+    training = (*LESS, *sums, *(offloads if device.cuda else ()))
+    engine = [*preflight(config).engine_changes(ranks)] if device.cuda else []
+    both, adapters = ([one | other for other in options for one in engine] for options in (training, ADAPTERS))
+    for change in (*training, *engine, *SMALLER, *both, *ADAPTERS, *adapters):
         new = {name: value for name, value in change.items() if (before.get(name, value) or False) != value}
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in new.items())
         if new:

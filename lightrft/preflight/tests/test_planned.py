@@ -1,9 +1,11 @@
 """Plans for a machine: its name, the defaults that depend on it, and the refusal of what does not fit."""
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from lightrft.cli.main import as_first_of
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
@@ -19,6 +21,7 @@ from lightrft.preflight.memory import memory, micro_batch_tokens
 from lightrft.preflight.planned import refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit, settle
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
+from lightrft.trainer.session import settled
 from lightrft.utils.errors import UserError
 
 SHAPE = ModelShape(layers=3, hidden=64, mlp=256, queries=64, keys=32, heads=4)
@@ -58,6 +61,17 @@ def test_only_a_dry_run_is_planned_for_other_gpus(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--plan_gpus", "8x80"])
     assert "--plan_gpus 8x80: plans a run for GPUs that are not here; add --dry_run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ranks, gpus, told",
+    [("8", "4xH100", "--plan_gpus 4xH100 has 4 GPUs on a machine, and --nproc .* starts 8 processes there"),
+     ("8", "2x8xH100", ""), ("", "4xH100", ""), ("1", "2x1x80", ""), ("16", "2x8x80", "has 8 GPUs")])
+def test_processes_and_gpus_of_a_plan_agree(ranks, gpus, told):
+    parsed = parse_config(["--pretrain", "x", "--prompt_data", "x", "--dry_run", "--plan_gpus", gpus])
+    refused = pytest.raises(ConfigError, match=told) if told else nullcontext()
+    with as_first_of(ranks) if ranks else nullcontext(), refused:
+        settled(parsed)
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

@@ -22,7 +22,7 @@ from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache, open_media
-from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, schedule_of, step_metrics
+from lightrft.trainer.optimizer_step import none_applied, OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
 from lightrft.trainer.session import training_session
@@ -190,9 +190,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
     def _finish(self) -> None:
         """Extend :meth:`BaseTrainer._finish`: a run that has changed nothing is none."""
         if 0 < self.optimizer_step.bad_in_a_row == self.step >= self.total_steps:
-            raise NonFiniteTraining(f"the loss or the gradient of all {self.step} steps was not finite, and none was "
-                                    "applied: the model is the one of --pretrain. Lower the learning rate, or look for "
-                                    "broken weights")
+            raise none_applied(self.step)
         super()._finish()
 
     def extra_state(self) -> dict[str, Any]:
