@@ -39,8 +39,8 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
         export(checkpoint, out, pretrain)
         return
     if not pretrain:
-        raise UserError(f"{checkpoint} is a {foreign.kind} folder, which does not say what model it is of; give the "
-                        "model that it was trained from with --pretrain")
+        raise UserError(f"{checkpoint} is a {foreign.kind} folder, which does not name its model; give the model that "
+                        "the training started from with --pretrain")
     model = load_exported(pretrain)
     try:
         names = match_names(foreign.names, model.state_dict(), model.all_tied_weights_keys, _computed(model))

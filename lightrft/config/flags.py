@@ -44,7 +44,7 @@ class _PresetAction(_ListAction):
             super().__call__(parser, namespace, values, option_string)
         if before is not self:
             parser.error(f"{option_string} is given twice, {show(before)} and {show(vars(namespace)[self.dest])}: the "
-                         "second would take the place of the first; give one")
+                         "second would replace the first; give only one")
 
 
 class _RefusedAction(argparse.Action):

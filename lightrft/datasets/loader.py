@@ -214,7 +214,7 @@ class PromptLoader(Generic[Item]):
             _warn(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
                   f"probabilities {wanted.probs}")
         if state["rows"] != self._rows:
-            _warn("the data has as many rows as that of the checkpoint, but other ones: the run continues after "
+            _warn("the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
                   f"the first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])
 

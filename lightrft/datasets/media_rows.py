@@ -111,8 +111,8 @@ def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
         kind = next((kind for kind, _ in _parts(content, marks, where) if kind != "text"), None)
         if kind is not None:
             raise MediaError(
-                f"{where}: --system_prompt takes the place of the system turn of this row, which holds media "
-                f"of kind {kind}. Write them in a user turn, or drop --system_prompt")
+                f"{where}: --system_prompt replaces the system turn of this row, which holds media of kind {kind}. "
+                "Write them in a user turn, or drop --system_prompt")
 
 
 def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
@@ -171,7 +171,7 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
                 "rows out with --media_policy skip")
         if listed[kind] and not messages:
             raise MediaError(f"{where}: the column {_column(row, kind, cfg)!r} holds media of kind {kind}, and a text "
-                             "prompt that is not rendered as a chat has no place for them. Write the row as messages")
+                             "prompt that is not rendered as a chat cannot hold them. Write the row as messages")
     return turns, listed
 
 

@@ -47,8 +47,8 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
     try:
         processor: Any = AutoProcessor.from_pretrained(path)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor files "
-                        f"there; what a package lacks comes with {install_command('vl')}") from error
+        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor "
+                        f"files there; missing packages are installed by {install_command('vl')}") from error
     if not isinstance(processor, ProcessorMixin):
         raise UserError(f"{path!r} has no processor, only {type(processor).__name__}: copy the processor files of the "
                         "model there (processor_config.json or preprocessor_config.json)")
@@ -243,7 +243,7 @@ class MediaStore:
 
     def _open(self, key: str) -> Decoded:
         if key not in self._media:
-            raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
+            raise UserError(f"no row of this run's data has the medium {key}: the ranks read different data")
         with self._lock:
             self.decoded += 1
         medium = decode(self._media[key], self.rules, self.single.rate)

@@ -65,8 +65,8 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     for i, text in enumerate(texts):
         _check_text(text, f"{where}: step {i + 1} of {len(texts)}")
     if any(str(cfg.placeholder_token) in text for text in texts):
-        raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which is to follow every step. Remove it, or "
-                        "use another --placeholder_token")
+        raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which marks the end of every step. Remove it, "
+                        "or use another --placeholder_token")
     between = cfg.form.step_separator
     steps = [between * (i > 0) + text.removesuffix(between) for i, text in enumerate(texts)]
     asked = prompt if isinstance(prompt, str) else to_messages(prompt, where)

@@ -362,7 +362,7 @@ def segmented_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     ``segments`` has the layout whose bounds are ``cu_seq_lens_q``; without it the host asks the device for them.
     """
     if cu_seq_lens_q is None:
-        raise ValueError(f"{type(module).__name__} gives no bounds of segments: its tower cannot attend in them")
+        raise ValueError(f"{type(module).__name__} gives no segment bounds, which the attention of its tower needs")
     layout = next((known for known in segments or () if known.cu_seqlens is cu_seq_lens_q), None)
     layout = PackedLayout.build(cu_seq_lens_q) if layout is None else layout
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

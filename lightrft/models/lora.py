@@ -84,8 +84,8 @@ def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_
     from peft import LoraConfig, get_peft_model
     modules, matrices = find_targets(hf, target_modules, modality or ActorModality())
     if matrices and dropout:
-        raise UserError(f"--lora_dropout {dropout:g}: {matrices[0]} is a bare matrix, whose adapter is added to it and "
-                        f"sees no input; set 0, or leave {' '.join(target_modules)} without it")
+        raise UserError(f"--lora_dropout {dropout:g}: {matrices[0]} is a bare matrix, whose adapter is added to the "
+                        f"matrix and has no input to drop; set 0, or leave {' '.join(target_modules)} without it")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules,
                         target_parameters=matrices or None, task_type="CAUSAL_LM" if hf.can_generate() else None)
     # The same adapters on every rank, whatever its generators have drawn before; a seed is that of GPUs too.

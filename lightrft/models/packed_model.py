@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
-                f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
+                f"{body.config.num_hidden_layers} layers: some layers would mix packed sequences, so it cannot be used")
         if index is not None:
             tokens = index if tokens is None else index[tokens]
         return hidden if tokens is None else RowGather(tokens, len(hidden), hidden.device)(hidden)

@@ -94,7 +94,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) 
     try:
         processor: Any = AutoProcessor.from_pretrained(base)
     except (OSError, ValueError, ImportError) as error:
-        get_logger().warning(f"the export has no processor, because that of {base} does not load: {first_line(error)}")
+        get_logger().warning(f"the export has no processor, because the processor of {base} does not load: "
+                             f"{first_line(error)}")
         return
     if tokenizer.chat_template != processor.tokenizer.chat_template:
         processor.chat_template = tokenizer.chat_template  # a template of --chat_template

@@ -259,7 +259,10 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
                  shape: ModelShape | None = None) -> list[str]:
     """Format the estimate as lines of text; the phases of a rollout are shown where there is one."""
     if size is None:
-        return ["memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"]
+        return [
+            "memory per rank: unknown, because --pretrain is neither a model folder nor a model that the hub "
+            "could provide"
+        ]
     held = memory(config, world_size, size, device, critic, shape) | overhead(config, world_size, device, shape)
     together = tuple(map(sum, zip(*held.values())))
     tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""
@@ -282,4 +285,5 @@ def _(config: Config) -> Iterator[str]:
     if config.rollout.engine_type == "hf" and not config.rollout.engine_kv_mib:
         yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
     elif config.rollout.offload_during_rollout and config.rollout.sync_proof in ("canary", "both"):
-        yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint spares it"
+        yield "  canaries need models and cache at the same time in the weight sync; --sync_proof fingerprint avoids "
+        "this"

@@ -107,8 +107,8 @@ def _(config: ChatConfig, world_size: int, cuda: bool, local_ranks: int) -> Iter
 def _(config: ServeConfig, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
     if world_size > 1:
         yield (
-            f"lightrft serve_rm runs in one process, not on {world_size} ranks; start one per GPU, each with a --port "
-            "of its own, and give --remote_rm_url all of them")
+            f"lightrft serve_rm runs in one process, not on {world_size} ranks; start one per GPU, each with its own "
+            "--port, and pass all of them to --remote_rm_url")
     yield from served_problems(config)
 
 
@@ -237,12 +237,12 @@ def _rollout(c: Config) -> Iterator[str]:
     yield from oversample_problems(c)
     yield from _stop(c.rollout.stop)
     if c.rollout.use_fire and c.rollout.first_token_temperature <= c.rollout.temperature:
-        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire draws the first token at "
-               f"a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
+        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire samples the first token "
+               f"at a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
                "--use_fire")
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
-        yield ("--dynamic_sampling true: one response per prompt never differs, so no batch would ever fill; nearest "
-               "valid value: --n_samples_per_prompt 2, or drop it")
+        yield ("--dynamic_sampling true: with one response per prompt no group has spread, so no batch would ever "
+               "fill; nearest valid value: --n_samples_per_prompt 2, or drop it")
 
 
 def _stop(stop: list[str]) -> Iterator[str]:
@@ -302,5 +302,5 @@ def lost_length(saved: Mapping[str, Any], config: Tree) -> str | None:
     name, now = config.BATCH, flatten(config)
     if now["max_steps"] or saved.get(name, now[name]) == now[name]:
         return None
-    return (f"--{name} {now[name]}: the steps of the checkpoint were of {saved[name]}, so what is left of the data is "
-            f"no number of steps; resume with --{name} {saved[name]}, or say with --max_steps where the run ends")
+    return (f"--{name} {now[name]}: the checkpoint was made with {saved[name]}, so the remaining data is not a whole "
+            f"number of steps; resume with --{name} {saved[name]}, or set the end of the run with --max_steps")

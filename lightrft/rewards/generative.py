@@ -230,7 +230,8 @@ class ComparingJudge(GenerativeReward):
                     standings[index].points[place] = None if points is None else points[place == "second"]
                     if points is None:
                         standings[index].error = _too_long(self) if text is None else Outcome(
-                            None, "no_answer", f"{self.path!r} said none of {', '.join(ANSWERS)}: {text[-300:]!r}")
+                            None, "no_answer", f"{self.path!r} gave none of the answers {', '.join(ANSWERS)}: "
+                            f"{text[-300:]!r}")
         return [standing.outcome() for standing in standings]
 
 

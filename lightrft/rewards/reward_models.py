@@ -55,10 +55,9 @@ def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]
 def _fit(cfg: RewardConfig, path: str, kind: RewardKind) -> Iterator[str]:
     """Yield what the options lack, or have too much, for one reward model."""
     if kind.language and cfg.judge_template is None:
-        yield (
-            f"--reward_pretrain {path}: its config.json tells of a language model, which has no head for scores and "
-            "is no judge of lightrft grm. Name a model of lightrft rm, prm or grm, or a sequence classifier with one "
-            "score; or let it grade responses, by the text of --judge_template FILE")
+        yield (f"--reward_pretrain {path}: according to its config.json it is a language model without a reward head, "
+               "and not a judge of lightrft grm. Name a model of lightrft rm, prm or grm, or a sequence classifier "
+               "with one score; or let it grade responses with --judge_template FILE")
     if kind.generates and cfg.normalize_reward:
         yield f"--normalize_reward: {path!r} is a generative reward model, which has no mean and std; drop the option"
 

@@ -40,7 +40,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
     def __init__(self, path: str, form: StepFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
         if not form.reward_tokens:
             raise UserError(f"--reward_pretrain {path}: the process reward model was trained without --reward_tokens, "
-                            "so it is unknown which token stands for a good step; train it with them")
+                            "so the token for a good step is unknown; train it with them")
         if cfg.normalize_reward:
             raise UserError(f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; "
                             "drop the option")

@@ -128,8 +128,8 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
                 f"request {i} resumes from {begun} tokens, but a response may have {params.max_new_tokens}; "
                 "use the --generate_max_len that it was started with")
         if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
-            raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
-                            "is not the model's")
+            raise UserError(f"request {i} has tokens outside the model's vocabulary of {vocabulary}: tokenizer and "
+                            "model do not match")
         if request.media and not takes_media:
             raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
         if longest and len(request.token_ids) + params.max_new_tokens > longest:

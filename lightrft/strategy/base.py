@@ -135,8 +135,8 @@ class StrategyBase(ABC):
         optimizer = trained(prepared)
         if not loss.requires_grad:
             raise ValueError(
-                "the loss does not depend on the model; an empty micro-batch must pass through it all the same "
-                "(for example as the sum of its masked log-probs)")
+                "the loss does not depend on the model; an empty micro-batch must go through the model too (for "
+                "example as the sum of its masked log-probs)")
         self._backward(loss, prepared.model, last)
         optimizer.backwards += 1
 

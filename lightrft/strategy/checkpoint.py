@@ -126,7 +126,7 @@ class CheckpointManager:
         try:
             return not any(self._gather(error))
         except RuntimeError as gone:
-            logger.debug("a rank has gone while a checkpoint was written: %s", gone)
+            logger.debug("a rank ended while a checkpoint was written: %s", gone)
             return False
 
     def _gather(self, value: Any) -> list[Any]:
@@ -152,7 +152,7 @@ class CheckpointManager:
         if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
-                "--best_metric %s: no checkpoint has this number, so the best cannot be kept; the newest has %s",
+                "--best_metric %s: no checkpoint has this metric, so the best one cannot be kept; the newest has %s",
                 self.best_metric, ", ".join(sorted(metrics)) or "none")
 
     def back_up(self) -> None:
@@ -307,7 +307,7 @@ def fault(folder: Path) -> str | None:
             if describe(path) != expected:
                 return f"{name} is damaged or cut short"
     except FileNotFoundError:
-        return f"{MARKER} is missing, so it was not written to its end"
+        return f"{MARKER} is missing, so the checkpoint is incomplete"
     except (OSError, ValueError, KeyError) as error:
         return f"{MARKER} cannot be read: {error}"
     return None

@@ -52,7 +52,8 @@ def connect_media(model: nn.Module, media: MediaSource | None, strategy: Strateg
         return
     trained = [name for name in read if named[name].requires_grad]
     if trained:
-        raise UserError(f"--cache_features: {trained[0]} is trained, so the features of media, which are kept as they "
-                        "leave the projector, change at every step; add --freeze_prefix visual audio projector (those "
-                        "that the model has), or drop it")
+        raise UserError(
+            f"--cache_features: {trained[0]} is trained, so the features of media after the projector change at every "
+            "step and cannot be cached; add --freeze_prefix visual audio projector (those that the model has), or "
+            "drop it")
     modality.cache = cache

@@ -146,8 +146,8 @@ class OversamplingSource:
         carried = [ResponseGroup.load(each) for each in state.get("open", ())]
         if carried and (state["size"] != self.size or len(carried) > self.batch):
             get_logger().warning(
-                "the %d groups of %d samples under way in the checkpoint are dropped: now there are groups of %d and "
-                "%d per batch", len(carried), state["size"], self.size, self.batch)
+                "the %d groups of %d samples carried over in the checkpoint are dropped: a batch now has groups of "
+                "%d samples, %d groups", len(carried), state["size"], self.size, self.batch)
         else:
             self.progress = {group.number: Progress.of(group) for group in carried}
             self.groups = list(self.maker.deal(carried))

@@ -152,8 +152,8 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     width, own = logit_count(path), logit_count(str(config.model.pretrain))
     if width < own:
         raise UserError(
-            f"--teacher_model {path}: it has {width} logits, and the policy may draw {own} different tokens. "
-            "Take a teacher whose vocabulary is padded at least as far")
+            f"--teacher_model {path}: it has {width} logits, but the policy can sample {own} different tokens. Use a "
+            "teacher whose vocabulary is padded at least as far")
     teacher = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, config.model.teacher_offload)
     teacher.connect(media, config.data)
     return teacher

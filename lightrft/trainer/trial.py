@@ -79,7 +79,7 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
     try:
         tokenizer = load_tokenizer(path, data.chat_template)
     except UserError as error:
-        yield f"data: not read, which takes the tokenizer: {error}"
+        yield f"data: not read, because this needs the tokenizer: {error}"
         return
     local = replace(config, data=replace(data, train_data=train, eval_data=held_out))
     media = open_media(path, tokenizer, data.as_data_config())

@@ -206,7 +206,7 @@ def test_sizes_and_rates_of_one_medium_are_refused(name, kind, rules):
     own = find_medium({kind: [PNG] if kind == "video" else PNG, name: None}, kind, rules, "row 1")
     assert own.kind == kind
     for value in ({"bytes": PNG, name: 3.0}, {"type": kind, kind: {"path": "red.png", name: 3.0}}):
-        with pytest.raises(MediaError, match=f"row 3: {kind} with {name} 3.0: .* not read for one {kind} alone. "):
+        with pytest.raises(MediaError, match=f"row 3: {kind} with {name} 3.0: .* cannot be set for a single {kind}. "):
             find(value, rules, kind)
         if name in ("max_pixels", "min_pixels", "fps"):
             assert find(value, replace(rules, **{name: 3}), kind)
@@ -302,7 +302,7 @@ def test_refused_videos(rules):
 
 
 def test_paths_without_a_root():
-    with pytest.raises(MediaError, match="in no file.*--media_root"):
+    with pytest.raises(MediaError, match="from no file.*--media_root"):
         find("red.png", MediaRules())
 
 

@@ -251,6 +251,6 @@ def test_paths_start_at_the_media_root(data, tmp_path):
     with pytest.raises(MediaError, match="no such file in .*media"):
         find_media(data.pick([0]), chats, MediaConfig(media_root=str(tmp_path / "media")))
     held = Rows(data.rows[:1], [("memory:1", 1)])
-    with pytest.raises(MediaError, match="in no file"):
+    with pytest.raises(MediaError, match="from no file"):
         find_media(held, chats, MediaConfig())
     assert find_media(held, chats, MediaConfig(media_root=str(tmp_path)))[0][1]

@@ -53,7 +53,7 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
         "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "max_lora_rank",
         "speculative_config", "spec_tokens", "logits_processors", "hf_overrides")],
     ({"engine_args": ["enable_lora=true"]}, ["--engine_args enable_lora=true", "set --lora_sync"]),
-    ({"top_p": 0.9, "min_p": 0.05}, ["--min_p 0.05: vLLM restricts to it before --top_p 0.9", "drop one"]),
+    ({"top_p": 0.9, "min_p": 0.05}, ["--min_p 0.05: vLLM applies it before --top_p 0.9", "drop one"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
     ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes merged weights"]),

@@ -168,7 +168,7 @@ def test_memory_that_sglang_cannot_share_is_refused(name, monkeypatch):
     monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* take it out"):
+    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* remove it"):
         engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
     assert engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())

@@ -98,7 +98,7 @@ def rig(engine, monkeypatch):
 
 def test_a_family_without_code_in_vllm_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, "olmo2", ("olmo2", SIZES))
-    with pytest.raises(UserError, match="no own code for this model.*--engine_type hf"):
+    with pytest.raises(UserError, match="does not implement this model.*--engine_type hf"):
         Rig(tiny.save_model(tmp_path, "olmo2"))
 
 
@@ -184,7 +184,7 @@ def test_no_engine_without_a_place_for_every_weight(rig):
 def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
     """All weights are right; keys and values of the canaries' prompts are those of the old ones."""
     monkeypatch.setattr(rig.vllm.native, "reset_prefix_cache", lambda: True)
-    with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
+    with pytest.raises(WeightSyncError, match="canaries differ .* a cache survived the update"):
         rig.sync()
     monkeypatch.undo()
     assert rig.sync() < 1e-5

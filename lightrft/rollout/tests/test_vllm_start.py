@@ -165,7 +165,7 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     ("vllm", "smolvlm", ("image", "video"), "pictures of SmolVLM alone, and the prompts have media of kind video:"),
     ("vllm", "gemma3", ("image", ), "on a CPU vLLM hides the later tokens"),
     ("vllm", "glm46v", ("image", ), "no own code for GLM-4.6V"),
-    ("vllm", "qwen2_audio", ("audio", ), "in windows of 30 s at most"),
+    ("vllm", "qwen2_audio", ("audio", ), "windows of at most 30 s"),
     ("vllm", "qwen2_5_omni_thinker", ("image", "audio"), "no thinker without its talker"),
     ("vllm", "voxtral", ("audio", ), "with Mistral's own tokenizer"),
 ])

@@ -141,7 +141,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         raise UserError(f"vLLM cannot load the weights of this model: it has no {error}; use another --engine_type") \
             from error
     if whole and expected - filled:
-        raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
+        raise ValueError(f"vLLM has weights that the trainer does not have, e.g. {min(expected - filled)!r}")
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_rank": 8, "target_modules": []}, ["--target_modules none", "all-linear"]),
     ({"lora_rank": 8, "freeze_prefix": ["model.embed"]}, ["--freeze_prefix model.embed", "--lora_rank"]),
     ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator":
-      "reinforce"}, ["--dynamic_sampling", "never differs", "--n_samples_per_prompt 2"]),
+      "reinforce"}, ["--dynamic_sampling", "no group has spread", "--n_samples_per_prompt 2"]),
     ({"use_fire": True, "first_token_temperature": 1.0}, ["--first_token_temperature 1", "above, e.g. 10"]),
     ({"use_fire": True, "first_token_temperature":
       0.5}, ["--first_token_temperature 0.5", "than the rest (1)", "above, e.g. 10"]),
@@ -168,8 +168,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"k3_max": 5.0}, ["--k3_max 5", "--init_kl_coef 0.01"]),
     (KL | {"k3_max": 5.0}, ["--k3_max 5: has no effect on k1", "--kl_estimator k3"]),
     ({"kl_in_outcome": True}, ["--kl_in_outcome", "--init_kl_coef 0.01"]),
-    (KL | {"kl_in_outcome": True, "use_kl_loss": True}, ["--kl_in_outcome true", "leaves the reward alone"]),
-    (KL | {"kl_in_outcome": True, "advantage_estimator": "reinforce"}, ["--kl_in_outcome true", "compares no group"]),
+    (KL | {"kl_in_outcome": True, "use_kl_loss": True}, ["--kl_in_outcome true", "does not change the reward"]),
+    (KL | {"kl_in_outcome": True, "advantage_estimator": "reinforce"}, ["--kl_in_outcome true", "no group statistics"]),
     (KL | {"kl_in_outcome": True, "advantage_estimator": "gdpo"}, ["--kl_in_outcome true", "no effect with gdpo"]),
     (KL | {"kl_in_outcome": True, "advantage_estimator": "maxrl"}, ["--kl_in_outcome true", "maxrl divides"]),
     ({"norm_group_std": True}, ["--norm_group_std true: group_norm does not use it"]),

@@ -71,7 +71,7 @@ def _same_tensors(rig, asked):
 def other_tokens_are_refused(rig):
     """A prompt that vLLM expands in another way than the trainer."""
     request = rig.asked([0])[0]
-    with pytest.raises(UserError, match="another way; use --engine_type hf"):
+    with pytest.raises(UserError, match="differently; use --engine_type hf"):
         rig.vllm.generate([dataclasses.replace(request, token_ids=request.token_ids + [7])], SamplingParams(2))
 
 

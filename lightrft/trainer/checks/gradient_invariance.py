@@ -195,7 +195,7 @@ class SelfTest:
         if not due:
             return self._postpone("every advantage is 0")
         if len(samples) < 2:
-            return self._postpone(f"the batch keeps {len(samples)} sample, and there is no second way to cut it")
+            return self._postpone(f"the batch keeps {len(samples)} sample, so there is no second way to cut it")
         bound = None if buffer.bound is None else [buffer.bound[i] for i in samples]
         planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits, bound)
         if planned == other:

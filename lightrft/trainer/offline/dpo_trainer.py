@@ -40,11 +40,12 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         rows = super().read(config, tokenizer, split, media)
         drawn = [row.uid for row in rows if row.shown and row.chosen.media != row.rejected.media]
         if drawn:
-            raise DataError(f"{place_of(drawn[0], split)}: its answers hold different media, of which a policy of "
-                            "texts learns nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
+            raise DataError(
+                f"{place_of(drawn[0], split)}: its answers hold different media, from which a policy that writes text "
+                "learns nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
         ties = [row.uid for row in rows if row.tie]
         if ties and config.data.pair_policy == "error":
-            raise DataError(f"{place_of(ties[0], split)}: a tie, of which no answer is better. Remove {len(ties)} such "
+            raise DataError(f"{place_of(ties[0], split)}: a tie: neither answer is better. Remove {len(ties)} such "
                             "rows, or use --pair_policy skip")
         if ties:
             get_logger().warning(f"{len(ties)} of {len(rows)} pairs are ties: left out")

@@ -70,8 +70,8 @@ class TeacherCache:
                 self.known.update(zip(keys, ((stored, *span) for span in zip([0, *ends], ends))))
         seen = hashlib.blake2b(b"".join(sorted(self.known)), digest_size=16).digest()
         if len({*self.strategy.all_gather_object(seen)}) > 1:
-            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank does not see what another one has "
-                            "written. Name a folder that all ranks share")
+            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank cannot see the files of another rank. "
+                            "Name a folder that all ranks share")
 
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are neither known nor were lacking before; the same on all ranks."""

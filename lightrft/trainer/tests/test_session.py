@@ -195,7 +195,7 @@ def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, n
             train_sft.main([*sft, gpus])
         said = capsys.readouterr()
         assert error.value.code == code and re.search("^ +log-probs +backward +optimizer$", said.out, re.M), said
-        assert ("data: not read, which takes the tokenizer: " in said.out) == (code == 0)
+        assert ("data: not read, because this needs the tokenizer: " in said.out) == (code == 0)
         assert "fits: " in said.out if code == 0 else "--gradient_checkpointing" not in said.err, said
     assert "the run does not fit" in said.err and re.search("--.* brings it to ", said.err), said.err
 
