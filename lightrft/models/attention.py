@@ -68,8 +68,8 @@ class _Rows(NamedTuple):
 class PackedLayout:
     """Positions of the sequences in one packed row; built once per forward and shared by all layers.
 
-    A sequence may *continue* an earlier one, its prefix: its tokens see the whole prefix and their own past. So what
-    several sequences begin with is in the row, and is computed, once.
+    A sequence may *continue* an earlier one, its prefix: its tokens attend to the whole prefix and their own past. So a
+    common beginning of several sequences is in the row, and computed, only once.
 
     Not a dataclass: FSDP's mixed precision would hand every layer a copy of one. ``calls`` counts the attention layers
     that used it, so that a model which mixes tokens elsewhere is noticed. ``blocks`` (int [T], on the CPU; None: none):

@@ -1,4 +1,4 @@
-"""Loading of actors, critics and reward models from a Hugging Face folder or hub id; every refusal says what to do."""
+"""Loads actors, critics and reward models from a Hugging Face folder or hub id; every error names a remedy."""
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +149,7 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def takes_media(path: str) -> bool:
-    """Return True if the model at ``path`` sees or hears, from its config.json alone."""
+    """Return True if the model at ``path`` takes media, from its config.json alone."""
     return bool(media_kinds(path))
 
 

@@ -1,4 +1,4 @@
-"""Reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
+"""Reward models as reward parts: prompts and responses rendered by the model's template, scored in packed passes."""
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -54,9 +54,7 @@ class ModelReward(ABC, Generic[Model]):
     """Reward model that scores each queued response in packed passes.
 
     Args:
-        path: folder or hub id of the model.
-        load: loads that model, frozen.
-        cfg: where it rests between passes.
+        path: folder or hub id of the model. load: loads that model, frozen. cfg: placement between passes.
     """
     together = False
 
@@ -69,7 +67,7 @@ class ModelReward(ABC, Generic[Model]):
 
     @property
     def model(self) -> Model:
-        """The model, wherever it is."""
+        """The model, on whichever device it is."""
         return self.place.model
 
     @abstractmethod

@@ -162,11 +162,11 @@ class RolloutEngine(Protocol):
         requests. ``on_arrived`` gets every response as soon as it is done, those that end together in one call, before
         ``on_finished`` reports its request.
 
-        ``next_turn`` is the door for tools and environments. It gets the responses that have just drawn a stop token,
-        and answers for each: None, the response is done, or a :class:`Continuation`, whose tokens are appended before
+        ``next_turn`` connects tools and environments. It gets the responses that have just drawn a stop token, and
+        returns for each None (the response is finished) or a :class:`Continuation`, whose tokens are appended before
         the response resumes as if they were a prefix. ``max_new_tokens`` counts appended tokens too: a continuation
-        after which no token could be drawn is dropped, and the response ends with "length". A response that has reached
-        ``max_new_tokens`` without a stop token is not asked for. Ranks that share the engine all pass ``next_turn`` or
+        after which no token could be drawn is dropped, and the response ends with "length". It does not get responses
+        that have reached ``max_new_tokens`` without a stop token. Ranks that share the engine all pass ``next_turn`` or
         none does; each is asked for its own requests.
 
         Raises:
@@ -220,7 +220,7 @@ class ShowsMedia(Protocol):
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An engine that gets weights that are not trained only once, while it keeps them."""
+    """An engine that receives frozen weights once, and again only after it has lost them."""
 
     @property
     def apart(self) -> bool:

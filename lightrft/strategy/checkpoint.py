@@ -285,7 +285,8 @@ def complete(temporary: Path, final: Path, info: dict[str, Any]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, its marker first, so that it never counts as complete half-way. What cannot go stays."""
+    """Delete a folder, its marker first, so that a half-deleted one never counts as complete. Files that cannot be
+    deleted stay."""
     with contextlib.suppress(OSError):
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -297,7 +298,7 @@ def marker(folder: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path) -> str | None:
-    """Say why ``folder`` is not a complete checkpoint; None if it is."""
+    """Return the reason why ``folder`` is not a complete checkpoint; None if it is."""
     try:
         listed = marker(folder)["files"]
         for name, expected in listed.items():

@@ -1,4 +1,4 @@
-"""A second model that is never trained: on the device throughout, or only while it computes."""
+"""Second models that are never trained: on the device all the time, or only while they compute."""
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +20,11 @@ from lightrft.utils.errors import UserError
 
 
 def check_tokens(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model at ``path``, of ``option``, knows the tokens of the ``policy`` with ``tokenizer``.
+    """Check that the model at ``path``, named by ``option``, has the tokens of ``policy``, as ``tokenizer`` numbers
+    them.
 
     Raises:
-        UserError: it numbers its tokens otherwise, or has no logit for one of them.
+        UserError: its token ids differ, or it has no logit for one of them.
     """
     own, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
     remedy = f"Take a model of the same family as --pretrain {policy}"
@@ -60,9 +61,8 @@ class FrozenModel:
     """A model without an optimizer.
 
     Args:
-        build: loads it.
-        shard_size: ranks that share one copy, where the strategy shards.
-        offloads: it rests in host memory between passes.
+        build: loads it. shard_size: ranks that share one copy, where the strategy shards. offloads: keep it in host
+        memory between passes.
     """
 
     def __init__(self, build: nn.Module | Builder, strategy: StrategyBase, shard_size: int, offloads: bool) -> None:

@@ -19,8 +19,8 @@ from lightrft.utils.errors import UserError
 
 def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig,
                strategy: StrategyBase | None = None) -> MediaStore | None:
-    """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only. With
-    ``strategy`` its ranks, which read the same rows together, compare what they read."""
+    """Open the store of pictures, videos and sounds for the model at ``path``; None if it takes text only. With
+    ``strategy``, the ranks, which read the same rows, compare the media that they have read."""
     kinds = media_kinds(path)
     if not kinds:
         return None

@@ -38,7 +38,7 @@ class Fact(NamedTuple):
 
 
 def step_facts(config: Config, fresh: bool, arithmetic: RunArithmetic, dropped: bool) -> list[Fact]:
-    """Return what must hold in the first step in which a process trains the policy.
+    """Return the facts that must hold in the first step in which a process trains the policy.
 
     Engine and trainer agree on the tokens of the policy in training (:class:`SamePolicy`). The ratio of the first
     optimizer step is 1 (not with dropout). In a ``fresh`` run with a reference the KL to it is 0 as well. The old

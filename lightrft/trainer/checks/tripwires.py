@@ -1,4 +1,4 @@
-"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend on the metrics alone."""
+"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend only on metrics."""
 from collections.abc import Mapping
 from math import inf, isnan, nan
 from typing import Any
@@ -78,7 +78,7 @@ class Tripwires:
     Args:
         grouped: advantages compare the samples of a group, so groups without spread have no gradient.
         max_unscored_steps: number of steps in a row without a scored response that ends the run; 0: never.
-        taught: a teacher rewards every token, so that equal rewards of responses are no fault.
+        taught: a teacher rewards every token, so equal rewards of responses are no fault.
     """
 
     def __init__(self, grouped: bool, max_unscored_steps: int, taught: bool = False) -> None:

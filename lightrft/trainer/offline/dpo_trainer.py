@@ -1,4 +1,4 @@
-"""Training on pairs: direct preference optimization and its relatives."""
+"""Training on pairs: direct preference optimization and related losses."""
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
     @classmethod
     def read(cls, config: PairConfig, tokenizer: PreTrainedTokenizerBase, split: str,
              media: MediaStore | None) -> Sequence[Pair]:
-        """Read pairs; one without a better answer is none.
+        """Read pairs, without ties.
 
         Raises:
             DataError: answers that hold different media; a tie, unless ``--pair_policy skip`` leaves it out.
@@ -57,7 +57,8 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         return self.config.preference.needs_reference
 
     def fill(self, batch: Batch, parts: list[list[int]]) -> None:
-        """Add log-probs of the reference; where the loss compares pairs with each other, also those it meets."""
+        """Add log-probs of the reference; for a loss that compares pairs with each other, also those of the matched
+        pairs."""
         exp = batch.exp
         with self.timer("ref"):
             exp.ref_sums = self.reference.sums(exp, parts)

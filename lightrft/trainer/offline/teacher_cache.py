@@ -1,4 +1,4 @@
-"""Files that keep the likeliest tokens of a teacher per position, by the contents of model and sequences."""
+"""Cache files with a teacher's most probable tokens per position, keyed by the contents of model and sequences."""
 import hashlib
 import os
 from collections.abc import Iterable
@@ -55,10 +55,10 @@ class TeacherCache:
         self.open()
 
     def open(self) -> None:
-        """Index the files of all ranks, after they were written; a damaged one has nothing. A collective.
+        """Index the files of all ranks, after they were written; a damaged one counts as empty. A collective.
 
         Raises:
-            UserError: ranks do not see the same files, so that they would not compute the same rows.
+            UserError: the ranks see different files, so they would compute different rows.
         """
         self.strategy.barrier()
         self.known: dict[bytes, tuple[Any, int, int]] = {}
@@ -90,7 +90,7 @@ class TeacherCache:
             self.write()
 
     def write(self) -> None:
-        """Write what was added in one file, which appears whole."""
+        """Write the added entries to one file, atomically."""
         if not self._new:
             return
         keys, logprobs, ids = zip(*self._new)
