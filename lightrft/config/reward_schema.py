@@ -6,7 +6,7 @@ from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
 
 @dataclass
 class ScoringConfig:
-    """Judge, workers and time limits of whatever scores responses."""
+    """Judge, workers and time limits of scoring."""
     judge_url: list[str] = option(
         [], "base URL of an OpenAI-compatible server for --reward judge, e.g. http://host:8000/v1; requests are "
         "balanced over several")

@@ -1,4 +1,4 @@
-"""Judged answers: a prompt with one answer and whether it is desirable, as KTO learns from them."""
+"""Judged answers for KTO: a prompt with one answer and a label, desirable or not."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Judgements: which of two candidates is better, in a random order, as a chat whose answer is in ``<answer>`` tags.
+"""Training data of judges: two candidates in random order, as a chat whose answer is in ``<answer>`` tags.
 
 Rows: ``{prompt, chosen, rejected[, judgement][, tie]}``, candidates as text or messages. Pictures, videos and sounds
 are in columns, with ``<image>`` and its like where they appear, those of the prompt first, then those of the chosen
@@ -38,7 +38,7 @@ _IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Judgement:
-    """A request to a judge, and what it should say.
+    """A request to a judge, and the expected judgement.
 
     Attributes:
         request: text, with ``<image>`` and its like.

@@ -1,6 +1,6 @@
-"""Loader of global batches, the same on every rank; one number is its whole position.
+"""Loader of global batches, the same on every rank; a single number is its position.
 
-The order of the rows is a pure function of (sizes, probabilities, seed), so that a position alone restores it.
+The order of the rows is a pure function of (sizes, probabilities, seed), so the position is enough to restore it.
 """
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -172,7 +172,7 @@ class PromptLoader(Generic[Item]):
         return [row for _, row in self.draw(self.batch_size)]
 
     def ahead(self) -> list[Item]:
-        """Return the rows of the next batch, which are not consumed."""
+        """Return the rows of the next batch without consuming them."""
         return [self.dataset[self._row(number)] for number in range(self.position, self.position + self.batch_size)]
 
     def draw(self, count: int) -> list[tuple[int, Item]]:

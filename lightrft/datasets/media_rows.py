@@ -1,4 +1,4 @@
-"""Pairs the media of a row with their positions in its messages, whichever way the row writes both."""
+"""Pairs the media of a row with their positions in its messages, in all supported forms."""
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
 
 
 def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
-    """Refuse a row with media in its own system turn, of which ``--system_prompt`` takes the place.
+    """Refuse a row with media in its own system turn, which ``--system_prompt`` would replace.
 
     Raises:
         MediaError: it has some.
@@ -116,7 +116,7 @@ def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
 
 
 def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
-    """Part the columns that hold the media of several texts, in the order of their placeholders.
+    """Split the columns that hold the media of several texts, in the order of their placeholders.
 
     Returns:
         By column the media of each text. A column with another number of media than placeholders is not in it.

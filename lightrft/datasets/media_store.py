@@ -1,6 +1,6 @@
 """Store of the pictures, videos and sounds of a run by key: decoded, processed and cached where they are used.
 
-Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
+Every rank reads the same data, so every rank can look up every key. Ranks exchange keys, never pixels.
 """
 import hashlib
 from collections import Counter
@@ -137,7 +137,7 @@ class MediaStore:
         return f"{key.partition(':')[0]} of {self._media[key].where}"
 
     def check_downloads(self, keys: Iterable[str]) -> None:
-        """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.
+        """Compare the downloads of all ranks: by one hash, unless they differ. A collective.
 
         Raises:
             DataError: names a URL that gave different bytes to two ranks.
@@ -274,7 +274,7 @@ class MediaStore:
         return self._cache.keep(key, made)
 
     def text(self, key: str) -> str:
-        """Return what stands for the medium ``key`` in a prompt, from its header alone where that is enough."""
+        """Return the text of the medium ``key`` in a prompt, computed from its header if that is enough."""
         if key not in self._texts:
             found = self._text_of_header(key) if self.headers else None
             self._keep_text(key, self.tensors(key).text if found is None else found)
@@ -320,7 +320,7 @@ class MediaStore:
                     self._ahead[key] = self._pool.submit(self._made_ahead, key)
 
     def _drop_unused(self, wanted: Container[str]) -> None:
-        """Drop what was processed ahead for batches that never came."""
+        """Drop media that were processed ahead but never used."""
         for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
             done = self._ahead.pop(key)
             made = None if done.exception() else done.result()

@@ -1,7 +1,7 @@
 """Public data sets of preferred pictures, videos and sounds, by name: ``--train_data hpdv3:/data/hpdv3/train.json``.
 
-A reader turns a row, as its authors publish it, into a pair whose answers are media: the prompt of the generator is the
-user's turn, what it made is the assistant's. The names are those of LightRFT.
+A reader converts a published row to a pair whose answers are media: the prompt of the generator is the user's turn, its
+output the assistant's. The names are those of LightRFT.
 """
 import re
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 """Preference data: pairs of a better and a worse answer to one prompt, from rows of any known schema.
 
 Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
-keys), those whose prompt stands as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
-``question``, and ms-swift's ``messages`` with ``rejected_response`` or ``rejected_messages``, or ``rejected_images`` or
-its like. A row may have a ``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which
-answer ("chosen", "rejected" or "tie") is better by other standards.
+keys), those with a prompt as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
+``question``, and ms-swift's ``messages`` with ``rejected_response``, ``rejected_messages``, or ``rejected_images`` (and
+likewise for videos and audios). A row may have a ``margin``, ``tie: true`` if its answers are equally good, and
+``heads``, by name which answer ("chosen", "rejected" or "tie") is better by other standards.
 """
 import re
 from collections.abc import Iterable, Sequence

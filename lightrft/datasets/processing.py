@@ -1,4 +1,4 @@
-"""Processing of one picture, video or sound as the processor of a model does it inside of a prompt."""
+"""Processes one picture, video or sound as the processor of a model does within a prompt."""
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -26,7 +26,7 @@ class DataError(UserError):
 
 
 class UnusableRow(DataError):
-    """Nothing can be learnt from a row; a policy decides if that stops the run."""
+    """A row cannot be used for training; a policy decides if that stops the run."""
 
 
 @dataclass

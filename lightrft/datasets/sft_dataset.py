@@ -1,4 +1,4 @@
-"""Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
+"""Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Learning:
-    """Selection of the part of a demonstration that is learnt.
+    """Selection of the part of a demonstration that is in the loss.
 
     Attributes:
         output_key: column of the answer; None: the first of ``ANSWER_COLUMNS`` that a row has.

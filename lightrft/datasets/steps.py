@@ -1,4 +1,4 @@
-"""Solutions in steps with a label for each, as process reward models learn from them, and their tokens.
+"""Solutions with a label for each step, as training data of process reward models, and their tokens.
 
 Known schemas: ``{input, label}`` with a placeholder after every step and a list of labels (OpenRLHF), the same with the
 labels written in place of the placeholders (Math-Shepherd), and ``{prompt, completions, labels}`` (TRL, PRM800K).
@@ -23,7 +23,7 @@ _ADVICE = "Correct or remove the row, or use --step_policy skip"
 
 
 class StepError(UnusableRow):
-    """The steps of one row and its labels do not belong together."""
+    """The steps of one row and its labels do not match."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a model and prompts to scored responses on disk: what batch inference and evaluation share."""
+"""Generates scored responses to prompts and writes them to disk: shared by batch inference and evaluation."""
 import json
 import re
 from collections import Counter

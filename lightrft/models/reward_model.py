@@ -54,7 +54,7 @@ class RewardKind:
 
     @property
     def generates(self) -> bool:
-        """True if the model writes its judgement."""
+        """True if the model generates its judgement as text."""
         return self.judge is not None or self.language
 
 
@@ -94,7 +94,7 @@ class RewardHead:
         return cls()
 
     def check_continues(self, config: PretrainedConfig, path: str) -> None:
-        """Refuse to train a reward model further with a head of another shape: its own would be dropped or renamed.
+        """Refuse to continue the training of a reward model with a head of another shape, which would replace its own.
 
         Raises:
             UserError: the model at ``path`` has another head.
@@ -155,7 +155,7 @@ class RewardHead:
 
 
 def check_language(config: PretrainedConfig, unread: set[str], path: str) -> None:
-    """Refuse a model that scores where one that writes is needed: its head would be dropped.
+    """Refuse a scoring model where a generating one is needed: its head would be dropped.
 
     Args:
         unread: tensors of the checkpoint that the language model does not read.
@@ -275,7 +275,7 @@ class RewardModel(PackedModel):
 
 
 class ProcessRewardModel(PackedModel):
-    """A causal language model; what it expects after the placeholder of a step is its judgement of the step.
+    """A causal language model; its prediction after the placeholder of a step is its judgement of the step.
 
     Args:
         model: as of :class:`~lightrft.models.actor_language.ActorLanguage`.

@@ -1,4 +1,4 @@
-"""Tokenizers: their loading from a Hugging Face folder or hub id, their export, and chat templates that have a name.
+"""Loads tokenizers from a Hugging Face folder or hub id, exports them, and holds the built-in chat templates.
 
 ``generation`` in a template marks the tokens that the assistant wrote.
 """
@@ -85,7 +85,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) -> None:
-    """Write ``tokenizer`` to the ``folder`` of a model; if that sees or hears, with the processor of ``base``."""
+    """Write ``tokenizer`` to the ``folder`` of a model; for vision and audio models also the processor of ``base``."""
     if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
         (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: what stands in for them while a model is built, and the rows that a rank reads."""
+"""Weights in safetensors files: placeholders for them while a model is built, and the rows that a rank reads."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """Estimated memory on the device of one rank, by purpose and by phase of a step.
 
-Strategies and engines say what they take; this module adds it up, for every tree of options: one that has no rollout
+Strategies and engines report their memory; this module adds it up, for every tree of options: one that has no rollout
 has neither its phases nor an engine and a reference.
 """
 from collections.abc import Callable, Iterator

@@ -16,7 +16,8 @@ from lightrft.preflight.shared_rules import folder
 
 @singledispatch
 def own_problems(c: OfflineConfig) -> Iterator[str]:
-    """Yield the problems of the options that a trainer on fixed data has for itself; each registers its rules here."""
+    """Yield the problems of the options that are specific to one trainer on fixed data; each registers its rules
+    here."""
     yield from ()
 
 

@@ -21,7 +21,7 @@ def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
     """Let the first rank of each machine download what a run reads from the hub; the others wait for it, and then read
     the cache without asking.
 
-    A failed download is no error here: the part of the run that reads the file raises it, with the remedy.
+    After a failed download no rank is switched to the cache: the part that reads the file raises, with the remedy.
 
     Args:
         config: all options of the run, for its models.

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: its cache where there is no network, and where another process has filled it."""
+"""The Hugging Face hub: use of its cache without a network, and after another process has filled it."""
 import fnmatch
 import os
 import socket
