@@ -66,7 +66,7 @@ def _check_tied(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint
     for name, shared in model.all_tied_weights_keys.items():
         if name in state and shared in state and not state[name].equal(state[shared]):
             raise UserError(f"{checkpoint}: {name} differs from {shared} there, and both are one weight of --pretrain "
-                            "(tie_word_embeddings): it was trained with weights of their own. Give --pretrain a copy "
+                            "(tie_word_embeddings): it was trained with separate weights. Give --pretrain a copy "
                             'of the model whose config.json has "tie_word_embeddings": false')
 
 

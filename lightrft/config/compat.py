@@ -122,7 +122,7 @@ REFUSED: dict[str, str] = {
     "margin_loss": "the loss of a reward model uses the column margin if rows have it; drop the flag",
     "compute_fp32_loss": "scores and losses are always float32; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
-    "vf_coef": "the critic is a model of its own; use --critic_learning_rate",
+    "vf_coef": "the critic is a separate model; use --critic_learning_rate",
     "missing_eos_penalty": "use --mask_truncated or --overlong_buffer",
     "stop_properly_penalty_coef": "use --mask_truncated or --overlong_buffer",
     "agent_func_path": _AGENT,

@@ -90,7 +90,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset": "--prompt_data | --train_data",
     "dataset_probs": "--prompt_data_probs | no weights; a source that --train_data names twice counts twice",
     "val_dataset": "--eval_data",
-    "split_dataset_ratio": "--eval_data, rows of their own",
+    "split_dataset_ratio": "--eval_data, separate rows",
     "dataset_split": "--prompt_split | --train_split",
     "eval_dataset": "--eval_data",
     "torch_dtype": "--bf16",
@@ -265,7 +265,7 @@ ELSEWHERE: dict[str, str] = {
 }
 """Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 
-_NO_WRAPPERS = "nothing, GPUs train with torchrun and --strategy, without a file of its own"
+_NO_WRAPPERS = "nothing, GPUs train with torchrun and --strategy, without a separate configuration file"
 _TOOLS = "nothing, a conversation with tools is not part of this release; --reward path.py:function scores answers"
 _PROCESSOR = "nothing, tokenizer and processor are those of the model, --pretrain"
 _CODE = "nothing, code of a model's folder is never run"

@@ -197,7 +197,7 @@ class MediaStore:
             if found is not None:
                 raise MediaError(f"{where}: a text holds {found}, which this model reads as a picture, video or sound: "
                                  f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row, and "
-                                 f"no {found} of your own")
+                                 f"do not write {found} yourself")
 
     def open(self, key: str) -> Decoded:
         """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.

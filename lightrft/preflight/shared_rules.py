@@ -213,7 +213,7 @@ def writable(name: str, path: str) -> Iterator[str]:
     if not there.is_dir():
         yield f"--{name} {path}: {which}is a file; give a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
+        yield f"--{name} {path}: {which}cannot be written to; give a writable folder, or change its permissions"
 
 
 def _best_metric(c: Tree) -> Iterator[str]:

@@ -112,7 +112,7 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
     """Refuse requests that no engine can run on a model of ``vocabulary`` tokens.
 
     ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
-    ``takes_media``: the model sees or hears, and the engine has a source of media.
+    ``takes_media``: the model takes media, and the engine has a source of them.
 
     Raises:
         ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
