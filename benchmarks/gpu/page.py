@@ -11,7 +11,8 @@ TITLE = """# Measured on a GPU
 
 All measurements together are planned to take 30 minutes on one GPU, after the packages are installed. `make gpu`
 measures everything except SGLang and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels, TRL and
-pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a second call, `make gpu ENGINE=sglang`, which installs it into
+pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a second call, `make gpu
+ENGINE=sglang`, which installs it into
 `.venv-gpu-sglang` and takes four of the 30 minutes. With a second GPU a call takes 40 minutes and measures FSDP2 and
 tensor parallelism too. A call starts only measurements that fit into its time and names the others, which the next call
 runs.

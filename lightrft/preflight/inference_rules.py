@@ -21,8 +21,8 @@ def score_problems(c: ScoreConfig) -> Iterator[str]:
     for text in reward_problems(Config(reward=c.as_reward_config())):
         yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
     if RECIPE in c.score and len(c.score) > 1:
-        yield f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
-        "rewards; drop one of them"
+        yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
+               "rewards; drop one of them")
 
 
 def engine_of_task(c: GenerateConfig) -> Iterator[str]:

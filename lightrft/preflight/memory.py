@@ -285,5 +285,4 @@ def _(config: Config) -> Iterator[str]:
     if config.rollout.engine_type == "hf" and not config.rollout.engine_kv_mib:
         yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
     elif config.rollout.offload_during_rollout and config.rollout.sync_proof in ("canary", "both"):
-        yield "  canaries need models and cache at the same time in the weight sync; --sync_proof fingerprint avoids "
-        "this"
+        yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint avoids this"

@@ -52,8 +52,8 @@ def pair_problems(c: DPOConfig) -> Iterator[str]:
     if loss.needs_smoothing and not p.label_smoothing:
         yield f"--loss {name}: is not defined with --label_smoothing 0; add --label_smoothing 0.001"
     if p.label_smoothing == 0.5:
-        yield "--label_smoothing 0.5: labels that are wrong half of the time carry no information; nearest valid "
-        "value: 0.49"
+        yield ("--label_smoothing 0.5: labels that are wrong half of the time carry no information; nearest valid "
+               "value: 0.49")
     yield from reference_problems(c, "" if p.needs_reference else f"--loss {name}, which has no reference")
 
 

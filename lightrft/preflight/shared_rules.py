@@ -271,8 +271,8 @@ def _of_another(c: Tree, chosen: str) -> Iterator[str]:
 
 def _fsdp(s: StrategyConfig) -> Iterator[str]:
     if s.fsdp_cpu_offload and s.adam_offload:
-        yield "--adam_offload true: has no effect with --fsdp_cpu_offload, which already offloads the optimizer "
-        "state; drop it"
+        yield ("--adam_offload true: has no effect with --fsdp_cpu_offload, which already offloads the optimizer "
+               "state; drop it")
 
 
 def _zero(s: StrategyConfig) -> Iterator[str]:

@@ -172,7 +172,7 @@ def test_names_that_do_not_fit_are_refused(names, told):
 
 def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
     dcp.save(changed(base).state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(UserError, match="a DCP folder, which does not say what model it is of"):
+    with pytest.raises(UserError, match="a DCP folder, which does not name its model"):
         convert(tmp_path / "dcp", tmp_path / "out")
     wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
     with pytest.raises(UserError, match="is of another model: .* has shape"):

@@ -237,8 +237,8 @@ REFUSED = {
     "part without medium": ({"type": "image"}, "it is empty"),
     "too large": (b"x" * 10_001, "10001 bytes are more than the 10000"),
     "too many pixels": (Image.new("1", (300, 300)), "300 x 300 pixels; it must have 1 to 50000"),
-    "number": (7, "int is not a form"),
-    "list": ([PNG], "list is not a form"),
+    "number": (7, "int is not a known form"),
+    "list": ([PNG], "list is not a known form"),
     "missing": ("blue.png", r"'blue.png': no such file in .*--media_root"),
     "folder": ("more", "no such file"),
     "pipe": ("pipe.png", "no such file"),
@@ -258,7 +258,7 @@ REFUSED = {
     "data URL without base64": ("data:image/png,abc", "not a data URL"),
     "data URL cut off": (f"data:image/png;base64,{TEXT[:-3]}", "not a data URL"),
     "nested": ({"image": {"image": {"image": {"image": {"image": PNG}}}}}, "objects inside objects"),
-    "nested deeply": (deep([PNG]), "list is not a form"),
+    "nested deeply": (deep([PNG]), "list is not a known form"),
     "array of floats": (np.zeros((4, 4, 3)), "not a picture"),
     "array of five colours": (np.zeros((4, 4, 5), np.uint8), r"not a picture.*\[H, W, 1 to 4\]"),
 }  # yapf: disable
@@ -287,7 +287,7 @@ def test_messages_are_short(rules):
     ({"array": [40_000, 3], "sampling_rate": 8000}, "more than 16 bits"),
     ({"array": [0.5]}, "sampling_rate None"),
     ({"array": [0.5], "sampling_rate": -1}, "sampling_rate -1"),
-    ([0.5], "list is not a form"),
+    ([0.5], "list is not a known form"),
 ])  # yapf: disable
 def test_refused_sounds(value, message, rules):
     with pytest.raises(MediaError, match=message):
@@ -296,7 +296,8 @@ def test_refused_sounds(value, message, rules):
 
 def test_refused_videos(rules):
     for value, message in (([], "0 pictures.* Write its frames"), ([PNG] * 4, "4 pictures; a video has 1 to 3"),
-                           ([PNG, None], "frame 2.*empty"), ([PNG, [PNG]], "list is not a form.*a column of videos")):
+                           ([PNG, None], "frame 2.*empty"), ([PNG,
+                                                              [PNG]], "list is not a known form.*a column of videos")):
         with pytest.raises(MediaError, match=message):
             find(value, replace(rules, max_frames=3), "video")
 

@@ -158,7 +158,7 @@ def test_other_keys_of_a_turn_stay():
     (ask([{"type": "image"}, "<image>"], images=[RED]), "1 images for 2 placeholders"),
     (ask([{"type": "image", "image": BLUE}], images=[RED]), "1 images for 0 placeholders"),
     (ask("<image>", images=[None]), "image None: it is empty"),
-    (ask("<image>", images=[[RED]]), "image list: list is not a form"),
+    (ask("<image>", images=[[RED]]), "image list: list is not a known form"),
     (ask("<image>", images=[b"x", 7]), "2 images for 1 placeholders"),
     (ask([{"type": "img", "img": RED}]), "which is no text, image, video, audio"),
     (ask([{"type": "text", "text": 7}], image=RED), "which is no text"),

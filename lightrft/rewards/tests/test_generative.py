@@ -106,8 +106,8 @@ def test_a_run_with_a_judge_has_its_verdicts(judge, scorers, tmp_path):
 @pytest.mark.parametrize("given,said", [
     ({"judge_template": "ask.txt"}, "--judge_template ask.txt: no model of --reward_pretrain is a language model"),
     ({"normalize_reward": True}, "is a generative reward model, which has no mean and std"),
-    ({"advantage_estimator": "remax"}, "remax subtracts the reward of a response outside of it"),
-    ({"reward_shard": True}, "--reward_shard: --strategy single on 1 rank divides no weights"),
+    ({"advantage_estimator": "remax"}, "remax subtracts the reward of a response outside the group"),
+    ({"reward_shard": True}, "--reward_shard: --strategy single on 1 rank shards no weights"),
 ])
 def test_options_that_do_not_fit_a_judge(judge, given, said):
     values = {"pretrain": judge, "prompt_data": ["memory:x"], "reward_pretrain": [judge], **given}

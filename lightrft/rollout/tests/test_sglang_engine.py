@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_come_to_rest_is_an_error():
     native.engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(flush_cache=lambda timeout_s: SimpleNamespace(
         success=False, message=f"waited {timeout_s:g} s")))  # yapf: disable
     native.run = lambda call: call()
-    with pytest.raises(RuntimeError, match="does not finish its work within 60 s: waited 60 s"):
+    with pytest.raises(RuntimeError, match="did not finish its work within 60 s: waited 60 s"):
         native.come_to_rest()
 
 

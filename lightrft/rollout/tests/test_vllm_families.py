@@ -125,7 +125,7 @@ def test_a_wrong_expert_is_named(family, monkeypatch):
     names_faults_of_experts(family)
     load = family.vllm.model.load_weights
     family.vllm.model.load_weights = without("model.layers.0.mlp.experts.down_proj", load)
-    with pytest.raises(ValueError, match="the trainer has not, e.g. 'model.layers.0.mlp.experts.*w2_weight'"):
+    with pytest.raises(ValueError, match="the trainer does not have, e.g. 'model.layers.0.mlp.experts.*w2_weight'"):
         family.sync()
     family.vllm.model.load_weights = load
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_a_tensor_that_never_comes(rig):
 
 def test_a_tensor_that_vllm_passes_over(rig):
     rig.vllm.model.load_weights = without(LONE, rig.vllm.model.load_weights)
-    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer has not, e.g. '{re.escape(LONE)}'"):
+    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer does not have, e.g. '{re.escape(LONE)}'"):
         rig.sync()
 
 

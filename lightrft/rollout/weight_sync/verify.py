@@ -134,8 +134,8 @@ class Fingerprints:
         others = [other for other, fingerprint in self.trainer.items() if fingerprint == value]
         if others:
             return f"it has the values of {others[0]}"
-        return "it has neither its previous values nor those of another weight (transposed, scaled, truncated or "
-        "mixed?)"
+        return ("it has neither its previous values nor those of another weight (transposed, scaled, truncated or "
+                "mixed?)")
 
 
 def _with_layer(name: str) -> str:

@@ -30,7 +30,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_batch_size": 1}, ["--train_batch_size 1", "2 ranks"]),
     ({"oversample": 0.5}, ["--oversample 0.5", "nearest valid value: 1"]),
     ({"oversample": 2.5}, ["--oversample 2.5", "--max_staleness", "nearest valid value: 2"]),
-    ({"oversample": 1.25, "max_staleness": 0}, ["--max_staleness 0", "one version behind", "nearest valid value: 1"]),
+    ({"oversample": 1.25, "max_staleness": 0}, ["--max_staleness 0", "one version old", "nearest valid value: 1"]),
     ({"max_staleness": 2}, ["--max_staleness 2", "no effect", "--oversample 1.25"]),
     ({"oversample": 1.25, "dynamic_sampling": True}, ["--oversample 1.25", "--dynamic_sampling", "drop one"]),
     ({"oversample": 1.25, "max_steps": 1}, ["--oversample 1.25", "no effect", "--max_steps 2"]),
@@ -174,7 +174,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (KL | {"kl_in_outcome": True, "advantage_estimator": "maxrl"}, ["--kl_in_outcome true", "maxrl divides"]),
     ({"norm_group_std": True}, ["--norm_group_std true: group_norm does not use it"]),
     ({"std_eps": 0.5, "advantage_estimator":
-      "grpo_passk"}, ["--std_eps 0.5: grpo_passk divides by no deviation", "--norm_group_std"]),
+      "grpo_passk"}, ["--std_eps 0.5: grpo_passk does not divide by a standard deviation", "--norm_group_std"]),
     ({"whiten_flat_groups": True}, ["--whiten_flat_groups true: group_norm does not use it"]),
     ({"gdpo_whiten_tokens": True}, ["--gdpo_whiten_tokens true: group_norm does not use it", "gdpo"]),
     ({"loss_agg_all_seqs": True}, [

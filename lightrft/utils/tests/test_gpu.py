@@ -47,7 +47,8 @@ def machine(tmp_path, monkeypatch):
     ({"node": False}, None, "this container has no access to it (/dev/nvidia0): start the container with docker run"),
     ({"version": None}, None, "(driver unknown), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
     ({"version": OPEN}, None, "(driver 580.95.05), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
-    ({"version": OPEN}, "7", "CUDA_VISIBLE_DEVICES=7 names none of them: unset it, or name GPUs that nvidia-smi lists"),
+    ({"version": OPEN
+      }, "7", "CUDA_VISIBLE_DEVICES=7 names none of its GPUs: unset it, or name GPUs that nvidia-smi lists"),
 ])
 def test_a_gpu_that_torch_cannot_use_stops_the_run(machine, monkeypatch, state, visible, words):
     root = machine(**state)
