@@ -78,7 +78,7 @@ def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
                    f"{facts.coldest:g}")
     if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
         yield (f"--min_p {r.min_p:g}: vLLM applies it before --top_p {r.top_p:g}, the hf and sglang engines after "
-        f"it, so the distributions differ; drop one of the two")
+               "it, so the distributions differ; drop one of the two")
     for entry in r.engine_args:
         yield from _argument(entry, facts)
     for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
