@@ -54,7 +54,7 @@ class LaunchConfig:
 
     @property
     def collective_limit_s(self) -> int:
-        """Seconds after which a collective raises, later than the watchdog, which names the rank that hangs."""
+        """Seconds after which a collective raises; the watchdog names the rank that hangs before that."""
         return self.dist_timeout_s + _WATCHDOG_FIRST_S
 
 

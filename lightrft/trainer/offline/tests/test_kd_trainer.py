@@ -15,7 +15,7 @@ from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer import teacher
+from lightrft.trainer.offline import teacher
 from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.utils.errors import UserError
 
