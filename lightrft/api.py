@@ -55,7 +55,7 @@ class Run:
         return AutoTokenizer.from_pretrained(self.folder / "hf")
 
     def processor(self) -> "ProcessorMixin":
-        """Load the processor of a model that sees or hears."""
+        """Load the processor of a vision or audio model."""
         from transformers import AutoProcessor
         return AutoProcessor.from_pretrained(self.folder / "hf")
 

@@ -21,18 +21,18 @@ _ALWAYS_PACKED = "batches are always packed, without padding"
 _SEQUENCES = "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
-_MULTIMODAL = "the model says whether it sees or hears, and rows with and without media may be mixed"
-_ADVANTAGE = "it never had an effect; choose --advantage_estimator, and --advantages_norm to whiten"
+_MULTIMODAL = "the modality follows from the model, and rows with and without media may be mixed"
+_ADVANTAGE = "it never had an effect; use --advantage_estimator, and --advantages_norm to whiten"
 _ANALYSIS = "use --save_trajectories and read SAVE_PATH/rollouts/step_N.jsonl"
 _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; drop the flag"
 _CARD = "the model card is written from the run; drop the flag"
-_WORKERS = "the data of a run are prepared before it, in as many threads as help; drop the flag"
-_OWN_ENGINE = "the engine shares the GPUs of training, and is started by it; use --engine_type"
+_WORKERS = "data are prepared ahead of time in background threads; drop the flag"
+_OWN_ENGINE = "the engine shares the GPUs of training and is started with it; use --engine_type"
 _REENTRANT = "checkpointing is always non-reentrant; use --gradient_checkpointing"
 _AVERAGE = "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one"
 _AGENT = "conversations with an environment are not part of this release; use --reward path.py:function"
 _SHARED = "all models share the GPUs of training"
-_BUCKETS = "weights go to the engine in parts of --sync_bucket_mib; drop the flag"
+_BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
@@ -86,15 +86,16 @@ REFUSED: dict[str, str] = {
     "ring_head_stride": _SEQUENCES,
     "ring_attn_head_stride": _SEQUENCES,
     "sequence_parallel_size": _SEQUENCES,
-    "ds_tensor_parallel_size": "training shards parameters and not single layers; use --strategy with --zero_stage 3",
+    "ds_tensor_parallel_size": "tensor parallelism is not part of training here; to shard parameters use --strategy "
+    "deepspeed with --zero_stage 3",
     "deepcompile": "graphs are not compiled; drop the flag",
     "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
     "move_model_batches": _BUCKETS,
     "vllm_sync_backend": _BUCKETS,
     "vllm_sync_with_ray": _BUCKETS,
-    "experts_implementation": "experts run as the model's own code computes them; drop the flag",
+    "experts_implementation": "experts are computed by the model's own code; drop the flag",
     "full_determinism":
-    "--seed fixes data, samples and dropout, and GPU kernels may still round otherwise; drop the flag",
+    "--seed fixes data, samples and dropout; GPU kernels may still round differently; drop the flag",
     "local_rank": "torchrun passes it in the environment (LOCAL_RANK); start with torchrun",
     # models
     "load_in_4bit": "4-bit weights are not part of this release; use --bf16, and --lora_rank to train",
@@ -124,7 +125,7 @@ REFUSED: dict[str, str] = {
     # reward and algorithm
     "center_rewards_coefficient": "--normalize_reward centres the rewards of a trained model; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
-    "vf_coef": "the critic is a model of its own; use --critic_learning_rate",
+    "vf_coef": "the critic is a separate model; use --critic_learning_rate",
     "missing_eos_penalty": "use --mask_truncated or --overlong_buffer",
     "stop_properly_penalty_coef": "use --mask_truncated or --overlong_buffer",
     "agent_func_path": _AGENT,

@@ -89,7 +89,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset": "--prompt_data | --train_data",
     "dataset_probs": "--prompt_data_probs | no weights; a source that --train_data names twice counts twice",
     "val_dataset": "--eval_data",
-    "split_dataset_ratio": "--eval_data, rows of their own",
+    "split_dataset_ratio": "--eval_data, separate rows",
     "dataset_split": "--prompt_split | --train_split",
     "eval_dataset": "--eval_data",
     "use_liger_kernel": "--use_liger",

@@ -17,14 +17,15 @@ class OfflineDataConfig(RenderingConfig):
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
                                    common=True, card="training data")
-    eval_data: list[str] = option([], "held-out rows, same forms", free=True, common=True, card="held-out data")
+    eval_data: list[str] = option([], "held-out rows; same forms as --train_data", free=True, common=True,
+                                  card="held-out data")
     train_split: str = option("train", "split of --train_data to use")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     max_len: int = option(
-        2048, "longest sequence, prompt and answer, in tokens; rows with a longer one are dropped "
+        2048, "longest sequence (prompt plus answer) in tokens; rows with a longer one are dropped "
         "and counted", within=COUNT, common=True)
     max_samples: int = option(0, "use at most this many training rows; 0: all", within=NON_NEGATIVE)
-    shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
+    shuffle: bool = option(True, "draw rows in a new seeded order in each epoch")
 
     def as_data_config(self) -> DataConfig:
         """Convert to the data group of the RL trainer, which the data sets read; ``COLUMNS`` mean the same there."""
@@ -64,13 +65,13 @@ class OfflineConfig(Tree):
 class PairDataConfig(OfflineDataConfig):
     """Pairs of a better and a worse answer, and their rendering."""
     prompt_key: str = option(
-        "prompt", "column that holds the prompt (text or chat messages); without it, messages, input, instruction, "
-        "conversations or question, else the beginning that both answers share")
+        "prompt", "column that holds the prompt (text or chat messages); if a row lacks it: messages, input, "
+        "instruction, conversations or question, else the common beginning of both answers")
     chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
     rejected_key: str = option("rejected", "column that holds the worse answer")
     pair_policy: str = option(
-        "error", "a row without a prompt, or whose answers are equal, or one of them missing or empty, stops the run, "
-        "or is left out and counted", ("error", "skip"))
+        "error", "a row without a prompt, with equal answers, or with a missing or empty answer stops the run (error), "
+        "or is left out and counted (skip)", ("error", "skip"))
 
 
 @dataclass

@@ -152,7 +152,7 @@ class Option:
                 return f"{name}={vars(self)[name]!r}: expected text"
         texts = isinstance(self.choices, (list, tuple)) and all(isinstance(one, str) for one in self.choices)
         if self.choices is not None and not (texts and self.kind is str):
-            return f"choices={self.choices!r}: expected a tuple of texts, of an option whose type is str"
+            return f"choices={self.choices!r}: expected a tuple of texts, for an option of type str"
         return self._interval_mistake() or self._default_mistake()
 
     def _interval_mistake(self) -> str:

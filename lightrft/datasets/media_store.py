@@ -1,6 +1,6 @@
 """Store of the pictures, videos and sounds of a run by key: decoded, processed and cached where they are used.
 
-Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
+Every rank reads the same data, so every rank can look up every key. Ranks exchange keys, never pixels.
 """
 import hashlib
 from collections import Counter
@@ -47,8 +47,8 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
     try:
         processor: Any = AutoProcessor.from_pretrained(path)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor files "
-                        f"there; what a package lacks comes with {install_command('vl')}") from error
+        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor "
+                        f"files there; missing packages are installed by {install_command('vl')}") from error
     if not isinstance(processor, ProcessorMixin):
         raise UserError(f"{path!r} has no processor, only {type(processor).__name__}: copy the processor files of the "
                         "model there (processor_config.json or preprocessor_config.json)")
@@ -139,7 +139,7 @@ class MediaStore:
         return f"{key.partition(':')[0]} of {self._media[key].where}"
 
     def check_downloads(self, keys: Iterable[str]) -> None:
-        """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.
+        """Compare the downloads of all ranks: by one hash, unless they differ. A collective.
 
         Raises:
             DataError: names a URL that gave different bytes to two ranks.
@@ -199,7 +199,7 @@ class MediaStore:
             if found is not None:
                 raise MediaError(f"{where}: a text holds {found}, which this model reads as a picture, video or sound: "
                                  f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row, and "
-                                 f"no {found} of your own")
+                                 f"do not write {found} yourself")
 
     def open(self, key: str) -> Decoded:
         """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.
@@ -245,7 +245,7 @@ class MediaStore:
 
     def _open(self, key: str) -> Decoded:
         if key not in self._media:
-            raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
+            raise UserError(f"no row of this run's data has the medium {key}: the ranks read different data")
         with self._lock:
             self.decoded += 1
         medium = decode(self._media[key], self.rules, self.single.rate)
@@ -276,7 +276,7 @@ class MediaStore:
         return self._cache.keep(key, made)
 
     def text(self, key: str) -> str:
-        """Return what stands for the medium ``key`` in a prompt, from its header alone where that is enough."""
+        """Return the text of the medium ``key`` in a prompt, computed from its header if that is enough."""
         if key not in self._texts:
             found = self._text_of_header(key) if self.headers else None
             self._keep_text(key, self.tensors(key).text if found is None else found)
@@ -322,7 +322,7 @@ class MediaStore:
                     self._ahead[key] = self._pool.submit(self._made_ahead, key)
 
     def _drop_unused(self, wanted: Container[str]) -> None:
-        """Drop what was processed ahead for batches that never came."""
+        """Drop media that were processed ahead but never used."""
         for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
             done = self._ahead.pop(key)
             made = None if done.exception() else done.result()

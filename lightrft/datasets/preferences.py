@@ -1,10 +1,10 @@
 """Preference data: pairs of a better and a worse answer to one prompt, from rows of any known schema.
 
 Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
-keys), those whose prompt stands as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
-``question``, and ms-swift's ``messages`` with ``rejected_response`` or ``rejected_messages``, or ``rejected_images`` or
-its like. A row may have a ``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which
-answer ("chosen", "rejected" or "tie") is better by other standards.
+keys), those with a prompt as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
+``question``, and ms-swift's ``messages`` with ``rejected_response``, ``rejected_messages``, or ``rejected_images`` (and
+likewise for videos and audios). A row may have a ``margin``, ``tie: true`` if its answers are equally good, and
+``heads``, by name which answer ("chosen", "rejected" or "tie") is better by other standards.
 """
 import re
 from collections.abc import Iterable, Sequence
@@ -81,8 +81,8 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
     answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
     if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):
-        raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
-                        "use --pair_policy skip")
+        raise PairError(f"{where}: the chosen and the rejected answer are equal. Remove the row, mark it with 'tie': "
+                        "true, or use --pair_policy skip")
     _check(texts, row, where)
     return PairRecord(*texts, margin, tie, _heads(row, where))
 
@@ -261,8 +261,9 @@ def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
     sides = {i: [(side.token_ids, side.media) for side in (pair.chosen, pair.rejected)] for i, pair in pairs.items()}
     equal = [i for i, (chosen, rejected) in sides.items() if chosen == rejected and not pairs[i].tie]
     if equal and policy == "error":
-        raise PairError(f"{rows.where(equal[0])}: the chosen answer is the rejected one in tokens: the chat template "
-                        "drops what differs. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
+        raise PairError(
+            f"{rows.where(equal[0])}: the chosen answer has the same tokens as the rejected one: the chat template "
+            "drops the difference. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
     if equal:
         get_logger().warning("%d of %d rows have answers that are the same tokens (the first: %s): left out",
                              len(equal), len(rows), rows.where(equal[0]))

@@ -26,7 +26,7 @@ class DataError(UserError):
 
 
 class UnusableRow(DataError):
-    """Nothing can be learnt from a row; a policy decides if that stops the run."""
+    """A row cannot be used for training; a policy decides if that stops the run."""
 
 
 @dataclass
@@ -321,7 +321,7 @@ def fetch_hub(name: str, config: str = "", data_dir: str = "") -> Any:
     try:
         return datasets.load_dataset(name, config or None, data_dir=data_dir or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{name}: it cannot be had from the hub ({error})") from error
+        raise DataError(f"{name}: it cannot be downloaded from the hub ({error})") from error
 
 
 def fetch_entry(spec: str) -> None:
@@ -374,7 +374,7 @@ def _check_texts(rows: Rows) -> None:
         for column, value in row.items():
             if half := lone_surrogate([column, value]):
                 raise DataError(f"{rows.where(index)}: the column {column!r} has {half!r}, half of a surrogate pair, "
-                                "which is no character. Write the whole pair, or remove it")
+                                "which is not a character. Write the whole pair, or remove it")
 
 
 def _row_id(row: Row) -> Any:

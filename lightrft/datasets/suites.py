@@ -1,4 +1,4 @@
-"""Public evaluation sets by name (``--eval_suite``): their rows as published, the question to ask, the right answer."""
+"""Public evaluation sets by name (``--eval_suite``): published rows, the question to ask, the correct answer."""
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

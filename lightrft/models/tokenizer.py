@@ -1,4 +1,4 @@
-"""Tokenizers: their loading from a Hugging Face folder or hub id, their export, and chat templates that have a name.
+"""Loads tokenizers from a Hugging Face folder or hub id, exports them, and holds the built-in chat templates.
 
 ``generation`` in a template marks the tokens that the assistant wrote.
 """
@@ -111,7 +111,7 @@ def _nearest(path: str) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) -> None:
-    """Write ``tokenizer`` to the ``folder`` of a model; if that sees or hears, with the processor of ``base``."""
+    """Write ``tokenizer`` to the ``folder`` of a model; for vision and audio models also the processor of ``base``."""
     if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
         (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
     tokenizer.save_pretrained(folder)
@@ -120,7 +120,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) 
     try:
         processor: Any = AutoProcessor.from_pretrained(base)
     except (OSError, ValueError, ImportError) as error:
-        get_logger().warning(f"the export has no processor, because that of {base} does not load: {first_line(error)}")
+        get_logger().warning(f"the export has no processor, because the processor of {base} does not load: "
+                             f"{first_line(error)}")
         return
     if tokenizer.chat_template != processor.tokenizer.chat_template:
         processor.chat_template = tokenizer.chat_template  # a template of --chat_template

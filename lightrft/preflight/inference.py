@@ -102,7 +102,8 @@ def _scores(c: ScoreConfig) -> Iterator[str]:
     for text in reward_problems(Config(reward=c.as_reward_config())):
         yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
     if RECIPE in c.score and len(c.score) > 1:
-        yield f"--score {' '.join(c.score)}: {RECIPE} is that of each row, and nothing is added to it; drop one of them"
+        yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
+               "rewards; drop one of them")
 
 
 def _engine_of_task(c: GenerateConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Estimated memory on the device of one rank, by purpose and by phase of a step.
 
-Strategies and engines say what they take; this module adds it up, for every tree of options: one that has no rollout
+Strategies and engines report their memory; this module adds it up, for every tree of options: one that has no rollout
 has neither its phases nor an engine and a reference.
 """
 from collections.abc import Callable
@@ -174,7 +174,7 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
                  shape: ModelShape | None = None) -> list[str]:
     """Format the estimate as lines of text; the phases of a rollout are shown where there is one."""
     if size is None:
-        return ["memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"]
+        return ["memory per rank: unknown, because --pretrain is neither a model folder nor a model of the hub"]
     held = memory(config, world_size, size, device, shape) | overhead(config, world_size, device, shape)
     together = tuple(map(sum, zip(*held.values())))
     tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""

@@ -56,7 +56,8 @@ class SFTPreflight(OfflinePreflight):
     def own_problems(self) -> Iterator[str]:
         """Yield the problems of the part of demonstrations that is learnt."""
         if self.config.data.pretrain_mode and not self.config.data.multiturn:
-            yield "--multiturn false: has no effect with --pretrain_mode, which learns every token; drop one"
+            yield ("--multiturn false: has no effect with --pretrain_mode, which puts every token into the loss; drop "
+                   "one")
 
 
 class KDPreflight(SFTPreflight):
@@ -120,7 +121,8 @@ class DPOPreflight(ReferencePreflight):
         if loss.needs_smoothing and not p.label_smoothing:
             yield f"--loss {name}: is not defined with --label_smoothing 0; add --label_smoothing 0.001"
         if p.label_smoothing == 0.5:
-            yield "--label_smoothing 0.5: labels that are wrong half of the time say nothing; nearest valid value: 0.49"
+            yield ("--label_smoothing 0.5: labels that are wrong half of the time carry no information; nearest valid "
+                   "value: 0.49")
         yield from self.reference_problems("" if p.needs_reference else f"--loss {name}, which has no reference")
 
     def not_trained(self, world_size: int, size: ModelSize, device: Device) -> dict[str, ByPhase]:
@@ -135,7 +137,7 @@ class KTOPreflight(ReferencePreflight):
     def own_problems(self) -> Iterator[str]:
         """Yield the problems of the weights of judged answers and of their reference."""
         if not self.config.preference.desirable_loss_weight and not self.config.preference.undesirable_loss_weight:
-            yield ("--desirable_loss_weight 0 with --undesirable_loss_weight 0: nothing is left to learn; give one of "
+            yield ("--desirable_loss_weight 0 with --undesirable_loss_weight 0: nothing would be trained; give one of "
                    "them a weight, e.g. 1")
         yield from self.reference_problems()
 
@@ -162,8 +164,8 @@ class PRMPreflight(OfflinePreflight):
             yield ("--placeholder_token is missing: name the token that follows every step of the solutions, e.g. a "
                    "reserved one of the tokenizer")
         if len(d.reward_tokens) == 1:
-            yield (f"--reward_tokens {d.reward_tokens[0]}: a judgement is a choice; name the token of a good step and "
-                   "that of a bad one, e.g. --reward_tokens + -")
+            yield (f"--reward_tokens {d.reward_tokens[0]}: a judgement needs at least two; name the token for a "
+                   "good step and the one for a bad step, e.g. --reward_tokens + -")
         if not d.form.step_separator:
             yield "--step_separator '': steps would run into each other; nearest valid value: '\\n'"
 
@@ -176,7 +178,7 @@ class GRMPreflight(OfflinePreflight):
         """Yield the problems of the request to a judge."""
         asked = self.config.data.task_instruction
         if self.config.data.apply_chat_template:
-            yield "--apply_chat_template: has no effect, requests to a judge always are chats; drop it"
+            yield "--apply_chat_template: has no effect, because requests to a judge are always chats; drop it"
         if asked is not None and re.findall(r"\{(prompt|first|second)\}", asked) != ["prompt", "first", "second"]:
             yield (f"--task_instruction {asked!r}: must hold {{prompt}}, {{first}} and {{second}} once each, in this "
                    "order")

@@ -1,6 +1,6 @@
 """Memory on CUDA besides the tensors that a plan counts, estimated: contexts, NCCL, CUDA graphs, passes of the engine.
 
-The figures are reports of others, and their sources are named; ``make gpu`` measures what a device has in use. So they
+The figures are published ones, with their sources; ``make gpu`` measures the memory in use on a device. So they
 can warn of a run, and refuse none.
 """
 from math import ceil

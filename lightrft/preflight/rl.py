@@ -213,12 +213,12 @@ def _rollout(c: Config) -> Iterator[str]:
     yield from length_problems(c)
     yield from oversample_problems(c)
     if c.rollout.use_fire and c.rollout.first_token_temperature <= c.rollout.temperature:
-        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire draws the first token at "
-               f"a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
+        yield (f"--first_token_temperature {c.rollout.first_token_temperature:g}: --use_fire samples the first token "
+               f"at a higher temperature than the rest ({c.rollout.temperature:g}); set it above, e.g. 10, or drop "
                "--use_fire")
     if c.rollout.dynamic_sampling and c.rollout.n_samples_per_prompt == 1:
-        yield ("--dynamic_sampling true: one response per prompt never differs, so no batch would ever fill; nearest "
-               "valid value: --n_samples_per_prompt 2, or drop it")
+        yield ("--dynamic_sampling true: with one response per prompt no group has spread, so no batch would ever "
+               "fill; nearest valid value: --n_samples_per_prompt 2, or drop it")
 
 
 def _train(c: Config) -> Iterator[str]:

@@ -241,7 +241,7 @@ def writable(name: str, path: str) -> Iterator[str]:
     if not there.is_dir():
         yield f"--{name} {path}: {which}is a file; give a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
+        yield f"--{name} {path}: {which}cannot be written to; give a writable folder, or change its permissions"
 
 
 def _best_metric(c: Tree) -> Iterator[str]:
@@ -284,8 +284,8 @@ def _strategy(c: Tree, world_size: int) -> Iterator[str]:
     yield from (_fsdp if chosen == "fsdp" else _zero)(s) if chosen != "single" else ()
     if chosen == "deepspeed":
         yield from if_set(
-            c, ["initial_model_shard_size"], "has no effect with --strategy deepspeed, which divides the "
-            "reference model over all ranks with --zero_stage 3 and not at all else; drop it")
+            c, ["initial_model_shard_size"], "has no effect with --strategy deepspeed, which shards the reference "
+            "model over all ranks with --zero_stage 3, and otherwise not at all; drop it")
     yield from divides("fsdp_shard_size", s.fsdp_shard_size, world_size)
     yield from divides("zpg", s.zpg, world_size)
 
@@ -299,7 +299,8 @@ def _of_another(c: Tree, chosen: str) -> Iterator[str]:
 
 def _fsdp(s: StrategyConfig) -> Iterator[str]:
     if s.fsdp_cpu_offload and s.adam_offload:
-        yield "--adam_offload true: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
+        yield ("--adam_offload true: has no effect with --fsdp_cpu_offload, which already offloads the optimizer "
+               "state; drop it")
 
 
 def _zero(s: StrategyConfig) -> Iterator[str]:

@@ -52,5 +52,5 @@ def lost_length(saved: Mapping[str, Any], config: Tree) -> str | None:
     name, now = config.BATCH, flatten(config)
     if now["max_steps"] or saved.get(name, now[name]) == now[name]:
         return None
-    return (f"--{name} {now[name]}: the steps of the checkpoint were of {saved[name]}, so what is left of the data is "
-            f"no number of steps; resume with --{name} {saved[name]}, or say with --max_steps where the run ends")
+    return (f"--{name} {now[name]}: the checkpoint was made with {saved[name]}, so the remaining data is not a whole "
+            f"number of steps; resume with --{name} {saved[name]}, or set the end of the run with --max_steps")

@@ -1,4 +1,4 @@
-"""Language models of the run as judges: they answer a request about responses, and the answer makes the reward.
+"""Language models of the run as judges: they answer a request about responses, and the answer determines the reward.
 
 A judge of ``lightrft grm`` says which of two candidates is better, so responses to one prompt are compared with each
 other. Another language model grades each response, as the text of ``--judge_template`` asks it to.
@@ -85,7 +85,8 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
 
     @abstractmethod
     def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
-        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None where the request is too long."""
+        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None for a request that is too
+        long."""
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
         """Implement :meth:`QueuedReward.outcomes`."""
@@ -175,7 +176,7 @@ class ComparingJudge(GenerativeReward):
     both are equally good, 0 where the other one is better.
 
     The responses to a prompt form a ring: each is compared with the one after it. So each comes first once and second
-    once, and a judge that prefers a place favours none. A single response is compared, in both orders, with the
+    once, and a position bias of the judge favours none. A single response is compared, in both orders, with the
     reference answer of its row.
     """
     together = True
@@ -202,7 +203,8 @@ class ComparingJudge(GenerativeReward):
                     standings[index].points[place] = None if points is None else points[place == "second"]
                     if points is None:
                         standings[index].error = _too_long(self) if text is None else Outcome(
-                            None, "no_answer", f"{self.path!r} said none of {', '.join(ANSWERS)}: {text[-300:]!r}")
+                            None, "no_answer", f"{self.path!r} gave none of the answers {', '.join(ANSWERS)}: "
+                            f"{text[-300:]!r}")
         return [standing.outcome() for standing in standings]
 
 
@@ -224,7 +226,7 @@ def _comparisons(items: list[RewardInput]) -> Iterator[Comparison]:
 
 
 def _text(item: RewardInput) -> str:
-    """Return the prompt as the training of a judge writes it: what all of its turns say."""
+    """Return the prompt in the form of a judge's training data: the text of all its turns."""
     return "\n".join(marked(turn["content"]) for turn in item.messages) or plain(item.prompt)
 
 

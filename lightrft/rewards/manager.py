@@ -161,7 +161,7 @@ class RewardManager:
         if not self.divided:
             self.flush()
         elif any(model.waiting for model in self.neural.values()):
-            raise RuntimeError("the ranks divide the reward models: call flush() on all of them before collect()")
+            raise RuntimeError("the reward models are sharded: call flush() on all ranks before collect()")
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
@@ -251,7 +251,7 @@ class RewardManager:
 
     def _warn_of_waiting(self, left: Counter[str]) -> None:
         logger.warning(
-            "waited %.0f s for rewards, which are slower than generation; answers to go: %s. Remedy: more "
+            "waited %.0f s for rewards, which are slower than generation; missing answers: %s. Remedy: more "
             "--reward_workers (%d) or reward servers (%d), or a shorter --reward_timeout_s (%g)",
             WARN_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
             len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)

@@ -1,4 +1,4 @@
-"""Reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
+"""Reward models as reward parts: prompts and responses rendered by the model's template, scored in packed passes."""
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -55,7 +55,7 @@ class QueuedReward(ABC, Generic[Model]):
 
     @property
     def model(self) -> Model:
-        """The model, wherever it is."""
+        """The model, on whichever device it is."""
         return self.place.model
 
     @property

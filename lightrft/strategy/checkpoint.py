@@ -126,7 +126,7 @@ class CheckpointManager:
         try:
             return not any(self._gather(error))
         except RuntimeError as gone:
-            logger.debug("a rank has gone while a checkpoint was written: %s", gone)
+            logger.debug("a rank ended while a checkpoint was written: %s", gone)
             return False
 
     def _gather(self, value: Any) -> list[Any]:
@@ -152,7 +152,7 @@ class CheckpointManager:
         if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
-                "--best_metric %s: no checkpoint has this number, so the best cannot be kept; the newest has %s",
+                "--best_metric %s: no checkpoint has this metric, so the best one cannot be kept; the newest has %s",
                 self.best_metric, ", ".join(sorted(metrics)) or "none")
 
     def back_up(self) -> None:
@@ -285,7 +285,8 @@ def complete(temporary: Path, final: Path, info: dict[str, Any]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, its marker first, so that it never counts as complete half-way. What cannot go stays."""
+    """Delete a folder, its marker first, so that a half-deleted one never counts as complete. Files that cannot be
+    deleted stay."""
     with contextlib.suppress(OSError):
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -297,7 +298,7 @@ def marker(folder: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path) -> str | None:
-    """Say why ``folder`` is not a complete checkpoint; None if it is."""
+    """Return the reason why ``folder`` is not a complete checkpoint; None if it is."""
     try:
         listed = marker(folder)["files"]
         for name, expected in listed.items():
@@ -307,7 +308,7 @@ def fault(folder: Path) -> str | None:
             if describe(path) != expected:
                 return f"{name} is damaged or cut short"
     except FileNotFoundError:
-        return f"{MARKER} is missing, so it was not written to its end"
+        return f"{MARKER} is missing, so the checkpoint is incomplete"
     except (OSError, ValueError, KeyError) as error:
         return f"{MARKER} cannot be read: {error}"
     return None

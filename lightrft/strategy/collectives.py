@@ -20,7 +20,7 @@ _SMALL_BYTES = 1 << 20  # full size below which tensors share an all-gather
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type a reduction over ``dtype`` runs in: one that both gloo and NCCL know and that loses nothing."""
+    """The dtype in which ``dtype`` is reduced: supported by gloo and NCCL, without loss."""
     if dtype.is_floating_point:
         return dtype if dtype == torch.float64 else torch.float32
     return torch.int64

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class WrapPolicy:
-    """Sizes (bytes of float32 weights) at which sharding changes its trade of memory for speed.
+    """Model sizes (bytes of float32 weights) up to which sharding prefers speed over memory.
 
     Up to ``one_unit`` the whole model is one unit: one all-gather and one reduce-scatter per step, where the latency of
     many small ones would dominate. Up to ``keep_full`` the full weights stay from the first forward pass of a step to

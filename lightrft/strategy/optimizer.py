@@ -1,4 +1,4 @@
-"""AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
+"""AdamW on the local shards of a rank: schedule, gradient norm, state under parameter names, offload to the host."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""Files of the hub on several ranks: one rank of each machine has them from the hub, the others from its cache."""
+"""Files of the hub on several ranks: one rank of each machine downloads them, the others read its cache."""
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
     """Let the first rank of each machine download what a run reads from the hub; the others wait for it, and then read
     the cache without asking.
 
-    Where something cannot be had nothing is switched: the parts that read it have the errors that say what to do.
+    After a failed download no rank is switched to the cache: the part that reads the file raises, with the remedy.
 
     Args:
         config: all options of the run, for its models.
@@ -34,7 +34,7 @@ def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
 
 
 def _fetch(models: list[str], entries: list[str], suites: list[str]) -> bool:
-    """Fill the cache; return whether all is there."""
+    """Fill the cache; return True if everything is there."""
     prefer_cache_without_network()
     try:
         for name in models:

@@ -223,8 +223,8 @@ def _is_written(kind: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
-    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a process reward
-    model that sees or hears, that loads it."""
+    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a vision or
+    audio process reward model, that loads it."""
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = described["architectures"][0]
     if config.TASK == "text-classification":

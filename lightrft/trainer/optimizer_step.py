@@ -32,7 +32,7 @@ def none_applied(steps: int) -> NonFiniteTraining:
 class StepResult:
     """Result of one optimizer step: loss over all ranks, learning rate, and gradient norm before clipping.
 
-    ``outcome`` is "done", or why no step was made: "empty" (no token was kept) or "bad" (something was not finite).
+    ``outcome`` is "done", or the reason for no step: "empty" (no token was kept) or "bad" (something was not finite).
     """
     loss: float
     lr: float
@@ -70,9 +70,8 @@ class OptimizerStep:
 
         Args:
             take: returns the sequences of a micro-batch; an empty one is a dummy without tokens in the loss.
-            micro_batches: sequence indices of this rank; every rank has equally many.
-            kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
-            extra: more of the loss; alone it makes no step.
+            micro_batches: sequence indices of this rank; every rank has equally many. kept_tokens: tokens in the loss
+            of the whole mini-batch, over all ranks. extra: additional parts of the loss; alone they cause no step.
         """
         prepared.model.train()
         passes = [Passes(take, micro_batches, loss_of), *([extra] if extra else [])]

@@ -85,7 +85,7 @@ class RunLog:
 
     @cached_property
     def peak(self) -> float | None:
-        """FLOP/s of the GPU; None on a CPU, or, after a word, if no table has it."""
+        """FLOP/s of the GPU; None on a CPU, and, with a log line, for a GPU that no table has."""
         if self.strategy.device.type != "cuda":
             return None
         found = peak_flops(name := gpu_name())
@@ -125,11 +125,11 @@ class RunLog:
             self.report.write()
 
     def summary(self, done: bool, checkpoints: Path | None) -> None:
-        """Print the result of the run on rank 0: numbers before and after, time, tokens, and where everything is.
+        """Print the result of the run on rank 0: metrics before and after, time, tokens, and paths of the outputs.
 
         Args:
-            done: the last step is made, and the model is written.
-            checkpoints: folder of the checkpoints, if there are any.
+            done: the last step is done and the model is written. checkpoints: folder of the checkpoints, if there are
+            any.
         """
         rows = self.written() if self.strategy.is_main else []
         if not rows:

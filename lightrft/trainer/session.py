@@ -91,7 +91,7 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
 
 @contextmanager
 def _one_line(watchdog: Watchdog) -> Iterator[None]:
-    """Turn an expected error into one line and its exit code; of several ranks one reports it."""
+    """Turn an expected error into one line and its exit code; only one rank reports it."""
     try:
         yield
     except ExpectedError as error:
@@ -101,9 +101,9 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 
 
 def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
-    """Check the run on every rank; what one of them refuses is an error on all, before they form a group.
+    """Check the run on every rank, before they form a group; an error on one rank is an error on all.
 
-    Those of other machines would wait for one that ends alone.
+    Otherwise ranks of other machines would wait for the one that ended.
     """
     try:
         refusal: UserError | None = None
@@ -116,7 +116,7 @@ def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
 
 
 def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
-    """Validate, and exit if that is all that was asked for; else create the folder of the run.
+    """Validate the configuration; exit after a dry run, else create the folder of the run.
 
     GPUs that cannot run it, a rank without a GPU of its own, and a folder that cannot be created, are errors.
     """
@@ -130,7 +130,7 @@ def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
 
 
 def _dry_run(parsed: ParsedConfig, machine: Machine, read: Reader | None) -> NoReturn:
-    """Print what :func:`planned` yields, and exit; of several ranks one speaks and tries."""
+    """Print the lines of :func:`planned`, and exit; only one rank prints and runs the trial."""
     is_main = World.from_env().is_main
     for line in planned(parsed, machine, read, trial=is_main):
         sys.stdout.write(f"{line}\n" if is_main else "")
@@ -182,14 +182,15 @@ def _other_machine(gpus: str) -> Machine:
 
 
 def _this_machine() -> Machine:
-    """Describe this machine once every rank has its GPU; a plan for the CPU instead would be of no use."""
+    """Describe this machine after every rank has its GPU, so that the plan is not made for the CPU."""
     world = World.from_env()
     rank_device(world.local_rank, world.local_world_size)
     return Machine.here(world.world_size, world.local_rank, world.local_world_size)
 
 
 def _make_folder(path: Path, option: str) -> None:
-    """Create the folder of the run, which ``option`` names, early: hours of training are not lost for lack of it."""
+    """Create the folder of the run, which ``option`` names; early, so that a failure does not cost hours of
+    training."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -44,7 +44,7 @@ EXCUSED = (None, "none", "unreachable", "no_rival")
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Facts that a trial needs in addition to the config of a run.
+    """Inputs of a trial besides the config of a run.
 
     Attributes:
         cuda: the run is for GPUs.
@@ -138,8 +138,8 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
 
 
 def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
-    """Yield what would end the run before its first step. It is no error here, because a small model and a few rows may
-    stand for others in a plan."""
+    """Yield problems that would end the run before its first step. Here they are no errors, because a plan may use a
+    small model and a few rows in place of the real ones."""
     path, rollout = str(config.model.pretrain), config.rollout
     try:
         if Path(path).expanduser().exists():
@@ -325,8 +325,8 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
 
 
 def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
-    """Score the first and the last of ``answers`` to a row, one by one, until one earns something or a reward excuses
-    itself; else return the first, or the last if the first was an error."""
+    """Score the first and the last of ``answers`` to a row, one by one, until one gets a reward or a reward is excused;
+    else return the first, or the last if the first was an error."""
     tried = list[tuple[RewardInput, Score]]()
     for answer in dict.fromkeys((answers[0], answers[-1])):
         one = replace(row, response=answer)

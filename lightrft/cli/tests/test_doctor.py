@@ -198,7 +198,7 @@ def test_an_engine_that_wants_other_packages(packages):
              "Requires-Dist: tokenizers==0.1; extra == 'x'")
     found = by_name(check_engine("hf"))["sglang"]
     assert found.verdict == "warn" and found.text.startswith("it wants torch==0.1, ") and found.text.count("wants") == 1
-    assert found.remedy == f"in an environment of its own: {ENGINES['sglang'].install}"
+    assert found.remedy == f"in a separate environment: {ENGINES['sglang'].install}"
 
 
 def test_the_chosen_engine_is_imported_in_another_process(packages):

@@ -245,7 +245,7 @@ def test_the_help_of_a_group_and_of_one_option(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("what,said", [
-    ("rolout", "--help rolout: there is no such option or group (did you mean rollout?); --help all"),
+    ("rolout", "--help rolout: no such option or group (did you mean rollout?); --help all"),
     ("epsclip", "(did you mean eps_clip?)"),
     ("al", "(did you mean all?)"),
     ("save_strategy", "save_strategy is an option of another trainer; here: --save_steps"),

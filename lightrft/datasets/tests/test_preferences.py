@@ -105,8 +105,9 @@ BROKEN = {
     "an end token alone": ({"prompt": "a", "chosen": "b", "rejected": "<|im_end|>\n"}, "rejected answer is missing"),
     "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected":
                                       [BAD | {"content": "<|im_end|>"}]}, "rejected answer is missing or empty"),
-    "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected": "b"}, "the chosen answer is the reject"),
-    "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
+    "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected":
+                           "b"}, "the chosen and the rejected answer are equal"),
+    "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen and the rejected answer are equal"),
 }
 
 
@@ -153,7 +154,8 @@ def test_media_of_the_rejected_answer(tokenizer):
     assert chosen == [(None, "cat", ["walk"])] * 2 and rejected == [(["dog"], None, ["walk"]), chosen[1]]
     assert pairs[0].chosen == pairs[0].rejected == [GOOD] and pairs[0].prompt == [ASK]
     for empty in ({}, {"images": ["dog"], "image": None}):
-        with pytest.raises(DataError, match="the chosen answer is the rejected" if empty else "the rejected answer is"):
+        with pytest.raises(DataError,
+                           match="the chosen and the rejected answer are equal" if empty else "the rejected answer is"):
             to_pair((row if empty else row | {"rejected_images": None}) | empty, cfg, "row 1")
     with pytest.raises(DataError, match="other media for the rejected candidate .*in the column 'images'"):
         to_judgement(FORMS["TRL, explicit prompt"] | {"rejected_images": ["dog"]}, JudgeDataConfig(), False, "row 1")
@@ -165,7 +167,7 @@ def test_answers_of_the_same_tokens_are_equal(build, tokenizer, monkeypatch, cap
     good, rows = FORMS["TRL, explicit prompt"], [{"chosen": "3\n", "rejected": "3"},
                                                  {"rejected": [GOOD | {"name": "x"}]}]  # yapf: disable
     for row in ({"prompt": [ASK], "chosen": [GOOD]} | row for row in rows):
-        with pytest.raises(DataError, match="row 1: the chosen answer is the rejected one in tokens"):
+        with pytest.raises(DataError, match="row 1: the chosen answer has the same tokens as the rejected"):
             build([row])
         pairs = build([row | {"tie": True}])
         assert [pair.tie for pair in pairs] == [True] and pairs[0].chosen.token_ids == pairs[0].rejected.token_ids

@@ -90,7 +90,7 @@ def test_hub_id_without_a_network_is_a_clear_error():
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert out.returncode != 0
-    assert "DataError: nobody/no-such-data: no such file or folder, and it cannot be had from the hub" in out.stderr
+    assert "nobody/no-such-data: no such file or folder, and it cannot be downloaded from the hub" in out.stderr
 
 
 @pytest.mark.parametrize("name", ["/nowhere/train.parquet", "nowhere.jsonl", "no/such/folder"])

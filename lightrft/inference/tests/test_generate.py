@@ -263,7 +263,7 @@ BAD = [
     ({"post_processor": "iter_dpo", "score": "exact"}, "a pair needs two responses"),
     ({"score": "nothing.py"}, "--score nothing.py: no such file"),
     ({"score": "./nothing=2"}, "--score ./nothing: no such folder"),
-    ({"score": "recipe,math"}, "recipe is that of each row"),
+    ({"score": "recipe,math"}, "recipe means the recipe of each row"),
     ({"post_processor": "csft", "score": "exact", "reward_template": "{input}"}, "must hold {reward}"),
     ({"csft_prompt": "good"}, "has no effect without --enable_csft"),
     ({"eval_task": "generate_vllm", "engine_type": "sglang"}, "--eval_task generate_vllm is for vllm"),

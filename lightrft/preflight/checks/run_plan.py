@@ -84,7 +84,7 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, sh
         return Finding("warn", name, f"fits, but not with {lacking}: {text}", remedy)
     if shape and device.free - together < MARGIN * together:
         return Finding("warn", name, f"fits by less than {MARGIN:.0%}: {text}",
-                       "fragmentation takes more: lower --max_tokens_per_micro_batch")
+                       "fragmentation takes additional memory: lower --max_tokens_per_micro_batch")
     return Finding("ok", name, f"fits: {text}")
 
 

@@ -168,5 +168,5 @@ def test_the_table():
     assert rows["together"] == ["17.34", "10.53", "14.13", "10.62", "17.84"], "1.34 and, while it sleeps, graphs"
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     lines = memory_lines(build(Config, VLLM | {"offload_during_rollout": True}), 2, size, GPU)
-    assert lines[-1].endswith("--sync_proof fingerprint spares it")
+    assert lines[-1].endswith("--sync_proof fingerprint avoids this")
     assert "unknown" in memory_lines(build(Config, {}), 2, None, GPU)[0]

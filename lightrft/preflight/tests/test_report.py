@@ -135,7 +135,8 @@ def test_every_tree_has_a_report() -> None:
     batch, memory = sft.splitlines()[-2:]
     assert batch.endswith("128 conversations of at most 2,048 tokens, in micro-batches of at most 16,384 tokens "
                           "per rank; 2 ranks")  # yapf: disable
-    assert memory == "memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"
+    assert memory == ("memory per rank: unknown, because --pretrain is neither a model folder nor a model that the hub "
+                      "could provide")
     loss = build(Config, {"policy_loss": "gpg", "max_epochs": 2})
     assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, Machine.here(1))
     assert preflight(loss).summary(2) == [batch_summary(loss, 2)] and "2 ranks" in preflight(SFTConfig()).summary(2)[0]

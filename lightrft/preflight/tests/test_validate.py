@@ -293,7 +293,7 @@ JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model"
     ({"judge_url": ["host/v1"]}, "did you mean http://host/v1?"),
     ({"judge_url": ["http://host/v1/chat/completions"]}, "give the base URL, http://host/v1"),
     ({"judge_score": "score"}, "needs exactly one group"),
-    ({"judge_score": "(score"}, "is no regular expression"),
+    ({"judge_score": "(score"}, "is not a regular expression"),
     ({"judge_key_env": "sk-123"}, "--judge_key_env: expected the name of an environment variable"),
     ({"judge_args": ["stream"]}, "--judge_args stream: expected name=value"),
     ({"judge_template": "/no/such.txt"}, "no such file"),

@@ -130,7 +130,7 @@ def test_a_long_wait_is_reported_with_the_open_answers(make_manager, tmp_path, m
     monkeypatch.setattr(manager_module, "WARN_S", 0.1)
     score(manager, [RewardInput("", "a", reference="a")])
     expected = [record.message for record in caplog.records if "slower than generation" in record.message]
-    assert expected and all("answers to go: 1 of compute_score." in text and "--reward_workers (1)" in text
+    assert expected and all("missing answers: 1 of compute_score." in text and "--reward_workers (1)" in text
                             for text in expected)
     caplog.clear()
     score(manager, [])

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_unscored_and_what_cannot_score_is_refused(scorers,
     picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
     with pytest.raises(UserError, match="reads text only, and a prompt has image"):
         manager.collect(manager.submit([picture]))
-    with pytest.raises(UserError, match="tells of a language model, which has no head"):
+    with pytest.raises(UserError, match="it is a language model without a reward head"):
         manager_of(str(tiny.save_model(tmp_path / "causal")))
     with pytest.raises(ConfigError, match="--reward_pretrain /nowhere: no such folder"):
         validate(parse_config([], defaults={"reward_pretrain": ["/nowhere"]}, tree=Config).config, 1)

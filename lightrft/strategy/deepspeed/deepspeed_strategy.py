@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: ranks divide optimizer state (stage 1), gradients (2) and weights (3) among them."""
+"""DeepSpeed ZeRO: optimizer state (stage 1), gradients (2) and weights (3) are sharded over ranks."""
 import logging
 import os
 import warnings

@@ -81,7 +81,7 @@ def _flipped(path: Path) -> None:
     (path / "rank_00000.pt").write_bytes(data)
 
 
-@pytest.mark.parametrize("harm, text", [(_no_marker, "not written to its end"), (_bad_marker, "cannot be read"),
+@pytest.mark.parametrize("harm, text", [(_no_marker, "the checkpoint is incomplete"), (_bad_marker, "cannot be read"),
                                         (_lost_file, "global.pt is missing"), (_cut, "damaged or cut short"),
                                         (_flipped, "rank_00000.pt is damaged")])
 def test_incomplete_is_skipped_for_the_one_before(harm, text, tmp_path, actor, caplog) -> None:

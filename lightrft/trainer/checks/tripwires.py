@@ -1,4 +1,4 @@
-"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend on the metrics alone."""
+"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend only on metrics."""
 from collections.abc import Mapping
 from math import inf, isnan, nan
 from typing import Any
@@ -41,22 +41,22 @@ WORDS = {
     f"every advantage is 0. {_FLAT}",
     "constant_reward":
     "every response of the last {steps} steps got the same reward, {m[reward/mean]:.3g}. If it is the best one, the "
-    "task is solved and the run can stop; if not, the reward does not see what the policy does: check it on a few "
+    "task is solved and the run can stop; if not, the reward does not depend on the response: check it on a few "
     "rollouts (--save_trajectories)",
     "unscored":
-    "no response of this step could be scored ({causes}), so nothing is learnt. Look at the reward and its server; "
-    "--reward_timeout_s is the time one response may take",
+    "no response of this step could be scored ({causes}), so the step trains on nothing. Check the reward and its "
+    "server; --reward_timeout_s is the time one response may take",
     "partly_unscored":
     "in each of the last {steps} steps at least {limit:.0%} of the responses could not be scored (now {unscored:.0%}: "
-    "{causes}). They are left out, so the run learns from the others alone, which may be the easier ones. Look at the "
-    "reward and its server; --reward_timeout_s is the time one response may take",
+    "{causes}). They are left out, so the run learns only from the others, which may be easier. Check the reward and "
+    "its server; --reward_timeout_s is the time one response may take",
     "entropy_collapse":
     "the entropy has been low for {steps} steps: {entropy:.3g} nats per token, {start:.3g} in the first "
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
     "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
     "kl_explosion":
-    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or --max_epochs,"
-    " or hold it with --init_kl_coef",
+    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or "
+    "--max_epochs, or restrain it with --init_kl_coef",
     "ratio_explosion":
     "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
     "{m[policy/ratio_max]:.3g}). Lower --actor_learning_rate or --max_epochs, or raise --train_batch_size",
@@ -87,7 +87,7 @@ class Tripwires:
     Args:
         grouped: advantages compare the samples of a group, so groups without spread have no gradient.
         max_unscored_steps: number of steps in a row without a scored response that ends the run; 0: never.
-        taught: a teacher rewards every token, so that equal rewards of responses are no fault.
+        taught: a teacher rewards every token, so equal rewards of responses are no fault.
     """
 
     def __init__(self, grouped: bool, max_unscored_steps: int, taught: bool = False) -> None:
@@ -132,7 +132,7 @@ class Tripwires:
         if not 0 < self.max_unscored_steps <= self.counts["unscored"]:
             return None
         return (f"no response could be scored for {self.counts['unscored']} steps in a row "
-                f"({_causes(_Numbers(metrics))}). Mend the reward or its server, or allow more such steps "
+                f"({_causes(_Numbers(metrics))}). Repair the reward or its server, or allow more such steps "
                 "(--max_unscored_steps)")
 
     def _count_idle(self, m: _Numbers) -> None:

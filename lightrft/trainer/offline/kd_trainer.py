@@ -1,4 +1,4 @@
-"""Distillation: a student learns the next-token distributions of a teacher, and the words of the data."""
+"""Distillation: a student learns the next-token distributions of a teacher, and the tokens of the data."""
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Bases of the trainers on preferences: a policy with a reference whose log-probs come first; pairs of two answers."""
+"""Base classes of preference training: a policy with precomputed log-probs of a reference; pairs of two answers."""
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Generic
@@ -65,7 +65,7 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
 
 
 def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Part values [B, ...] of the sequences of a micro-batch into those of the chosen and the rejected ones, [P, ...].
+    """Split values [B, ...] of the sequences of a micro-batch into those of the chosen and the rejected ones, [P, ...].
 
     The single sequence of a rank without pairs is in neither.
     """

@@ -27,7 +27,7 @@ def model_digest(path: str, quick: bool = False) -> str:
     """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
 
     Args:
-        quick: read no weights: outside the cache of the hub their files count by name, size and time of change.
+        quick: read no weights: outside the cache of the hub, files are identified by name, size and modification time.
     """
     folder = model_folder(path) or Path(str(cached_file(path, "config.json"))).parent
     digest = hashlib.blake2b(digest_size=16)
@@ -84,7 +84,7 @@ class ReferenceCache:
         self.known: dict[bytes, float] = strategy.all_gather_object(known)[0]
 
     def lacking(self, exp: Experience) -> list[int]:
-        """Return the sequences that are not known."""
+        """Return the sequences that are not in the cache."""
         return [i for i, digest in enumerate(digests(exp, self.settings)) if digest not in self.known]
 
     def add(self, exp: Experience, sums: Tensor) -> None:
@@ -96,7 +96,7 @@ class ReferenceCache:
         return torch.tensor([self.known[digest] for digest in digests(exp, self.settings)], dtype=torch.float64)
 
     def write(self) -> None:
-        """Write the file, which appears whole."""
+        """Write the file atomically."""
         keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, 16)
         part = part_of(self.file)
         with open(part, "wb") as opened:
@@ -121,7 +121,7 @@ def made_folder(option: str, folder: str) -> Path:
 
 
 def _read(file: Path) -> dict[bytes, float]:
-    """Read a file; one that is damaged or not there has nothing."""
+    """Read a file; a damaged or missing one is empty."""
     with suppress(OSError, EOFError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
         return {key.tobytes(): value for key, value in zip(stored["keys"], stored["sums"].tolist())}
     return {}

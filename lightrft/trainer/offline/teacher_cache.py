@@ -1,4 +1,4 @@
-"""Files that keep the likeliest tokens of a teacher per position, by the contents of model and sequences."""
+"""Cache files with a teacher's most probable tokens per position, keyed by the contents of model and sequences."""
 import hashlib
 import os
 from collections.abc import Iterable
@@ -58,10 +58,10 @@ class TeacherCache:
         self.open()
 
     def open(self) -> None:
-        """Index the files of all ranks, after they were written; a damaged one has nothing. A collective.
+        """Index the files of all ranks, after they were written; a damaged one counts as empty. A collective.
 
         Raises:
-            UserError: ranks do not see the same files, so that they would not compute the same rows.
+            UserError: the ranks see different files, so they would compute different rows.
         """
         self.strategy.barrier()
         self.known: dict[bytes, tuple[Any, int, int]] = {}
@@ -73,8 +73,8 @@ class TeacherCache:
                 self.known.update(zip(keys, ((stored, *span) for span in zip([0, *ends], ends))))
         seen = hashlib.blake2b(b"".join(sorted(self.known)), digest_size=16).digest()
         if len({*self.strategy.all_gather_object(seen)}) > 1:
-            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank does not see what another one has "
-                            "written. Name a folder that all ranks share")
+            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank cannot see the files of another rank. "
+                            "Name a folder that all ranks share")
 
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are neither known nor were lacking before; the same on all ranks."""
@@ -93,7 +93,7 @@ class TeacherCache:
             self.write()
 
     def write(self) -> None:
-        """Write what was added in one file, which appears whole."""
+        """Write the added entries to one file, atomically."""
         if not self._new:
             return
         keys, logprobs, ids = zip(*self._new)

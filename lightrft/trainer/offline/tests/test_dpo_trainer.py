@@ -210,7 +210,7 @@ def test_ties_are_refused_or_left_out(home, tmp_path):
     ({"simpo_gamma": 1.0}, "--simpo_gamma 1: has no effect with --loss sigmoid; drop it, or use simpo"),
     ({"loss": "exo"}, "--loss exo: is not defined with --label_smoothing 0; add --label_smoothing"),
     ({"loss": "robust", "label_smoothing": 0.5}, "nearest valid value: 0.49"),
-    ({"label_smoothing": 0.5}, "--label_smoothing 0.5: labels that are wrong half of the time say nothing"),
+    ({"label_smoothing": 0.5}, "--label_smoothing 0.5: labels that are wrong half of the time carry no information"),
     ({"ipo": True, "loss": "hinge"}, "--ipo true: contradicts --loss hinge; drop one"),
     ({"loss": "simpo", "ref_offload": True}, "--ref_offload true: has no effect with --loss simpo, which has no ref"),
     ({"lora_rank": 2, "ref_pretrain": "other"}, "--ref_pretrain other: has no effect with --lora_rank, where the"),

@@ -129,7 +129,7 @@ def test_ranks_that_see_other_files_are_refused(shared, home, tmp_path):
     if shared:
         assert make().known == {}
         return
-    with pytest.raises(UserError, match="--teacher_cache_dir .*a rank does not see what another one has written"):
+    with pytest.raises(UserError, match="--teacher_cache_dir .*a rank cannot see the files of another rank"):
         make()
 
 
