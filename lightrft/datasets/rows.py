@@ -1,28 +1,20 @@
 """Reads files, folders and hub ids into rows (dicts). Errors name the file, the row and the remedy."""
-import codecs
-import csv
 import hashlib
-import io
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from PIL import Image
 
-from lightrft.datasets.content import content
-from lightrft.utils.errors import UserError
+from lightrft.datasets.row_formats import as_row, DataError, READERS, Row
 from lightrft.utils.hub import prefer_cache_without_network
 
-Row = dict[str, Any]
+_PLAIN = {str, int, float, bool, type(None)}
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class DataError(UserError):
-    """Data cannot be used; the message names the location, the problem and the remedy."""
 
 
 class UnusableRow(DataError):
@@ -86,12 +78,51 @@ def hold_rows(rows: Iterable[Row]) -> str:
 
     Its name is a hash of their content: a run resumes on the same rows, and other rows are another entry.
     """
-    held = [_as_row(row, f"row {number}") for number, row in enumerate(rows, start=1)]
+    held = [as_row(row, f"row {number}") for number, row in enumerate(rows, start=1)]
     digest = hashlib.blake2b(digest_size=8)
     for row in held:
-        digest.update(repr(content(row)).encode())
+        digest.update(repr(_content(row)).encode())
     _IN_MEMORY[spec := f"memory:{digest.hexdigest()}"] = held
     return spec
+
+
+def _content(value: Any) -> Any:
+    """Return ``value`` with hashes in place of bytes, arrays and pictures, whose ``repr`` leaves content out.
+
+    The ``repr`` of the result is the same in every process for equal values.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {name: _content(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return value if {*map(type, value)} <= _PLAIN else [_content(one) for one in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return "bytes", _hash(value)
+    if isinstance(value, Image.Image):
+        return _picture(value)
+    if hasattr(value, "__array__"):
+        return _array(np.asarray(value))
+    return value
+
+
+def _hash(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _array(array: np.ndarray) -> Any:
+    if array.dtype.hasobject:
+        return "objects", array.shape, _content(array.tolist())
+    return str(array.dtype), array.shape, _hash(array.tobytes())
+
+
+def _picture(picture: Image.Image) -> Any:
+    """Describe pixels, and what else decides how they are shown: colours, transparency, how the camera was held."""
+    about = [picture.mode, picture.size, _content(picture.info)]
+    try:
+        return [*about, _hash(picture.tobytes()), picture.getpalette(None)]
+    except (OSError, ValueError, SyntaxError, EOFError):  # a file that is broken, which is told where it is read
+        return about
 
 
 def load_rows(spec: str, split: str = "train") -> Rows:
@@ -143,7 +174,7 @@ def _read_folder(folder: Path, split: str) -> Rows:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Find files named ``<split>.*``, ``<split>-00000-of-00002.*`` or ``<split>_*``, or all files in ``<split>/``."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _READERS)
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in READERS)
     wanted = [
         file for file in files
         if re.match(rf"{re.escape(split)}([-_.]|$)", file.stem) or split in file.relative_to(folder).parts[:-1]
@@ -158,113 +189,12 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 def _read_files(files: list[Path]) -> Rows:
     parts = []
     for file in files:
-        if file.suffix.lower() not in _READERS:
-            raise DataError(f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(_READERS))}")
+        if file.suffix.lower() not in READERS:
+            raise DataError(f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(READERS))}")
         if file.stat().st_size == 0:
             raise DataError(f"{file}: the file is empty. Write the data again")
-        parts.append(_READERS[file.suffix.lower()](file))
+        parts.append(READERS[file.suffix.lower()](file))
     return Rows([row for part in parts for row in part], [(str(file), len(part)) for file, part in zip(files, parts)])
-
-
-def _read_parquet(file: Path) -> list[Row]:
-    try:
-        return pq.ParquetFile(file).read().to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a complete parquet file ({error}). It may be cut off: copy or write it "
-                        "again") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: a text column is not UTF-8 ({error}). Write the file again in UTF-8") from error
-
-
-def _read_arrow(file: Path) -> list[Row]:
-    for opener in (pa.ipc.open_file, pa.ipc.open_stream):
-        try:
-            return opener(pa.memory_map(str(file))).read_all().to_pylist()
-        except pa.ArrowInvalid as error:
-            reason = error
-    raise DataError(f"{file}: not a complete arrow file ({reason}). It may be cut off: copy or write it again")
-
-
-_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
-          (codecs.BOM_UTF16_BE, "utf-16"))  # the mark of UTF-32 begins with that of UTF-16
-
-
-def _read_text(file: Path) -> str:
-    data = file.read_bytes()
-    for mark, encoding in _MARKS:
-        if data.startswith(mark):
-            raise DataError(f"{file}: {encoding.upper()}, not UTF-8. Convert the file: iconv -f {encoding} -t utf-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}, line {line}: not UTF-8 (byte {data[error.start]:#04x}). Convert the file: iconv "
-                        "-f ENCODING -t utf-8, with the encoding it was written in, such as gbk, cp1251 or "
-                        "latin1") from error
-
-
-def _read_jsonl(file: Path) -> list[Row]:
-    rows = []
-    lines = _read_text(file).split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            cut = " The file seems cut off: copy or write it again." if number == len(lines) else ""
-            what = f"not valid JSON ({error.msg} at column {error.colno})"
-            raise DataError(f"{file}, line {number}: {what}.{cut}") from error
-        rows.append(_as_row(row, f"{file}, line {number}"))
-    return rows
-
-
-def _read_json(file: Path) -> list[Row]:
-    text = _read_text(file)
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            return _read_jsonl(file)
-        raise DataError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}). The file may be cut off: copy or "
-                        "write it again") from error
-    if isinstance(content, dict) and len(content) == 1:
-        content = next(iter(content.values()))
-    if not isinstance(content, list):
-        content = [content]
-    return [_as_row(row, f"{file}, row {number}") for number, row in enumerate(content, start=1)]
-
-
-def _as_row(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be an object of named columns, not {type(row).__name__}")
-    return row
-
-
-def _read_csv(file: Path) -> list[Row]:
-    text = _read_text(file)
-    mark = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
-    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, delimiter=mark)
-    rows: list[Row] = []
-    try:
-        for row in reader:
-            if "" in row or None in row.values():
-                raise DataError(f"{file}, line {reader.line_num}: {'more' if '' in row else 'fewer'} fields than the "
-                                f"header, which has {len(reader.fieldnames or [])}. Quote fields that hold {mark!r}")
-            rows.append(row)
-    except csv.Error as error:
-        raise DataError(f"{file}, line {reader.line_num}: not valid CSV ({error})") from error
-    return rows
-
-
-_READERS = {
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-}
 
 
 def _read_saved(folder: Path, split: str) -> Rows:
@@ -296,7 +226,7 @@ def _read_named(name: str, data_dir: str, split: str) -> Rows:
 
 def _check_hub_id(name: str) -> None:
     """Refuse a path that is mistyped, which no hub has."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in _READERS:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).suffix in READERS:
         raise DataError(f"{name}: no such file or folder. Check the path (relative ones start at {Path.cwd()})")
 
 
