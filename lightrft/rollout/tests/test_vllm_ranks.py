@@ -54,7 +54,8 @@ def test_a_rank_whose_engine_fails(case, broken):
     run = broken[case]
     assert ended(run) == codes, run.output
     assert what in run.log(0) and "in phase rollout" in run.log(0).partition(what[:30])[2], run.output
-    assert ("shm_allreduce" in run.log(0)) == case.endswith("9 2"), "rank 0 did not wait where it was to wait"
+    waits = run.log(0).partition("rank 0 stops for that reason")[2]  # gloo's raises, where vLLM has no shared memory
+    assert "/vllm/v1/" in waits or not case.endswith("9 2"), "rank 0 did not wait where it was to wait"
     assert left(run) == ([], False)
 
 

@@ -1,0 +1,125 @@
+"""Names of other trainers on the command line: answered with ours, accepted with a notice, or refused."""
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.offline import OFFLINE
+from lightrft.config.cli import parse_config
+from lightrft.config.compat import REFUSED
+from lightrft.config.counterparts import ELSEWHERE
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.preference_schema import KTOConfig
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tests.test_cli import fails
+from lightrft.config.tree import options, RESERVED
+from lightrft.utils.cli_args import add_arguments
+
+
+def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
+    known, offline = options(Config), {name for command in OFFLINE.values() for name in options(command.tree)}
+    for name, text in ELSEWHERE.items():
+        assert name not in known and name not in REFUSED
+        for flag in re.findall(r"--(\w+)", text):
+            assert flag in known or flag in offline or flag in ("nproc", "nnodes", *RESERVED), f"{name}: {flag}"
+
+
+@pytest.mark.parametrize("tree,words,said", [
+    (Config, "--num_generations 8", "num_generations is an option of another trainer; here: --n_samples_per_prompt"),
+    (Config, "--num-generations 8", "here: --n_samples_per_prompt"),
+    (Config, "--beta 0.04", "here: --init_kl_coef, with --use_kl_loss for a KL in the loss"),
+    (Config, "--learning_rate 1e-6", "here: --actor_learning_rate"),
+    (Config, "--use-gspo", "use --policy_loss gspo"),
+    (Config, "actor_rollout_ref.rollout.n=8",
+     "rollout.n is an option of another trainer; here: --n_samples_per_prompt"),
+    (Config, "+actor_rollout_ref.model.path=x", "here: --pretrain"),
+    (Config, "--actor_rollout_ref.actor.optim.lr 1", "here: --actor_learning_rate"),
+    (Config, "data.train_files=a", "here: --prompt_data"),
+    (Config, "actor_rollout_ref.model.enable_gradient_checkpointing=True", "here: --gradient_checkpointing"),
+    (Config, "--actor_rollout_ref.actor.fsdp_config.optimizer_offload True", "here: --adam_offload"),
+    (Config, "data.filter_overlong_prompts=True", "here: --overlong_prompt filter"),
+    (Config, "actor_rollout_ref.model.use_remove_padding=True", "batches are always packed, without padding"),
+    (Config, "trainer.critic_warmup=5", "here: --freezing_actor_steps"),
+    (Config, "--disable_dropout false", "dropout is off in every model, but for --lora_dropout; drop the flag"),
+    (Config, "--gradient_checkpoint", "did you mean --gradient_checkpointing?"),
+    (Config, "--vllm_importance_sampling_cap 2", "here: --correction_high"),
+    (Config, "trainer.nothing=8", "options are given as --name value; docs/coming_from.md translates those of verl"),
+    (Config, "word", "unexpected value 'word': options are given as --name value\n"),
+    (Config, "--data.label_key answer", "data.label_key is an option of another trainer; here: --reference_key"),
+    (KTOConfig, "--data.label_key good", "here: --label_key"),
+    (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
+    (SFTConfig, "--dataset_name a", "here: --train_data"),
+    (SFTConfig, "--dataset_probs 1.0", "here: no weights; a source that --train_data names twice counts twice"),
+    (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
+    (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
+    (EvaluateConfig, "--reward math", "here: --score"),
+    (GenerateConfig, "--zero_stage 0", "here: --engine_tp_size"),
+    (GenerateConfig, "--value_head_prefix score", "config.json of a reward model names its head"),
+    (SFTConfig, "--full_determinism", "--seed fixes data"),
+    (SFTConfig, "--ds.use_universal_ckpt", "a checkpoint loads on any number of ranks"),
+    (KTOConfig, "--vanilla_loss", "always comes from mismatched pairs"),
+])
+def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the tree has one."""
+    assert said in fails(capsys, words.split(), tree=tree)
+
+
+def test_options_that_ask_for_what_always_holds_are_accepted(tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """On the command line, in a YAML file and by any other parser; never in place of an option."""
+    words = "--seed 5 --packing_samples --attn_implementation flash_attention_2 --unpaired_preference true".split()
+    (tmp_path / "a.yaml").write_text("flash_attn: true\ntrain: {seed: 4}\n", encoding="utf-8")
+    parsed = parse_config(["--config", str(tmp_path / "a.yaml"), *words], tree=KTOConfig)
+    said = capsys.readouterr().err
+    assert parsed.config.train.seed == 5 and said.count("has no effect") == 4, said
+    assert add_arguments(argparse.ArgumentParser()).parse_args(words).seed == 5
+    (tmp_path / "a.yaml").write_text("attn_implementation: eager\n", encoding="utf-8")
+    err = fails(capsys, ["--config", str(tmp_path / "a.yaml")])
+    assert "a.yaml: --attn_implementation is not an option here: packed attention" in err
+
+
+@pytest.mark.parametrize("names,said", [
+    ("kl_coeff kl", "here: --init_kl_coef"),
+    ("reward_func", "here: --reward\n"),
+    ("save_dir output", "here: --save_path"),
+    ("tp tensor_parallel_size", "here: --engine_tp_size"),
+    ("model_path base_model", "here: --pretrain"),
+    ("grad_clip actor_rollout_ref.actor.grad_clip", "here: --max_norm"),
+    ("use_lora peft_config", "here: --lora_rank for LoRA"),
+    ("n_samples group_size", "here: --n_samples_per_prompt"),
+    ("max_tokens max_response_len", "here: --generate_max_len"),
+    ("gpus", "here: torchrun: --nproc-per-node"),
+    ("lr", "here: --actor_learning_rate"),
+    ("resume", "here: --load_checkpoint"),
+    ("critic.model.path", "here: --critic_pretrain"),
+    ("algorithm.filter_groups.enable", "here: --dynamic_sampling"),
+    ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
+    ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
+    ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
+    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
+    ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
+    ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
+    ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
+])
+def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """Or have no hint, where nothing here is meant."""
+    for name in names.split():
+        assert said.format(name) in fails(capsys, [f"--{name}", "1"]), name
+
+
+def test_flags_that_trl_names_otherwise_set_ours() -> None:
+    loss = parse_config(["--desirable_weight", "2", "--undesirable_weight=3"], tree=KTOConfig).config.preference
+    assert (loss.desirable_loss_weight, loss.undesirable_loss_weight) == (2.0, 3.0)
+
+
+def test_the_page_for_newcomers_and_the_answers_agree() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    tables = page.split("## TRL")[1].split("## Differences")[0]
+    for row in re.findall(r"^\| (`.+?) \| (.+?) \|", tables, re.MULTILINE):
+        for name in re.findall(r"`(\w[\w.]+)[`=]", row[0]) if "no counterpart" not in row[1] else ():
+            assert name in ELSEWHERE or name in options(Config) or name == "sequence", name
