@@ -94,7 +94,7 @@ def write_model(folder: str, **changes: int) -> float:
 
 def table(counts: list[int], chosen: str, folder: str) -> list[str]:
     """Print one line per number of ranks; return a sentence for each whose ``slices`` take more than the bar."""
-    print("| ranks | whole, MiB per rank | slices, MiB per rank | bar |\n|---|---|---|---|")
+    print("| ranks | whole, MiB per rank | slices, MiB per rank | limit |\n|---|---|---|---|")
     over = []
     for ranks in counts:
         before, after = (run(way, chosen, ranks, folder) for way in ("whole", "slices"))

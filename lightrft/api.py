@@ -55,7 +55,7 @@ class Run:
         return AutoTokenizer.from_pretrained(self.folder / "hf")
 
     def processor(self) -> "ProcessorMixin":
-        """Load the processor of a model that sees or hears."""
+        """Load the processor of a vision or audio model."""
         from transformers import AutoProcessor
         return AutoProcessor.from_pretrained(self.folder / "hf")
 
@@ -83,16 +83,22 @@ class _Training(ABC):
         self.parsed: ParsedConfig = parse_keywords(given, self.tree, plugins, self.defaults,
                                                    keywords | {"reward": "rewards"})
 
-    def plan(self) -> str:
+    def plan(self, gpus: str = "") -> str:
         """Return what ``--dry_run`` prints: each option and its source, batch sizes, memory and time, and what came of
         reading the data and scoring one row.
+
+        Args:
+            gpus: plan for these instead of this machine, such as "8xH100", "1x24" (GiB) or "2x8xH100"; as
+                ``--plan_gpus``.
 
         Raises:
             UserError: the run does not fit the machine, or its data or rewards cannot be used.
         """
         from lightrft.trainer.session import planned, settled
-        with self.parsed.own_words():
-            return "\n".join(planned(self.parsed, settled(self.parsed), self._reader(), self.functions))
+        parsed = deepcopy(self.parsed)  # a run keeps the defaults of this machine
+        parsed = parsed._replace(plan_gpus=gpus, keywords={**(parsed.keywords or {}), "plan_gpus": "gpus"})
+        with parsed.own_words():
+            return "\n".join(planned(parsed, settled(parsed), self._reader(), self.functions))
 
     def _reader(self) -> "Reader | None":
         """Return the function that reads the rows as the run does, of training on fixed data."""

@@ -62,6 +62,10 @@ class MediaSource(Protocol):
     def most(self) -> dict[str, int]:
         """Most media of each kind in one row."""
 
+    @property
+    def settings(self) -> str:
+        """Hash of everything but the content that decides about the tensors of a medium."""
+
     def open(self, key: str) -> Any:
         """Decode the medium ``key``: a Pillow picture, ``samples`` and ``rate`` of a sound, or ``frames``."""
 
@@ -84,7 +88,6 @@ class Sample:
 
     ``logprobs`` are the engine's log-probs, in nats, under the distribution that was sampled; 0 on tokens that were not
     generated. ``weight_versions`` are the versions of the weights that sampled each token; -1 on the other tokens.
-    ``reward`` is None if the sample could not be scored (that is not a reward of 0).
     """
     prompt: Prompt
     group_id: int  # index of the prompt in the global rollout batch
@@ -95,8 +98,6 @@ class Sample:
     weight_versions: list[int]
     finish_reason: str  # "stop" | "length" | "abort"
     text: str = ""  # the response only, decoded without special tokens at its end
-    reward: float | None = None
-    reward_parts: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def response_len(self) -> int:

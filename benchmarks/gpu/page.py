@@ -9,33 +9,34 @@ from benchmarks.gpu.store import Record, Row
 
 TITLE = """# Measured on a GPU
 
-All of this is planned to take 30 minutes on one GPU, after the packages are installed. `make gpu` measures all but
-SGLang and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels, TRL and pytest into `.venv-gpu`. SGLang
-needs another torch, so its rows are measured by a second call, `make gpu ENGINE=sglang`, which installs it into
+All measurements together are planned to take 30 minutes on one GPU, after the packages are installed. `make gpu`
+measures everything except SGLang and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels, TRL and
+pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a second call, `make gpu
+ENGINE=sglang`, which installs it into
 `.venv-gpu-sglang` and takes four of the 30 minutes. With a second GPU a call takes 40 minutes and measures FSDP2 and
-tensor parallelism too. A call starts only what surely ends in its time and names what is left, which the next call
+tensor parallelism too. A call starts only measurements that fit into its time and names the others, which the next call
 runs.
-`make gpu PYTHON=python3` uses the Python at hand and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
-and the next call continues; with `OUT=FOLDER` results and page go there. Each measurement is a process of its own:
-one that fails is listed below with its error, and the others run. `make gpu-reduced` runs the same code on a CPU with
-tiny shapes (`ENGINE=sglang` that of SGLang), and so do the tests. The raw results are in `docs/data/gpu`, one file per
-measurement.
+`make gpu PYTHON=python3` uses an existing Python and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
+and the next call continues; `OUT=FOLDER` writes results and page to another folder. Each measurement is a separate
+process: one that fails is listed below with its error, and the others still run. `make gpu-reduced` runs the same code
+on a CPU with tiny shapes (with `ENGINE=sglang` that of SGLang), and so do the tests. The raw results are in
+`docs/data/gpu`, one file per measurement.
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
 deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA adapters
-(rank 16) with gradient checkpointing, the 0.5B model every weight. Each prompt of the VL model has one picture of 256
+(rank 16) with gradient checkpointing, the 0.5B model all weights. Each prompt of the VL model has one picture of 256
 tokens.
 """
 INTROS = {
     catalog.DOCTOR: "Findings of `python -m lightrft.cli.doctor`.",
     catalog.TESTS: "`pytest -m gpu`: attention, log-probs, step-1 facts and sleeping engines against references.",
-    catalog.FACTS: """Differences before the first update, which only rounding may explain: two passes of the trainer,
-and the engine against the trainer. The names are those of [the metrics](metrics.md).""",
+    catalog.FACTS: """Differences before the first update, which must be explained by rounding: between two
+passes of the trainer, and between engine and trainer. The names are those of [the metrics](metrics.md).""",
     catalog.ANATOMY: "Means of the steps after the first, in milliseconds. MFU is that of the update alone.",
     catalog.SLEEP: "GiB in use on the whole device.",
-    catalog.SYNC: "All weights from the trainer to the engine, with the proof, against a copy of as many bytes.",
+    catalog.SYNC: "All weights from the trainer to the engine, with verification, against a copy of as many bytes.",
     catalog.ROLLOUT: """Tokens per second of the engine through the library, and of the same vLLM engine called on its
-own. Both use vLLM's prefix cache, and begin with an empty one, as after the weight sync of a step. The way from asleep
+own. Both use vLLM's prefix cache and begin with an empty one, as after the weight sync of a step. The time from asleep
 to the first token includes the weight sync.""",
     catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. MFU
 counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights have no gradient), without recomputed
@@ -63,7 +64,7 @@ def _machines(records: Iterable[Record]) -> list[str]:
     """Describe every machine, with the measurements that ran there."""
     ran = sorted((record for record in records if record.done), key=lambda record: sorted(record.machine.items()))
     if not ran:
-        return ["**Nothing has been run yet**: no GPU was at hand so far.\n"]
+        return ["**Nothing has been run yet**: no GPU was available so far.\n"]
     lines = []
     for facts, group in groupby(ran, key=lambda record: record.machine):
         names = ", ".join(sorted(f"`{record.name}`" for record in group))

@@ -10,11 +10,12 @@ DATA=${DATA:-$HOME/data/avqa}
 AUDIO=${AUDIO:-$HOME/data/avqa/audio}
 SAVE=${SAVE:-runs/grpo_r1_aqa_qwen2_audio_7b}
 
-# batches (TBS counts samples per optimizer step, RBS prompts per rollout), lengths in tokens
+# batches (TBS counts samples per optimizer step, RBS prompts per rollout), lengths in tokens. Every micro-batch brings
+# the weights from host memory, so there are few.
 TBS=${TBS:-16}
 RBS=${RBS:-4}
 N_SAMPLES=${N_SAMPLES:-4}
-MICRO_TRAIN=${MICRO_TRAIN:-1}
+MICRO_TRAIN=${MICRO_TRAIN:-8}
 MICRO_ROLLOUT=${MICRO_ROLLOUT:-$MICRO_TRAIN}
 EPISODES=${EPISODES:-10}
 PROMPT_MAX_LEN=${PROMPT_MAX_LEN:-512}
@@ -33,4 +34,4 @@ SAVE_STEPS=${SAVE_STEPS:-20}
 GPUS_PER_NODE=${GPUS_PER_NODE:-1}
 source "$(dirname "$0")/../launch.sh" # NNODES, NPROC, PYTHON ...
 train "$(dirname "$0")/train_colocate.py" \
-  --advantage_estimator group_norm --use_kl_loss --media_root "$AUDIO" --adam_offload "$@"
+  --advantage_estimator group_norm --use_kl_loss --media_root "$AUDIO" --fsdp_cpu_offload "$@"

@@ -8,7 +8,7 @@ correction      ``(exp, cfg) -> weights [T]``            train / rollout mismatc
 Masking, aggregation and denominators happen once, elsewhere (:mod:`lightrft.ops.aggregate`). Metrics are ``[T]``
 tensors that the caller averages over the loss mask of the whole mini-batch.
 
-An algorithm may have options of its own: lines of a dataclass derived from ``AlgorithmConfig``, in its file, that its
+An algorithm may declare its own options: lines of a dataclass derived from ``AlgorithmConfig``, in its file, that its
 decorator takes as ``options``. They are flags and YAML keys like the others, and ``cfg`` has their values.
 
 Advantages are called once per rollout. The [B] fields of ``exp`` describe the samples of all ranks, so a statistic over

@@ -109,7 +109,7 @@ def seq_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @correction("seq_mis", low=0.0, high=2.0, masks=True)
 def seq_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Sequence-level MIS: the probability ratio of the whole response; responses outside the bounds teach nothing.
+    """Sequence-level MIS: the probability ratio of the whole response; responses outside the bounds get no gradient.
 
     Paper: Liu, Li et al. 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse, continued in
         https://arxiv.org/abs/2512.23075
@@ -136,7 +136,7 @@ def geo_tis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @correction("geo_mis", low=0.999, high=1.001, masks=True)
 def geo_mis(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Geometric MIS: the geometric mean of a response's token weights; responses outside the bounds teach nothing.
+    """Geometric MIS: the geometric mean of a response's token weights; responses outside the bounds get no gradient.
 
     Paper: Liu, Li et al. 2025, "When Speed Kills Stability", part 3, https://richardli.xyz/rl-collapse-3, continued in
         https://arxiv.org/abs/2512.23075

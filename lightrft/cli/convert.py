@@ -39,8 +39,8 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
         export(checkpoint, out, pretrain)
         return
     if not pretrain:
-        raise UserError(f"{checkpoint} is a {foreign.kind} folder, which does not say what model it is of; give the "
-                        "model that it was trained from with --pretrain")
+        raise UserError(f"{checkpoint} is a {foreign.kind} folder, which does not name its model; give the model that "
+                        "the training started from with --pretrain")
     model = load_exported(pretrain)
     try:
         names = match_names(foreign.names, model.state_dict(), model.all_tied_weights_keys, _computed(model))
@@ -66,7 +66,7 @@ def _check_tied(model: "PreTrainedModel", state: dict[str, "Tensor"], checkpoint
     for name, shared in model.all_tied_weights_keys.items():
         if name in state and shared in state and not state[name].equal(state[shared]):
             raise UserError(f"{checkpoint}: {name} differs from {shared} there, and both are one weight of --pretrain "
-                            "(tie_word_embeddings): it was trained with weights of their own. Give --pretrain a copy "
+                            "(tie_word_embeddings): it was trained with separate weights. Give --pretrain a copy "
                             'of the model whose config.json has "tie_word_embeddings": false')
 
 

@@ -140,7 +140,7 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     settle(config, {}, Machine.here(count, local_ranks=local_ranks(ranks)))
     yield from examine("model", partial(check_model, config, size))
     yield from check_disk(config, size, critic)
-    yield from check_memory(config, count, size, devices(count)[:local_ranks(ranks)], critic, shape)
+    yield from check_memory(config, count, size, devices(count)[:local_ranks(ranks)], shape)
 
 
 if __name__ == "__main__":

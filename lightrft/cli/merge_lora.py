@@ -128,10 +128,9 @@ def _with_one_score(model: str, adapter: Path) -> "PretrainedConfig":
     head = {name: [*tensor.shape] for name, tensor in _brought(adapter).items() if ".lora_" not in name}
     if [*head] != ["score.weight"] or head["score.weight"][0] != 1:
         raise UserError(
-            f"--lora_path {adapter}: besides LoRA it has {head or 'no head'}. Of a reward model that sees or "
-            "hears an adapter is merged if lightrft rm made it, or if its head is score.weight, for one "
-            "score. Merge others with the program that trained them, and train them again with lightrft rm "
-            "to use them here")
+            f"--lora_path {adapter}: besides LoRA it has {head or 'no head'}. For a vision or audio reward model, an "
+            "adapter can be merged only if lightrft rm made it, or if its head is score.weight with one score. Merge "
+            "others with the program that trained them, or train again with lightrft rm")
     config = read_config(model)
     RewardHead().write(config)
     return config

@@ -66,7 +66,7 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
     parser.add_argument(
         "--plugin", action="append", default=[], metavar="MODULE",
-        help="import a module that registers algorithms, with options of their own, rewards or data sources; may be "
+        help="import a module that registers algorithms (and their options), rewards or data sources; may be "
         "given several times")
     parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
@@ -198,12 +198,12 @@ def keyword_words(tree: type, keywords: Mapping[str, str]) -> Iterator[None]:
     ``--n_samples_per_prompt``.
 
     Args:
-        keywords: option -> keyword, where they differ.
+        keywords: option, or another flag -> keyword, where they differ.
     """
     known = options(tree)
 
     def word(flag: re.Match[str]) -> str:
-        if flag[1] in known:
+        if flag[1] in keywords or flag[1] in known:
             return keywords.get(flag[1], flag[1])
         name = flag[1].removeprefix("no_")
         return f"{name}=False" if name in known else flag[0]

@@ -1,4 +1,4 @@
-"""Flags of other trainers that are not options here: translated, or refused with the remedy."""
+"""Flags of other trainers that are not options here: translated, accepted with a notice, or refused with the remedy."""
 import re
 from collections.abc import Collection, Container
 from difflib import get_close_matches
@@ -6,6 +6,7 @@ from typing import Any
 
 from lightrft.config.counterparts import ELSEWHERE, SIBLINGS
 from lightrft.utils.errors import did_you_mean
+from lightrft.utils.logging import get_logger
 
 CUTOFF = 0.75  # likeness of a typing error; options share words, and less alike ones mean something else
 # flag -> (option, value)
@@ -16,80 +17,88 @@ ALIASES: dict[str, tuple[str, Any]] = {
     "disable_engine_sleep": ("engine_sleep", False),
 }
 
-_ALWAYS_PACKED = "batches are always packed, without padding; drop the flag"
+_ALWAYS_PACKED = "batches are always packed, without padding"
 _SEQUENCES = "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory"
-_FLASH = "packed attention is always on and uses flash-attn when it is installed; drop the flag"
-_MASTER = "master weights and optimizer state are always float32; use --bf16 for the compute dtype"
+_FLASH = "packed attention is always on and uses flash-attn when it is installed"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
-_MULTIMODAL = "the model says whether it sees or hears, and rows with and without media may be mixed; drop the flag"
-_ADVANTAGE = "it never had an effect; choose --advantage_estimator, and --advantages_norm to whiten"
+_MULTIMODAL = "the modality follows from the model, and rows with and without media may be mixed"
+_ADVANTAGE = "it never had an effect; use --advantage_estimator, and --advantages_norm to whiten"
 _ANALYSIS = "use --save_trajectories and read SAVE_PATH/rollouts/step_N.jsonl"
 _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; drop the flag"
 _CARD = "the model card is written from the run; drop the flag"
-_WORKERS = "the data of a run are prepared before it, in as many threads as help; drop the flag"
-_OWN_ENGINE = "the engine shares the GPUs of training, and is started by it; use --engine_type"
+_WORKERS = "data are prepared ahead of time in background threads; drop the flag"
+_OWN_ENGINE = "the engine shares the GPUs of training and is started with it; use --engine_type"
 _REENTRANT = "checkpointing is always non-reentrant; use --gradient_checkpointing"
 _AVERAGE = "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one"
 _AGENT = "conversations with an environment are not part of this release; use --reward path.py:function"
-_SHARED = "all models share the GPUs of training; drop the flag"
-_BUCKETS = "weights go to the engine in parts of --sync_bucket_mib; drop the flag"
-_ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy; drop the flag"
+_SHARED = "all models share the GPUs of training"
+_BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
+_ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
+
+# flag -> the fact that it asks for, which always holds
+GRANTED: dict[str, str] = {
+    "packing_samples": _ALWAYS_PACKED,
+    "use_remove_padding": _ALWAYS_PACKED,
+    "packing": _ALWAYS_PACKED,
+    "padding_free": _ALWAYS_PACKED,
+    "flash_attn": _FLASH,
+    "attn_implementation": _FLASH,
+    "attn_impl": _FLASH,
+    "enable_prefix_caching": "vLLM and SGLang keep the prefixes that prompts share",
+    "fused_linear_logprob": "log-probs are always fused with the head, in chunks of --logprob_chunk_mib",
+    "compute_fp32_loss": "scores and losses are always float32",
+    "use_mp_opt": "master weights and optimizer state are always float32; --bf16 is the dtype of computing",
+    "disable_dropout": "dropout is off in every model, but for --lora_dropout",
+    "meta_init": "models are always built without a spare copy",
+    "actor_init_on_gpu": "models are placed by the strategy",
+    "gc_collect_after_offload": "memory is handed back whenever it is offloaded",
+    "colocate_all": _SHARED,
+    "colocate_all_models": _SHARED,
+    "colocate_actor_ref": _SHARED,
+    "colocate_critic_reward": _SHARED,
+    "text_only": _MULTIMODAL,
+    "mixed_mm_data": _MULTIMODAL,
+    "no_shard_vit": _MULTIMODAL,
+    "use_ds_universal_ckpt": _ANY_RANKS,
+    "use_universal_ckpt": _ANY_RANKS,
+    "use_hf": "a hub id is one of Hugging Face, or of its mirror in HF_ENDPOINT",
+    "unpaired_preference": "lightrft kto always reads single answers, each with its label",
+    "margin_loss": "the loss of a reward model reads the column margin where rows have it",
+}
+_DENIED = ("false", "0", "no", "off", "none", "eager")  # values that ask for the opposite
 
 REFUSED: dict[str, str] = {
     # rollout engines
     "rm_use_engine": _RM_ENGINE,
     "rm_engine_cudagraph": _RM_ENGINE,
     "max_len": "use --prompt_max_len and --generate_max_len",
-    "enable_prefix_caching": "vLLM and SGLang keep the prefixes that prompts share; drop the flag",
     "micro_batch_size": "the engine decides how many sequences it runs at once; --engine_max_seqs bounds them",
     "repetition_penalty": "responses are drawn from the model's own distribution; drop the flag",
     # attention, packing, log-probs
-    "packing_samples": _ALWAYS_PACKED,
-    "use_remove_padding": _ALWAYS_PACKED,
-    "flash_attn": _FLASH,
-    "attn_implementation": _FLASH,
     "disable_logprobs_flashattn":
     "log-probs come from one fused, chunked kernel; use --logprob_chunk_mib to bound its memory",
-    "fused_linear_logprob":
-    "log-probs are always fused with the head and chunked; use --logprob_chunk_mib to bound their memory",
     "chunk_size": "use --logprob_chunk_mib",
-    "packing": _ALWAYS_PACKED,
-    "padding_free": _ALWAYS_PACKED,
-    "attn_impl": _FLASH,
     # distribution
     "sp_size": _SEQUENCES,
     "ring_attn_size": _SEQUENCES,
     "ring_head_stride": _SEQUENCES,
     "ring_attn_head_stride": _SEQUENCES,
     "sequence_parallel_size": _SEQUENCES,
-    "ds_tensor_parallel_size": "training shards parameters and not single layers; use --strategy with --zero_stage 3",
+    "ds_tensor_parallel_size": "tensor parallelism is not part of training here; to shard parameters use --strategy "
+    "deepspeed with --zero_stage 3",
     "deepcompile": "graphs are not compiled; drop the flag",
     "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
-    "use_mp_opt": _MASTER,
     "move_model_batches": _BUCKETS,
     "vllm_sync_backend": _BUCKETS,
     "vllm_sync_with_ray": _BUCKETS,
-    "colocate_all": _SHARED,
-    "colocate_all_models": _SHARED,
-    "colocate_actor_ref": _SHARED,
-    "colocate_critic_reward": _SHARED,
-    "experts_implementation": "experts run as the model's own code computes them; drop the flag",
-    "gc_collect_after_offload": "memory is handed back whenever it is offloaded; drop the flag",
-    "meta_init": "models are always built without a spare copy; drop the flag",
-    "actor_init_on_gpu": "models are placed by the strategy; drop the flag",
-    "use_ds_universal_ckpt": _ANY_RANKS,
-    "use_universal_ckpt": _ANY_RANKS,
+    "experts_implementation": "experts are computed by the model's own code; drop the flag",
     "full_determinism":
-    "--seed fixes data, samples and dropout, and GPU kernels may still round otherwise; drop the flag",
+    "--seed fixes data, samples and dropout; GPU kernels may still round differently; drop the flag",
     "local_rank": "torchrun passes it in the environment (LOCAL_RANK); start with torchrun",
-    "no_shard_vit": _MULTIMODAL,
-    "mixed_mm_data": _MULTIMODAL,
     # models
-    "text_only": _MULTIMODAL,
-    "disable_dropout": "dropout is off in every model, but for --lora_dropout; drop the flag",
-    "load_in_4bit": "4-bit weights are not part of this release; use --lora_rank with --bf16",
+    "load_in_4bit": "4-bit weights are not part of this release; use --bf16, and --lora_rank to train",
     "gradient_checkpointing_use_reentrant": _REENTRANT,
     "gradient_checkpointing_reentrant": _REENTRANT,
     "enable_ema": _AVERAGE,
@@ -102,7 +111,6 @@ REFUSED: dict[str, str] = {
     "adam_eps": "Adam's epsilon is 1e-8; drop the flag",
     "disable_fast_tokenizer": "only fast tokenizers are supported; drop the flag",
     "use_ms": "download the model first and give its folder to --pretrain",
-    "use_hf": "a hub id is one of Hugging Face, or of its mirror in HF_ENDPOINT; drop the flag",
     "model_author": _CARD,
     "model_name": _CARD,
     # data
@@ -113,15 +121,11 @@ REFUSED: dict[str, str] = {
     "dataloader_num_workers": _WORKERS,
     "truncation_strategy": "rows beyond the limit are left out and counted, never cut; drop the flag",
     # preferences
-    "unpaired_preference": "lightrft kto always reads single answers, each with its label; drop the flag",
     "vanilla_loss": "the KL of lightrft kto always comes from mismatched pairs; drop the flag",
     # reward and algorithm
-    "margin": "a margin is that of a row, in its column margin; drop the flag",
     "center_rewards_coefficient": "--normalize_reward centres the rewards of a trained model; drop the flag",
-    "margin_loss": "the loss of a reward model reads the column margin where rows have it; drop the flag",
-    "compute_fp32_loss": "scores and losses are always float32; drop the flag",
     "normalize_reward_for_critic": "it never had an effect; use --reward_running_norm",
-    "vf_coef": "the critic is a model of its own; use --critic_learning_rate",
+    "vf_coef": "the critic is a separate model; use --critic_learning_rate",
     "missing_eos_penalty": "use --mask_truncated or --overlong_buffer",
     "stop_properly_penalty_coef": "use --mask_truncated or --overlong_buffer",
     "agent_func_path": _AGENT,
@@ -147,6 +151,14 @@ REFUSED: dict[str, str] = {
 }
 
 
+def grant(name: str, value: Any) -> bool:
+    """Accept a flag of another trainer that asks for what always holds, and log that; else return False."""
+    if name not in GRANTED or str(value).lower() in _DENIED:
+        return False
+    get_logger().info("--%s has no effect: %s", name, GRANTED[name])
+    return True
+
+
 def refusal(name: str, known: Container[str] = ()) -> str | None:
     """Explain why a flag of another trainer or command, ``name`` (without dashes), is refused, and what to use instead.
 
@@ -157,6 +169,8 @@ def refusal(name: str, known: Container[str] = ()) -> str | None:
         None for a name that is not known, or has no counterpart in the tree.
     """
     asked = name.replace("-", "_")
+    if asked in GRANTED:
+        return f"--{name} is not an option here: {GRANTED[asked]}; drop the flag"
     if asked in REFUSED:
         return f"--{name} is not an option here: {REFUSED[asked]}"
     for names, home in ((ELSEWHERE, "trainer"), (SIBLINGS, "command")):

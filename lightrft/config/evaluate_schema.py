@@ -14,8 +14,8 @@ from lightrft.config.tree import group
 @dataclass
 class ComparedModelsConfig:
     """The models to evaluate."""
-    pretrain: list[str] = option([], "HF folders or hub ids of the models, all on the same prompts; the differences of "
-                                 "the others to the first are reported", common=True)
+    pretrain: list[str] = option([], "HF folders or hub ids of the models to evaluate on the same prompts; the others "
+                                 "are compared with the first", common=True)
     bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
 
 
@@ -34,13 +34,13 @@ class EvaluatedDataConfig(WishConfig, HeldOutConfig):
 @dataclass
 class EvaluationConfig:
     """Numbers, output and reproducibility."""
-    pass_k: list[int] = option([1], "k of pass@k: the chance that one of k answers is right (k <= --n_samples)",
-                               within=COUNT, common=True)
-    maj_k: list[int] = option([], "k of maj@k: the chance that the most frequent of k answers is right "
+    pass_k: list[int] = option([1], "k of pass@k, the chance that at least one of k answers is right (k <= "
+                               "--n_samples)", within=COUNT, common=True)
+    maj_k: list[int] = option([], "k of maj@k, the chance that the most frequent of k answers is right "
                               "(k <= --n_samples)", within=COUNT, common=True)
     output_path: str = option("./evaluation", "folder of the answers and the results; an evaluation that was killed "
                               "resumes from it", common=True)
-    seed: int = option(1234, "seed of the answers; an answer depends on it, its prompt and its number alone",
+    seed: int = option(1234, "random seed; an answer depends only on the seed, its prompt and its number",
                        within="[0, 4294967295]")
 
 
@@ -54,6 +54,7 @@ class EvaluateConfig(InferenceTree):
     score: ScoreConfig = group(ScoreConfig)
     evaluation: EvaluationConfig = group(EvaluationConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.EvaluatePreflight"
     SYNONYMS = {"eval_n_samples": "n_samples", "eval_temperature": "temperature", "eval_pass_k": "pass_k"}
 
     @property

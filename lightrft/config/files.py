@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.compat import ALIASES, nearest, refusal
+from lightrft.config.compat import ALIASES, grant, nearest, refusal
 from lightrft.config.options import ConfigError
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
@@ -13,7 +13,7 @@ _OUTSIDE = {
     "plugin": "from Python give plugins=['module']",
     "config": "give the options of the file themselves; on the command line, --config FILE.yaml",
     "dry_run": "from Python call .plan(); on the command line, --dry_run",
-    "plan_gpus": "on the command line, --dry_run --plan_gpus 8xH100",
+    "plan_gpus": "on the command line --dry_run --plan_gpus 8xH100, from Python .plan(gpus=\"8xH100\")",
 }  # names that the command line has beside the options
 
 
@@ -84,6 +84,8 @@ class _Reader:
         if key in ALIASES and not group:
             key, value = ALIASES[key] if value is True else (key, value)
         option = self.known.get(key)
+        if option is None and not group and grant(str(key), value):
+            return
         if option is None or (group and option.group != group):
             self.problems.append(_unknown(key, self.tree, group))
         elif key in self.values:

@@ -1,13 +1,15 @@
 """The option tree as flags of an ``argparse`` parser."""
 import argparse
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.config.compat import ALIASES, REFUSED, refusal
+from lightrft.config.compat import ALIASES, grant, GRANTED, REFUSED, refusal
 from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
 from lightrft.config.tree import group_options, groups, options
+from lightrft.utils.logging import get_logger
 
 
 def convert_text(option: Option, text: str) -> Any:
@@ -19,7 +21,10 @@ def convert_text(option: Option, text: str) -> Any:
 
 
 class _ListAction(argparse.Action):
-    """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list."""
+    """Collects the items of all words; a word may hold several, with commas; ``none`` alone is the empty list.
+
+    A flag that is given again, as by the words that a script passes on, replaces its list, and a warning has both.
+    """
 
     def __init__(self, *args: Any, hint: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,32 +32,36 @@ class _ListAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        if not values:
+        if self.nargs is not None and not values:
             parser.error(f"argument {option_string}: expected at least one value ({self.hint})")
-        setattr(namespace, self.dest, [item for part in values for item in part])
+        before = vars(namespace).get(self.dest, self.default)
+        given = values if self.nargs is None else [item for part in values or () for item in part]
+        setattr(namespace, self.dest, given)
+        if before is not self.default:
+            self._again(parser, str(option_string), before, given)
+
+    def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
+        if before != given and os.environ.get("RANK", "0") == "0":
+            both = f"; both: {flag} {show(before + given)}" if before and given else ""
+            get_logger().warning(f"{flag} is given twice: {show(given)} counts, and {show(before)} is dropped{both}")
 
 
 class _PresetAction(_ListAction):
     """Stores a preset. Giving it twice is an error: two do not add up, the second would replace the first."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
-                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        before = vars(namespace).get(self.dest, self)
-        if self.nargs is None:
-            setattr(namespace, self.dest, values)
-        else:
-            super().__call__(parser, namespace, values, option_string)
-        if before is not self:
-            parser.error(f"{option_string} is given twice, {show(before)} and {show(vars(namespace)[self.dest])}: the "
-                         "second would take the place of the first; give one")
+    def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
+        parser.error(f"{flag} is given twice, {show(before)} and {show(given)}: the second would replace "
+                     "the first; give only one")
 
 
-class _RefusedAction(argparse.Action):
-    """Refuses a flag of the original LightRFT that would have no effect here."""
+class _ForeignAction(argparse.Action):
+    """Accepts a flag of another trainer that asks for what always holds, with a notice, and refuses others."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
-        parser.error(str(refusal(str(option_string).lstrip("-"))))
+        name = str(option_string).lstrip("-")
+        if not grant(name, values):
+            parser.error(str(refusal(name)))
 
 
 def _help(option: Option, default: Any) -> str:
@@ -83,7 +92,8 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
 
 def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, Any], quiet: bool,
              skip: Collection[str] = ()) -> None:
-    """Add every option of ``tree`` in one argument group per dataclass, with the aliases of the original LightRFT.
+    """Add every option of ``tree`` in one argument group per dataclass, with the flags of other trainers that
+    are translated or accepted.
 
     Args:
         defaults: values, by option name, that replace those of the tree.
@@ -101,6 +111,10 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         if alias not in skip and name in known:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
+    for name in GRANTED:
+        if name not in skip and name not in known:
+            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
 
 
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
@@ -114,6 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     known = options(tree)
     for name in REFUSED:
         if name not in own and name not in known:
-            parser.add_argument(f"--{name}", nargs="*", action=_RefusedAction, default=argparse.SUPPRESS,
+            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
     return parser

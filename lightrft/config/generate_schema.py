@@ -26,7 +26,7 @@ class GenerateDataConfig(WishConfig, PromptDataConfig):
     """Sources of the prompts or responses, and the conversion of a row."""
     output_key: str = option("output", "--eval_task rm: column that holds the response")
     iter: int | None = option(
-        None, "number of an iteration, from 0 on: use the rows from ITER * ROLLOUT_BATCH_SIZE on, one batch of them",
+        None, "iteration, counted from 0: use only the ROLLOUT_BATCH_SIZE rows from row ITER * ROLLOUT_BATCH_SIZE on",
         within=NON_NEGATIVE)
     rollout_batch_size: int = option(2048, "--iter: rows of an iteration", within=COUNT)
 
@@ -38,7 +38,7 @@ class PostProcessConfig(ScoreConfig):
         None, "rows to write: rs the best response to each prompt (rejection sampling), csft every response with its "
         "reward in the prompt (conditional SFT), iter_dpo the best and the worst response to each prompt (default: "
         "every response)", POST_PROCESSORS, common=True)
-    normalize_reward: bool = option(False, "shift and scale the rewards of all responses to mean 0 and deviation 1")
+    normalize_reward: bool = option(False, "normalize the rewards of all responses to mean 0 and standard deviation 1")
     reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
                                   needs="post_processor csft")
 
@@ -47,12 +47,12 @@ class PostProcessConfig(ScoreConfig):
 class OutputConfig:
     """Task, output and reproducibility."""
     output_path: str = option(
-        "./generated.jsonl", "jsonl file of the result; OUTPUT_PATH.parts holds that of an "
-        "unfinished run, which the same command resumes", common=True)
+        "./generated.jsonl", "jsonl file of the result; OUTPUT_PATH.parts holds the results of "
+        "an unfinished run, which the same command resumes", common=True)
     eval_task: str = option(
-        "generate", "generate: answer prompts; generate_vllm: the same with --engine_type vllm; rm: score the "
-        "responses that rows have, by --score and, as a reward model, --pretrain", TASKS, common=True)
-    seed: int = option(1234, "seed of the samples; a sample depends on it, its prompt and its number alone",
+        "generate", "generate: answer prompts; generate_vllm: the same with --engine_type vllm; rm: score existing "
+        "responses with --score and, as a reward model, --pretrain", TASKS, common=True)
+    seed: int = option(1234, "random seed; a response depends only on the seed, its prompt and its number",
                        within="[0, 4294967295]")
 
 
@@ -66,6 +66,7 @@ class GenerateConfig(InferenceTree):
     score: PostProcessConfig = group(PostProcessConfig)
     output: OutputConfig = group(OutputConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.GeneratePreflight"
     SYNONYMS = {
         "dataset": "prompt_data",
         "dataset_probs": "prompt_data_probs",

@@ -12,7 +12,7 @@ from lightrft.config.options import Option, in_words, show
 from lightrft.config.tree import RESERVED, groups, options
 from lightrft.utils.errors import did_you_mean
 
-HELP = "show the options that most people set; all, a GROUP or the name of an option as WHAT: show those"
+HELP = "show the most common options; with WHAT (all, a GROUP or the name of an option) show those"
 PACKAGE = __package__.partition(".")[0] + "."
 
 
@@ -88,7 +88,7 @@ def _details(option: Option, default: Any) -> str:
 
 def _unknown(what: str, tree: type) -> str:
     known = [*options(tree), *groups(tree), "all"]
-    return refusal(what.lstrip("-"), known) or (f"--help {what}: there is no such option or group"
+    return refusal(what.lstrip("-"), known) or (f"--help {what}: no such option or group"
                                                 f"{did_you_mean(what, known)}; --help all shows all of them")
 
 

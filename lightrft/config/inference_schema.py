@@ -26,8 +26,8 @@ class InferenceModelConfig:
 class ScoreConfig(ScoringConfig):
     """Scoring of the responses."""
     score: list[str] = option(
-        [], "what scores responses: rewards 'name' or 'name=weight', a python file 'path.py[:function][=weight]', a "
-        "reward model '[name=]path[=weight]', the URL of a reward server, or 'recipe', that of each row's label or "
+        [], "rewards of the responses: 'name' or 'name=weight', a python file 'path.py[:function][=weight]', a reward "
+        "model '[name=]path[=weight]', the URL of a reward server, or 'recipe' for the recipe of each row's label or "
         "data source; several are added", common=True)
 
     @property
@@ -73,7 +73,7 @@ def shared(group: type, values: Any) -> dict[str, Any]:
 class WishConfig:
     """The prompts of a model of conditional SFT."""
     enable_csft: bool = option(False, "conditional SFT: append --csft_prompt to every prompt")
-    csft_prompt: str = option("<rm_score>: 5.00", "the wish that a model of conditional SFT is prompted with",
+    csft_prompt: str = option("<rm_score>: 5.00", "text with the desired reward, at the end of every prompt",
                               needs="enable_csft")
 
     @property
@@ -140,6 +140,7 @@ class ChatConfig(InferenceTree):
     engine: ChatEngineConfig = group(ChatEngineConfig)
     chat: ConversationConfig = group(ConversationConfig)
 
+    PREFLIGHT = "lightrft.preflight.inference.ChatPreflight"
     SYNONYMS = {"max_new_tokens": "generate_max_len", "greedy_sampling": "temperature=0"}
 
     @property

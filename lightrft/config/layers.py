@@ -110,5 +110,5 @@ def _check_recipe(values: dict[str, Any], provenance: dict[str, str]) -> None:
     recipe = RECIPES[values["recipe"]].options
     if f"recipe {values['recipe']}" not in provenance.values() and any(values[k] != v for k, v in recipe.items()):
         files = sorted({provenance[name].removeprefix("yaml:") for name in recipe}.difference(DIRECT))
-        raise ConfigError(f"--recipe {values['recipe']}: has no effect, because every option it sets is given "
-                          f"otherwise{' in ' + ', '.join(files) if files else ''}; drop it, or drop those options")
+        raise ConfigError(f"--recipe {values['recipe']}: has no effect, because every option it sets is also set "
+                          f"elsewhere{' in ' + ', '.join(files) if files else ''}; drop it, or drop those options")

@@ -16,15 +16,16 @@ class OfflineDataConfig(RenderingConfig):
     COLUMNS: ClassVar[tuple[str, ...]] = ()  # options that name columns as those of the RL trainer do
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
-                                   common=True)
-    eval_data: list[str] = option([], "held-out rows, same forms", free=True, common=True)
+                                   common=True, card="training data")
+    eval_data: list[str] = option([], "held-out rows; same forms as --train_data", free=True, common=True,
+                                  card="held-out data")
     train_split: str = option("train", "split of --train_data to use")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     max_len: int = option(
-        2048, "longest sequence, prompt and answer, in tokens; rows with a longer one are dropped "
+        2048, "longest sequence (prompt plus answer) in tokens; rows with a longer one are dropped "
         "and counted", within=COUNT, common=True)
     max_samples: int = option(0, "use at most this many training rows; 0: all", within=NON_NEGATIVE)
-    shuffle: bool = option(True, "draw rows in a new seeded order each epoch")
+    shuffle: bool = option(True, "draw rows in a new seeded order in each epoch")
 
     def as_data_config(self) -> DataConfig:
         """Convert to the data group of the RL trainer, which the data sets read; ``COLUMNS`` mean the same there."""
@@ -36,7 +37,7 @@ class OfflineDataConfig(RenderingConfig):
 @dataclass
 class OfflineTrainConfig(OptimConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True)
+    learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
     max_epochs: int = option(1, "passes over the training rows", within=COUNT, free=True, common=True)
     eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",
                              within="[-1, inf)", free=True, common=True)
@@ -52,6 +53,7 @@ class OfflineConfig(Tree):
     checkpoint: CheckpointConfig = group(CheckpointConfig, free=True)
     log: SinkConfig = group(SinkConfig, free=True)
 
+    PREFLIGHT = "lightrft.preflight.offline.OfflinePreflight"
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"
@@ -63,13 +65,13 @@ class OfflineConfig(Tree):
 class PairDataConfig(OfflineDataConfig):
     """Pairs of a better and a worse answer, and their rendering."""
     prompt_key: str = option(
-        "prompt", "column that holds the prompt (text or chat messages); without it, messages, input, instruction, "
-        "conversations or question, else the beginning that both answers share")
+        "prompt", "column that holds the prompt (text or chat messages); if a row lacks it: messages, input, "
+        "instruction, conversations or question, else the common beginning of both answers")
     chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
     rejected_key: str = option("rejected", "column that holds the worse answer")
     pair_policy: str = option(
-        "error", "a row without a prompt, or whose answers are equal, or one of them missing or empty, stops the run, "
-        "or is left out and counted", ("error", "skip"))
+        "error", "a row without a prompt, with equal answers, or with a missing or empty answer stops the run (error), "
+        "or is left out and counted (skip)", ("error", "skip"))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightrft.utils.errors import did_you_mean, UserError
 
-TEXTS = ("help", "within", "why", "needs", "hint")  # fields of an option that are text
+TEXTS = ("help", "within", "why", "needs", "hint", "card")  # fields of an option that are text
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 # intervals of numeric options, for ``within``
 ANY, COUNT, POSITIVE, NON_NEGATIVE, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
@@ -25,7 +25,7 @@ class ConfigError(UserError):
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, within: str = "", why: str = "",
            needs: str = "", read_by: tuple[str, ...] = (), free: bool = False, preset: bool = False,
-           common: bool = False, hint: str = "") -> Any:
+           common: bool = False, hint: str = "", card: str = "", model: bool = False) -> Any:
     """Declare an option of a group: everything that is known about it.
 
     Args:
@@ -43,9 +43,12 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         common: most people set it; the short ``--help`` has it.
         hint: expected values, for an option that other trainers give another kind of value. It takes the place of the
             value in messages, because that may be a secret.
+        card: its name in the card of a trained model; empty: the card does not show it.
+        model: it names the folder or hub id of a model that a run loads.
     """
     metadata = {"help": text, "choices": choices, "within": within, "why": why, "needs": needs, "read_by": read_by,
-                "free": free, "preset": preset, "common": common, "hint": hint}  # yapf: disable
+                "free": free, "preset": preset, "common": common, "hint": hint, "card": card,
+                "model": model}  # yapf: disable
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -75,6 +78,8 @@ class Option:
     preset: bool = False
     common: bool = False
     hint: str = ""
+    card: str = ""
+    model: bool = False
 
     @property
     def flag(self) -> str:
@@ -147,7 +152,7 @@ class Option:
                 return f"{name}={vars(self)[name]!r}: expected text"
         texts = isinstance(self.choices, (list, tuple)) and all(isinstance(one, str) for one in self.choices)
         if self.choices is not None and not (texts and self.kind is str):
-            return f"choices={self.choices!r}: expected a tuple of texts, of an option whose type is str"
+            return f"choices={self.choices!r}: expected a tuple of texts, for an option of type str"
         return self._interval_mistake() or self._default_mistake()
 
     def _interval_mistake(self) -> str:

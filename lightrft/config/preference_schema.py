@@ -1,4 +1,4 @@
-"""Options of training on preferences against a reference model: pairs (DPO and its relatives), judged answers (KTO)."""
+"""Options of preference training against a reference model: pairs (DPO and related losses), single answers (KTO)."""
 from dataclasses import dataclass
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
@@ -15,12 +15,12 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 class ReferenceModelConfig(PolicyModelConfig):
     """The trained model and its reference: weights, precision and adapters."""
     ref_pretrain: str | None = option(
-        None, "HF folder or hub id of the reference model (default: --pretrain; with LoRA "
-        "the policy without its adapters, of which there is no second copy)")
+        None, "HF folder or hub id of the reference model (default: a copy of --pretrain; with "
+        "LoRA the policy without its adapters, without a copy)", model=True)
     ref_offload: bool = option(False, "keep the reference in host memory except while it computes", free=True)
     ref_cache_dir: str | None = option(
-        None, "folder in which log-probs of the reference are kept: computed once, before the first step, after which "
-        "the reference is freed; a later run on the same model and data reads them", free=True)
+        None, "cache folder for log-probs of the reference: computed once before the first step, then the reference is "
+        "freed; later runs on the same model and data reuse them", free=True)
 
 
 @dataclass
@@ -29,13 +29,13 @@ class PreferenceConfig:
     loss: str = option("sigmoid", "loss of a pair (sigmoid: DPO); see the table of losses", PAIR_LOSSES, common=True)
     ipo: bool = option(False, "OpenRLHF's flag for --loss ipo_sum")
     beta: float = option(
-        0.1, "strength of the loss: of the pull to the reference, where there is one (tau of IPO, "
-        "lambda of ORPO, 1 / eta of SPPO; SimPO's is about 2)", within=POSITIVE, common=True)
+        0.1, "strength of the pull towards the reference (tau of IPO, 1 / eta of SPPO), or of the "
+        "loss without one (lambda of ORPO; SimPO uses about 2)", within=POSITIVE, common=True)
     label_smoothing: float = option(
-        0.0, "share of pairs whose labels are taken to be wrong: conservative DPO, robust, "
+        0.0, "assumed share of pairs with wrong labels: sigmoid (conservative DPO), robust, "
         "simpo, aot, exo", within="[0, 0.5]")
     simpo_gamma: float = option(0.5, "reward margin of --loss simpo", within=NON_NEGATIVE)
-    nll_loss_coef: float = option(0.0, "weight of the chosen response's NLL per token, added to the loss of the pair",
+    nll_loss_coef: float = option(0.0, "weight of the chosen answer's NLL per token, added to the loss of the pair",
                                   within=NON_NEGATIVE)
 
     @property
@@ -52,7 +52,7 @@ class PreferenceConfig:
 @dataclass
 class DPOTrainConfig(OfflineTrainConfig):
     """The optimizer, its batches and the length of the run."""
-    learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True)
+    learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
 
 
 @dataclass
@@ -62,6 +62,7 @@ class DPOConfig(PairConfig):
     preference: PreferenceConfig = group(PreferenceConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.DPOPreflight"
     TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 
@@ -80,7 +81,7 @@ class JudgedDataConfig(OfflineDataConfig):
 @dataclass
 class JudgedConfig:
     """The loss of an answer."""
-    beta: float = option(0.1, "strength of the pull to the reference", within=POSITIVE, common=True)
+    beta: float = option(0.1, "strength of the pull towards the reference", within=POSITIVE, common=True)
     desirable_loss_weight: float = option(1.0, "weight of the loss of desirable answers", within=NON_NEGATIVE)
     undesirable_loss_weight: float = option(1.0, "weight of the loss of undesirable answers", within=NON_NEGATIVE)
 
@@ -93,6 +94,7 @@ class KTOConfig(OfflineConfig):
     preference: JudgedConfig = group(JudgedConfig)
     train: DPOTrainConfig = group(DPOTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.KTOPreflight"
     SYNONYMS = OfflineConfig.SYNONYMS | {
         "desirable_weight": "desirable_loss_weight",
         "undesirable_weight": "undesirable_loss_weight",

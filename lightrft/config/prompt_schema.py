@@ -14,19 +14,18 @@ class MediaConfig:
     audios_key: str = option("audios",
                              "column that holds the sounds of a row, one or a list (else: audios, audio, audio_path)")
     media_root: str | None = option(
-        None,
-        "folder of the files that rows name; no file outside of it is read (default: the folder of the data file)")
+        None, "folder of the files that rows name; no file outside it is read (default: the folder of the data file)")
     media_urls: bool = option(False, "download pictures, videos and sounds that rows name by http(s) URL", free=True)
     media_policy: str = option(
-        "error", "a row whose pictures, videos or sounds cannot be used stops the run, or is left out and counted",
-        ("error", "skip"), free=True)
+        "error", "a row with unusable pictures, videos or sounds stops the run (error), or is left out and counted "
+        "(skip)", ("error", "skip"), free=True)
     media_check: str = option(
-        "all", "what is read of all pictures at the start of a run: everything, which finds the broken ones, or the "
-        "headers, from which most processors know the number of tokens; a broken picture then stops the run later",
-        ("all", "header"), free=True)
-    media_timeout_s: float = option(30.0, "most seconds to download and decode one picture, video or sound",
+        "all", "check of all pictures at the start of a run. all: decode them, which finds broken ones; header: read "
+        "only their sizes, which is faster, but a broken picture then stops the run later", ("all", "header"),
+        free=True)
+    media_timeout_s: float = option(30.0, "limit in seconds on downloading and decoding one picture, video or sound",
                                     within=POSITIVE, free=True)
-    fps: float = option(2.0, "frames per second of a video that the model sees; a list of pictures has this rate",
+    fps: float = option(2.0, "frames per second that the model sees of a video; the rate of a list of pictures",
                         within=POSITIVE)
     max_pixels: int = option(
         0, "shrink larger pictures and frames to this many pixels, before the processor's own resizing; 0: no limit",
@@ -34,26 +33,27 @@ class MediaConfig:
     min_pixels: int = option(0, "enlarge smaller pictures and frames to this many pixels; 0: no limit",
                              within="[0, 64000000]", why="a picture of a row has no more")
     media_cache_mib: int = option(
-        1024, "MiB of processed pictures, videos and sounds that each rank keeps, and "
-        "of those that wait for their first use, also decoded for vLLM; 0: nothing is processed ahead",
+        1024, "MiB per rank for processed pictures, videos and sounds, prepared "
+        "ahead of a step and kept; with vllm the same again for decoded ones; 0: nothing is processed ahead",
         within=NON_NEGATIVE, free=True)
     media_cache_dir: str | None = option(
-        None, "folder that keeps processed pictures, videos and sounds for later runs and all ranks of a node; not "
-        "those of URLs", free=True)
-    media_disk_mib: int = option(
-        16384, "MiB of files in --media_cache_dir, beyond which those not read for the longest time are removed",
-        within=POSITIVE, needs="media_cache_dir DIR", free=True)
+        None, "cache folder for processed pictures, videos and sounds, for later runs and all ranks of a node; media "
+        "of URLs are not cached", free=True)
+    media_disk_mib: int = option(16384,
+                                 "limit on --media_cache_dir in MiB; the least recently used files are removed first",
+                                 within=POSITIVE, needs="media_cache_dir DIR", free=True)
     cache_features: bool = option(
-        False, "compute the features of a picture, video or sound once, where its tower and what leads from it to the "
-        "decoder are not trained (--freeze_prefix visual projector), and keep them in host memory", free=True)
-    feature_cache_mib: int = option(4096, "MiB of features that each rank keeps", within=NON_NEGATIVE,
+        False, "compute the features of a picture, video or sound only once and keep them in host memory; needs a "
+        "frozen tower and projector (--freeze_prefix visual projector)", free=True)
+    feature_cache_mib: int = option(4096, "limit in MiB on cached features per rank", within=NON_NEGATIVE,
                                     needs="cache_features", free=True)
-    limit_mm_image_per_prompt: int = option(
-        0, "most pictures of a row, beyond which --media_policy decides; 0 or -1: no limit", within=LIMIT)
-    limit_mm_video_per_prompt: int = option(
-        0, "most videos of a row, beyond which --media_policy decides; 0 or -1: no limit", within=LIMIT)
-    limit_mm_audio_per_prompt: int = option(
-        0, "most sounds of a row, beyond which --media_policy decides; 0 or -1: no limit", within=LIMIT)
+    limit_mm_image_per_prompt: int = option(0,
+                                            "limit on pictures per row, handled by --media_policy; 0 or -1: no limit",
+                                            within=LIMIT)
+    limit_mm_video_per_prompt: int = option(0, "limit on videos per row, handled by --media_policy; 0 or -1: no limit",
+                                            within=LIMIT)
+    limit_mm_audio_per_prompt: int = option(0, "limit on sounds per row, handled by --media_policy; 0 or -1: no limit",
+                                            within=LIMIT)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RenderingConfig(MediaConfig):
         common=True)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
-    system_prompt: str | None = option(None, "system message of every prompt; it replaces the one a row brings")
+    system_prompt: str | None = option(None, "system message of every prompt; replaces the one of the row")
     input_template: str | None = option(None, "text with one {} that wraps every text prompt")
 
 
@@ -74,9 +74,9 @@ class PromptConfig(RenderingConfig):
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
     label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
     reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer")
-    overlong_prompt: str = option("filter",
-                                  "a prompt longer than --prompt_max_len is dropped and counted, or stops the run",
-                                  ("filter", "error"), free=True)
+    overlong_prompt: str = option(
+        "filter", "a prompt longer than --prompt_max_len is dropped and counted (filter), or stops "
+        "the run (error)", ("filter", "error"), free=True)
     data_workers: int = option(0, "processes that tokenize the data set; 0: in this process", within=NON_NEGATIVE,
                                free=True)
 
@@ -85,7 +85,7 @@ class PromptConfig(RenderingConfig):
 class PromptDataConfig(PromptConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
     prompt_data: list[str] = option([], "prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
-                                    common=True)
+                                    common=True, card="training data")
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
                                             within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")
@@ -95,10 +95,11 @@ class PromptDataConfig(PromptConfig):
 @dataclass
 class HeldOutConfig(PromptConfig):
     """Sources of held-out prompts, and the conversion of a row to a prompt."""
-    eval_data: list[str] = option([], "held-out prompts, same forms", free=True, common=True)
+    eval_data: list[str] = option([], "held-out prompts; same forms as --prompt_data", free=True, common=True,
+                                  card="held-out data")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     eval_suite: list[str] = option(
-        [], "public evaluation sets, whole: math500, aime24, aime25, gpqa, gsm8k, each from the hub, or name=path from "
-        "a file or folder", free=True)
+        [], "public evaluation sets, used in full: math500, aime24, aime25, gpqa, gsm8k, from the hub, or name=path "
+        "from a file or folder", free=True)
     max_eval_samples: int = option(500, "use at most this many prompts of --eval_data; 0: all", within=NON_NEGATIVE,
                                    free=True)

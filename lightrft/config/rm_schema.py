@@ -3,39 +3,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
-from lightrft.config.options import ANY, COUNT, option
+from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, option
 from lightrft.config.sft_schema import SFTTrainConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import group
 from lightrft.utils.errors import UserError
 
+_LIGHTRFT = {"actor_learning_rate": "learning_rate", "prompt_max_len": "max_len"}  # flags of its reward models
+
 
 @dataclass
 class RewardModelConfig(PolicyModelConfig):
     """The trained model, its reward head, precision and adapters."""
-    value_head_prefix: str = option("score", "name of the reward head in checkpoints; Hugging Face knows it as score")
-    heads_types: list[str] = option(["preference"], "names of the scores, one or several; the first one is the reward, "
+    value_head_prefix: str = option("score", "name of the reward head in checkpoints; Hugging Face calls it score")
+    heads_types: list[str] = option(["preference"], "names of the scores; the first one is the reward, the "
                                     "others learn from the column 'heads' of a row")
     pooling_method: str = option(
-        "last", "what the head reads: last, the hidden state of the last token; attn, a learnt average over all tokens "
-        "(no sequence classifier of Hugging Face)", ("last", "attn"))
+        "last", "input of the head: last, the hidden state of the last token; attn, a learned average over all tokens "
+        "(not loadable as a Hugging Face sequence classifier)", ("last", "attn"))
     probing_layer: int = option(
         -1,
-        "decoder layer whose hidden states the head reads, after the final norm: 0 the embeddings, -1 the last one; "
-        "later layers are cut off", within=ANY)
+        "decoder layer whose hidden states the head reads, after the final norm: 0 the embeddings, -1 the last layer; "
+        "later layers are removed", within=ANY)
     scale_for_train: bool = option(
-        False, "multiply scores in training, not in evaluation and use, by a learnt number per head that starts at "
-        "1 / 0.07")
+        False, "multiply scores by a learned number per head, 1 / 0.07 at the start; only in training, not in "
+        "evaluation or use")
 
 
 @dataclass
 class RMTrainConfig(OfflineTrainConfig):
     """The loss, the optimizer, its batches and the length of the run."""
     loss: str = option(
-        "sigmoid",
-        "of rewards c and r of a pair: sigmoid -log sigmoid(c - r - margin), with the margin of the row; logexp "
-        "log(1 + exp(r - c)); hps: cross-entropy of softmax(c, r). The last two are equal, and know no margin",
+        "sigmoid", "loss of a pair with rewards c (chosen) and r (rejected). sigmoid: -log sigmoid(c - r - "
+        "margin); logexp: log(1 + exp(r - c)); hps: cross-entropy of softmax(c, r), equal to logexp",
         ("sigmoid", "logexp", "hps"), common=True)
+    margin: float = option(
+        0.0, "margin of --loss sigmoid, for pairs without one of their own (column margin) and for scores beside the "
+        "first one; ties have none", within=NON_NEGATIVE)
 
 
 @dataclass
@@ -44,7 +48,10 @@ class RMConfig(PairConfig):
     model: RewardModelConfig = group(RewardModelConfig)
     train: RMTrainConfig = group(RMTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.RMPreflight"
+    SYNONYMS = PairConfig.SYNONYMS | _LIGHTRFT | {"loss_type": "loss"}
     TRAINING = "training as a reward model"
+    TASK = "text-classification"
     METRICS = ("rm", "eval")
 
 
@@ -111,17 +118,17 @@ class StepDataConfig(OfflineDataConfig):
         "prompt, completions and labels")
     label_key: str = option("label", "column that holds the list of labels of the steps")
     placeholder_token: str | None = option(
-        None, "token that follows every step, at which the model judges it, e.g. <|reserved_0|>", common=True)
+        None, "token after every step, at which the model judges the step, e.g. <|reserved_0|>", common=True)
     reward_tokens: list[str] = option(
-        [], "tokens of the judgements, the one of a good step first, e.g. + -; with two of them labels may be numbers "
-        "in [0, 1] or true and false; none: the whole vocabulary", common=True)
+        [], "tokens of the judgements, the one for a good step first, e.g. + -; with exactly two, labels may be "
+        "numbers in [0, 1] or true and false; empty: the whole vocabulary", common=True)
     step_separator: str = option("\\n", "text between the steps of rows with completions, and of responses in RL")
     apply_chat_template: bool = option(
         False, "render text prompts of rows with completions as one user turn with the tokenizer's chat template "
         "(message lists always are)", common=True)
-    step_policy: str = option("error",
-                              "a row without a label for each of its steps stops the run, or is left out and counted",
-                              ("error", "skip"))
+    step_policy: str = option(
+        "error", "a row whose labels and steps do not match stops the run (error), or is left out and "
+        "counted (skip)", ("error", "skip"))
 
     @property
     def form(self) -> StepFormat:
@@ -134,6 +141,8 @@ class PRMConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_prm``."""
     data: StepDataConfig = group(StepDataConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.PRMPreflight"
+    TASK = "token-classification"
     METRICS = ("prm", "eval")
     ROWS = "solutions"
 
@@ -158,12 +167,11 @@ class JudgeDataConfig(OfflineDataConfig):
     chosen_key: str = option("chosen", "column that holds the better candidate (text, or messages that end with it)")
     rejected_key: str = option("rejected", "column that holds the worse candidate")
     judgement_key: str = option(
-        "judgement", "column that holds the judge's reasoning, in which {chosen} and {rejected} stand for the names of "
-        "the candidates; without it the judge learns the answer alone")
+        "judgement", "column that holds the text of the judge, with {chosen} and {rejected} for the names of the "
+        "candidates; without it the judge learns only the answer")
     task_instruction: str | None = option(
-        None,
-        "text of the request, with {prompt}, {first} and {second} once each, in this order (default: asks which of "
-        "two responses is better, and for an answer in <answer> tags)")
+        None, "text of the request, with {prompt}, {first} and {second} once each, in this order (default: asks which "
+        "response is better, with the answer in <answer> tags)")
 
 
 @dataclass
@@ -179,5 +187,7 @@ class GRMConfig(OfflineConfig):
     data: JudgeDataConfig = group(JudgeDataConfig)
     train: JudgeTrainConfig = group(JudgeTrainConfig)
 
+    PREFLIGHT = "lightrft.preflight.offline.GRMPreflight"
+    SYNONYMS = OfflineConfig.SYNONYMS | _LIGHTRFT
     METRICS = ("grm", "eval")
     ROWS = "judgements"

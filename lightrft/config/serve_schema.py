@@ -1,4 +1,4 @@
-"""Options of a server of reward models."""
+"""Options of the reward model server."""
 from dataclasses import dataclass
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, option
@@ -11,32 +11,31 @@ from lightrft.config.tree import group
 class ServedModelConfig:
     """The reward models."""
     reward_pretrain: list[str] = option(
-        [], "reward models, PATH or NAME=PATH: of lightrft rm, or sequence classifiers with one score; the reward of a "
-        "text is the sum over several (rm1, rm2 ... without NAME)", common=True)
-    reward: list[str] = option([], "weights of the models in the sum, NAME=WEIGHT; 1 for a model that is not named")
+        [], "reward models, PATH or NAME=PATH: trained by lightrft rm, or sequence classifiers with one score. The "
+        "rewards of several (rm1, rm2 ... without NAME) are added", common=True)
+    reward: list[str] = option([], "weights of the models in the sum, NAME=WEIGHT; the default is 1")
     normalize_reward: bool = option(
-        False, "subtract mean and divide by std of the rewards that a reward model had in "
-        "its last evaluation", common=True)
-    max_len: int = option(0, "longest text in tokens, a longer one is left unscored; 0: the positions of the model",
-                          within=NON_NEGATIVE, common=True)
-    max_tokens_per_micro_batch: int = option(16384, "most tokens in one forward pass (a longer single text goes alone)",
-                                             within=COUNT, common=True)
+        False, "normalize the scores of a model by mean and std of its rewards in its last "
+        "evaluation", common=True)
+    max_len: int = option(
+        0, "longest text in tokens; a longer one is left unscored; 0: the context length of the "
+        "model", within=NON_NEGATIVE, common=True)
+    max_tokens_per_micro_batch: int = option(16384, "tokens per forward pass, at most (a longer text gets its own "
+                                             "pass)", within=COUNT, common=True)
     bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
 
 
 @dataclass
 class ServerConfig:
     """The address, and the limits of requests."""
-    host: str = option("127.0.0.1",
-                       "address to listen on; other machines reach 0.0.0.0, and whoever reaches the port may ask",
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 accepts other machines, without any authentication",
                        common=True)
-    port: int = option(5000, "port to listen on; 0: a free one, which the log names", within="[0, 65535]", common=True)
-    max_texts: int = option(1024, "most texts of a request; one with more is refused", within=COUNT)
-    max_body_mib: float = option(16.0, "largest body of a request in MiB; a larger one is refused unread",
-                                 within=POSITIVE)
+    port: int = option(5000, "port to listen on; 0: a free port, which is logged", within="[0, 65535]", common=True)
+    max_texts: int = option(1024, "limit on texts per request; a request with more is refused", within=COUNT)
+    max_body_mib: float = option(16.0, "limit on the body of a request in MiB; a larger one is refused without "
+                                 "reading it", within=POSITIVE)
     request_timeout_s: float = option(
-        60.0, "seconds in which a request must have been read, and then scored; a later one is refused",
-        within=POSITIVE)
+        60.0, "seconds that reading a request may take, and then scoring it; a later one is refused", within=POSITIVE)
 
 
 @dataclass
@@ -44,6 +43,8 @@ class ServeConfig(Tree):
     """The whole option tree of ``lightrft.cli.serve_rm``."""
     model: ServedModelConfig = group(ServedModelConfig)  # type: ignore[assignment]  # several, which are not trained
     server: ServerConfig = group(ServerConfig)
+
+    PREFLIGHT = "lightrft.preflight.inference.ServePreflight"
 
     @property
     def folder(self) -> None:

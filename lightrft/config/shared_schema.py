@@ -12,30 +12,31 @@ _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a co
 @dataclass
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
-    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True)
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True, model=True)
     bf16: bool | None = option(
         None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32. With false, "
         "matrices are multiplied in float32 without TF32 (default: on CUDA, from Ampere on)")
     gradient_checkpointing: bool | None = option(
-        None, "recompute activations of every layer, of towers too, in the backward pass (default: on CUDA, above 1e9 "
-        "parameters)", free=True)
-    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True)
+        None, "recompute the activations of every layer (towers included) in the backward pass, to save memory "
+        "(default: on CUDA, above 1e9 parameters)", free=True)
+    lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True,
+                            card="LoRA rank")
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT,
                              needs="lora_rank 16")
     lora_dropout: float = option(0.0, "dropout on the LoRA input, in [0, 1)", within="[0, 1)", needs="lora_rank 16")
     target_modules: list[str] = option(
-        ["all-linear"], "what receives LoRA adapters: the linear layers of parts of the model (all-linear or language: "
+        ["all-linear"], "modules with LoRA adapters: the linear layers of parts of the model (all-linear or language: "
         "the decoder; visual, audio, projector), or modules by the end of their names, such as q_proj",
         needs="lora_rank 16")
     freeze_prefix: list[str] = option(
-        [], "what is not trained: parts of the model (visual, audio, projector, language), or words of parameter names",
-        hint="name the parts to freeze, e.g. visual or embed_tokens")
+        [], "weights that are not trained: parts of the model (visual, audio, projector, language), or words of "
+        "parameter names", hint="name the parts to freeze, e.g. visual or embed_tokens")
     use_liger: bool | None = option(
-        None, "replace RMSNorm, rotary and MLP kernels by Liger's (needs CUDA and the liger extra; default: where both "
-        "are there)", free=True)
+        None, "replace RMSNorm, rotary and MLP kernels by Liger's (needs CUDA and the liger extra; default: on if both "
+        "are available)", free=True)
     logprob_chunk_mib: int = option(
-        0, "MiB of float32 logits alive at once while log-probs are computed; 0: 1/64 of the memory of a GPU, at least "
-        "256, and 256 on a CPU", within=NON_NEGATIVE, free=True)
+        0, "MiB of float32 logits in memory at once while log-probs are computed; 0: 1/64 of the memory of a GPU, at "
+        "least 256, and 256 on a CPU", within=NON_NEGATIVE, free=True)
 
     @property
     def itemsize(self) -> int:
@@ -50,12 +51,11 @@ class PolicyModelConfig:
 @dataclass
 class LaunchConfig:
     """The ranks of a run."""
-    dist_timeout_s: int = option(1800, "seconds after which a collective that does not finish stops the run",
-                                 within=COUNT)
+    dist_timeout_s: int = option(1800, "seconds after which an unfinished collective stops the run", within=COUNT)
 
     @property
     def collective_limit_s(self) -> int:
-        """Seconds after which a collective raises: the watchdog names the rank that hangs before those that wait raise."""
+        """Seconds after which a collective raises; the watchdog names the rank that hangs before that."""
         return self.dist_timeout_s + _WATCHDOG_FIRST_S
 
 
@@ -71,21 +71,21 @@ class StrategyConfig(LaunchConfig):
         False, "keep sharded parameters, gradients and optimizer state in host memory (FSDP CPUOffloadPolicy)",
         read_by=("fsdp", ))
     grad_sync: str = option(
-        "auto", "fsdp: when ranks sum gradients: every micro-batch, or the last one of an optimizer step, until which "
-        "each rank holds full float32 gradients; auto: last if they take at most an eighth of the device's memory",
+        "auto", "fsdp: ranks sum gradients in every micro-batch, or only in the last one of an optimizer step; until "
+        "then each rank holds full float32 gradients. auto: last if they take at most an eighth of the device's memory",
         ("auto", "every", "last"), read_by=("fsdp", ))
     zero_stage: int = option(
-        2, "deepspeed: what the ranks divide among them: 1 the optimizer state, 2 also the gradients, 3 also the "
+        2, "deepspeed: state that is sharded over the ranks: 1 the optimizer state, 2 also the gradients, 3 also the "
         "weights; 0 nothing", within="[0, 3]", read_by=("deepspeed", ))
     zpg: int = option(
-        1, "deepspeed with --zero_stage 3: neighbouring ranks that together hold a second copy of the weights, for the "
-        "backward pass (hpZ); 1: none", within=COUNT, read_by=("deepspeed", ))
-    overlap_comm: bool = option(
-        False, "deepspeed: reduce gradients and fetch weights while others are computed, in buffers of their own",
-        read_by=("deepspeed", ))
+        1, "deepspeed with --zero_stage 3: number of neighbouring ranks that together hold a second copy of the "
+        "weights for the backward pass (hpZ); 1: none", within=COUNT, read_by=("deepspeed", ))
+    overlap_comm: bool = option(False,
+                                "deepspeed: reduce gradients and gather weights during computation, in extra buffers",
+                                read_by=("deepspeed", ))
     adam_offload: bool = option(
-        False, "keep the optimizer state in host memory; a step brings it to the device in parts (deepspeed: updates "
-        "run on the host)")
+        False, "keep the optimizer state in host memory; a step moves it to the device in parts (deepspeed: the update "
+        "runs on the host)")
 
     def resolved(self, world_size: int) -> str:
         """Return ``strategy`` for a run of ``world_size`` ranks, with "auto" resolved."""
@@ -105,15 +105,16 @@ class StrategyConfig(LaunchConfig):
 @dataclass
 class OptimConfig:
     """The optimizer and its batches."""
-    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT, common=True)
+    train_batch_size: int = option(128, "samples per optimizer step, over all ranks", within=COUNT, common=True,
+                                   card="samples per optimizer step")
     micro_train_batch_size: int = option(
-        0, "most samples in one forward / backward pass; 0: bounded by --max_tokens_per_micro_batch only",
+        0, "samples per forward / backward pass and rank, at most; 0: limited only by --max_tokens_per_micro_batch",
         within=NON_NEGATIVE, free=True)
-    max_tokens_per_micro_batch: int = option(16384,
-                                             "most tokens in one forward pass (a longer single sample goes alone)",
-                                             within=COUNT, free=True, common=True)
-    max_steps: int = option(0, "stop after this many steps; 0: when the data has been used as often as asked for",
-                            within=NON_NEGATIVE, free=True, common=True)
+    max_tokens_per_micro_batch: int = option(
+        16384, "tokens per forward pass, at most (a longer sample gets its own pass); "
+        "lower it to save memory", within=COUNT, free=True, common=True)
+    max_steps: int = option(0, "stop after this many steps; 0: after all passes over the data", within=NON_NEGATIVE,
+                            free=True, common=True)
     lr_scheduler: str = option("cosine_with_min_lr", "learning-rate schedule after warm-up",
                                ("constant", "linear", "cosine_with_min_lr"))
     lr_warmup_ratio: float = option(0.03, "share of the optimizer steps spent warming up", within=SHARE)
@@ -121,15 +122,15 @@ class OptimConfig:
                                  needs="lr_scheduler cosine_with_min_lr")
     optim: str = option(
         "adamw",
-        "adamw_8bit: Adam's moments rest in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes "
-        "extra); rows of no multiple of 64 and vectors stay float32", ("adamw", "adamw_8bit"),
+        "adamw_8bit: store Adam's moments in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes "
+        "extra); vectors, and rows that are not a multiple of 64, stay float32", ("adamw", "adamw_8bit"),
         read_by=("fsdp", "single"))
     adam_betas: list[float] = option([0.9, 0.95], "Adam's betas", within="[0, 1)")
     l2: float = option(0.0, "weight decay (norms and biases are excluded)", within=NON_NEGATIVE)
-    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 is off", within=NON_NEGATIVE)
+    max_norm: float = option(1.0, "clip the global gradient norm at this; 0 is off", within=NON_NEGATIVE)
     max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient",
                                 within=COUNT, free=True)
-    seed: int = option(42, "seed of everything random", within="[0, 4294967295]")
+    seed: int = option(42, "random seed", within="[0, 4294967295]", card="seed")
 
     @property
     def eight_bit(self) -> bool:
@@ -142,8 +143,8 @@ class BalanceConfig:
     """The load of the experts of a mixture."""
     aux_loss_coef: float = option(
         0.0,
-        "mixtures of experts: weight of the load-balancing loss of the routers, over the whole batch of an optimizer "
-        "step; more than one micro-batch per rank takes one more forward pass of each; 0 is off", within=NON_NEGATIVE)
+        "mixtures of experts: weight of the routers' load-balancing loss, over the whole batch of an optimizer step; "
+        "with several micro-batches per rank it costs one more forward pass; 0 is off", within=NON_NEGATIVE)
 
 
 @dataclass
@@ -154,13 +155,14 @@ class CheckpointConfig:
     ckpt_path: str | None = option(None, "folder of the resumable checkpoints (default: SAVE_PATH/checkpoints)")
     save_steps: int = option(-1, "rollout steps between checkpoints; -1: only when stopped or done", within="[-1, inf)",
                              common=True)
-    max_ckpt_num: int = option(3, "keep at most this many checkpoints (the best one is kept besides)", within=COUNT)
+    max_ckpt_num: int = option(3, "keep at most this many checkpoints (plus the best one, with --best_metric)",
+                               within=COUNT)
     max_ckpt_mem: float = option(1e8, "keep at most this many GiB of checkpoints", within=POSITIVE)
-    best_metric: str | None = option(None, "metric whose best checkpoint is never rotated away, e.g. eval/all/pass@1")
+    best_metric: str | None = option(None, "metric whose best checkpoint is always kept, e.g. eval/all/pass@1")
     async_save: bool = option(True, "write checkpoints in the background")
     load_checkpoint: bool = option(False, "resume from the newest complete checkpoint in --ckpt_path", common=True)
     save_hf_ckpt: bool = option(False, "also write an HF copy of the policy with every checkpoint")
-    disable_ckpt: bool = option(False, "write no resumable checkpoints at all")
+    disable_ckpt: bool = option(False, "write no resumable checkpoints")
 
 
 @dataclass
@@ -177,8 +179,8 @@ class SinkConfig:
     wandb_group: str | None = option(None, "W&B group")
     wandb_org: str | None = option(None, "W&B entity")
     use_trackio: bool = option(False, "log to trackio (needs the trackio extra)")
-    trackers: list[str] = option([], "further trackers, through accelerate; each needs its package, and takes project "
-                                 "and run name from the options of W&B and the rest from its environment variables",
+    trackers: list[str] = option([], "further trackers, through accelerate; each needs its package. Project and run "
+                                 "name come from the options of W&B, the rest from environment variables",
                                  ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab"))
 
 
@@ -189,9 +191,12 @@ class Tree:
     train: OptimConfig
     checkpoint: CheckpointConfig
     log: SinkConfig
+    PREFLIGHT: ClassVar[str]  # class of its checks and estimates, derived from lightrft.preflight.base.Preflight
     BATCH: ClassVar[str]  # option that sets the size of the batches drawn from the data
     METRICS: ClassVar[tuple[str, ...]]  # first parts of the names of the metrics that a checkpoint has
     TRAINING: ClassVar[str]  # kind of the training, in words
+    TAG: ClassVar[str] = ""  # of the hub, for the kind of the training; empty: the first of METRICS
+    TASK: ClassVar[str] = ""  # of the hub, that a trained model does; empty: it answers with text
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, or OPTION=VALUE

@@ -1,4 +1,4 @@
-"""Content of the values of a row, by which rows in memory are named."""
+"""Content of the values of a row; its hash identifies rows in memory."""
 import hashlib
 from collections.abc import Mapping
 from typing import Any

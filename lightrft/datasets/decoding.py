@@ -62,10 +62,10 @@ def image_size(medium: Medium, rules: MediaRules) -> tuple[int, int]:
 
 
 def _limited(read: Callable[[Tick], T], medium: Medium, rules: MediaRules) -> T:
-    """Call ``read`` in a thread that is left behind when time is up; whatever goes wrong names the medium.
+    """Call ``read`` in a thread that is abandoned when time is up; every error names the medium.
 
-    The decoders are foreign code on untrusted bytes and raise all kinds of exceptions. A thread that is late ends at
-    its next tick, or at the end of a picture, whose size is limited.
+    The decoders are third-party code on untrusted bytes and raise all kinds of exceptions. A late thread ends at its
+    next tick, or at the end of a picture, whose size is limited.
     """
     deadline, done, caught = time.monotonic() + rules.decode_timeout_s, [], CaptureException()
 

@@ -1,4 +1,4 @@
-"""Judged answers: a prompt with one answer and whether it is desirable, as KTO learns from them."""
+"""Judged answers for KTO: a prompt with one answer and a label, desirable or not."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -67,8 +67,8 @@ class JudgedDataset(TokenizedDataset[Judged]):
         self._others = others([answer for answer, _ in self._rows])
         if split == "train" and len({good for _, good in self._rows}) < 2:
             kind = "desirable" if self._rows[0][1] else "undesirable"
-            get_logger().warning(f"all {len(self)} answers are {kind}: KTO learns what parts good from bad answers; "
-                                 "add some of the other kind")
+            get_logger().warning(f"all {len(self)} answers are {kind}: KTO needs good and bad answers; add some of the "
+                                 "other kind")
 
     def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
         """Return answers, and whether they are desirable."""

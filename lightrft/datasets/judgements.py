@@ -1,4 +1,4 @@
-"""Judgements: which of two candidates is better, in a random order, as a chat whose answer is in ``<answer>`` tags.
+"""Training data of judges: two candidates in random order, as a chat whose answer is in ``<answer>`` tags.
 
 Rows: ``{prompt, chosen, rejected[, judgement][, tie]}``, candidates as text or messages. Pictures, videos and sounds
 are in columns, with ``<image>`` and its like where they appear, those of the prompt first, then those of the chosen
@@ -38,7 +38,7 @@ _IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Judgement:
-    """A request to a judge, and what it should say.
+    """A request to a judge, and the expected judgement.
 
     Attributes:
         request: text, with ``<image>`` and its like.
@@ -90,7 +90,7 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
     media, tie = _media(row, cfg, (prompt, chosen, rejected), second, where), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
-            f"{where}: the chosen candidate is the rejected one. Remove the row, or mark it with 'tie': true")
+            f"{where}: the chosen and the rejected candidate are equal. Remove the row, or mark it with 'tie': true")
     first, last = (rejected, chosen) if second else (chosen, rejected)
     right = TIE if tie else int(second)
     names = {"chosen": NAMES[second], "rejected": NAMES[not second]}
@@ -114,8 +114,8 @@ def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = F
     contents = [turn["content"] for turn in (turns[-1:] if last else turns)]
     if any(isinstance(part, dict) and part.get("type", "text") != "text"
            for content in contents if isinstance(content, list) for part in content):  # yapf: disable
-        raise DataError(f"{where}: {name} has media inside of its messages. Write <image> and its like, and give the "
-                        "media in columns")
+        raise DataError(f"{where}: {name} has media inside its messages. Write <image>, <video> or <audio> there, and "
+                        "put the media in columns")
     text = without_end(value if isinstance(value, str) else "\n".join(map(text_of, contents)), ends)
     if missing(text):
         raise DataError(f"{where}: the row has no {name} (it has {', '.join(row)}). Name its column with --prompt_key, "

@@ -1,6 +1,6 @@
-"""Loader of global batches, the same on every rank; one number is its whole position.
+"""Loader of global batches, the same on every rank; a single number is its position.
 
-The order of the rows is a pure function of (sizes, probabilities, seed), so that a position alone restores it.
+The order of the rows is a pure function of (sizes, probabilities, seed), so the position is enough to restore it.
 """
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -172,7 +172,7 @@ class PromptLoader(Generic[Item]):
         return [row for _, row in self.draw(self.batch_size)]
 
     def ahead(self) -> list[Item]:
-        """Return the rows of the next batch, which are not consumed."""
+        """Return the rows of the next batch without consuming them."""
         return [self.dataset[self._row(number)] for number in range(self.position, self.position + self.batch_size)]
 
     def draw(self, count: int) -> list[tuple[int, Item]]:
@@ -214,7 +214,7 @@ class PromptLoader(Generic[Item]):
             _warn(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
                   f"probabilities {wanted.probs}")
         if state["rows"] != self._rows:
-            _warn("the data has as many rows as that of the checkpoint, but other ones: the run continues after "
+            _warn("the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
                   f"the first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])
 

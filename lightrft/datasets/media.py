@@ -208,8 +208,8 @@ def _check_options(given: Mapping[str, Any], kind: str, rules: MediaRules, where
         if value is None or same or (name, value) == ("detail", "auto"):
             continue
         remedy = f"Use --{name} {value} for all" if name in _GIVEN_TO_ALL else f"Cut or resize the {kind} itself"
-        raise MediaError(f"{where}: {kind} with {name} {shorten(value)}: sizes and rates are not read for one {kind} "
-                         f"alone. {remedy}, or remove {name} from the row")
+        raise MediaError(f"{where}: {kind} with {name} {shorten(value)}: sizes and rates cannot be set for a single "
+                         f"{kind}. {remedy}, or remove {name} from the row")
 
 
 def _source(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
@@ -225,7 +225,7 @@ def _source(value: Any, kind: str, rules: MediaRules, where: str) -> Any:
         return _checked(_encoded_picture(value, rules, where), rules, where)
     if kind == "video" and (isinstance(value, (list, tuple)) or isinstance(value, np.ndarray) and value.ndim == 4):
         return _frames(value, rules, where)
-    problem = "it is empty" if value is None else f"{type(value).__name__} is not a form of it that is known"
+    problem = "it is empty" if value is None else f"{type(value).__name__} is not a known form of it"
     remedy = ". Several pictures of a row are one list, not lists in a list; the frames of a video belong in a column "
     remedy = remedy + "of videos" if isinstance(value, (list, tuple)) and kind == "image" else ""
     raise MediaError(f"{where}: {problem}. Write the encoded bytes or the path of a file{remedy}")
@@ -324,8 +324,8 @@ def _file(text: str, rules: MediaRules, where: str) -> Path:
     """
     if rules.root is None:
         raise MediaError(
-            f"{where}: a path, but these rows are in no file that it could be relative to. Name the folder "
-            "of the media with --media_root")
+            f"{where}: a relative path, but these rows come from no file. Name the folder of the media with "
+            "--media_root")
     try:
         root = rules.root.resolve()
         path = (root / text).resolve()

@@ -28,7 +28,7 @@ _ROOM = 0.9  # of the budget, to which the files are reduced
 
 
 def settings_of(processor: Any, *more: Any) -> str:
-    """Hash everything that decides about the tensors of a medium: the processor, packages, and ``more`` options."""
+    """Hash everything that the tensors of a medium depend on: the processor, packages, and ``more`` options."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -45,10 +45,11 @@ def settings_of(processor: Any, *more: Any) -> str:
 
 @dataclass
 class DiskCache:
-    """Files below ``folder``, at most about ``budget`` bytes; those not read for the longest time are removed first.
+    """Files below ``folder``, at most about ``budget`` bytes; the least recently read are removed first.
 
-    The name of a file is a hash of the medium's content and of ``settings``. Files appear whole, so ranks need no lock;
-    one that is damaged is made again. A folder that cannot be written is reported once, and only read from then on.
+    The name of a file is a hash of the medium's content and of ``settings``. Files are written atomically, so ranks
+    need no lock; a damaged one is rebuilt. A folder that cannot be written is reported once, and from then on only
+    read.
 
     Raises:
         UserError: the folder cannot be made.

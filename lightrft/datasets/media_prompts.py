@@ -108,7 +108,7 @@ def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: MediaSt
 
 
 def _check_options(cfg: DataConfig, store: MediaStore) -> None:
-    """Refuse options that write what stands for a medium into every prompt."""
+    """Refuse options that would write a placeholder or token of media into every prompt."""
     for name in ("system_prompt", "input_template"):
         text = vars(cfg)[name] or ""
         mark = next((mark for mark in (*store.tokens, *(f"<{kind}>" for kind in KINDS)) if mark in text), None)

@@ -1,4 +1,4 @@
-"""Pairs the media of a row with their positions in its messages, whichever way the row writes both."""
+"""Pairs the media of a row with their positions in its messages, in all supported forms."""
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
 
 
 def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
-    """Refuse a row with media in its own system turn, of which ``--system_prompt`` takes the place.
+    """Refuse a row with media in its own system turn, which ``--system_prompt`` would replace.
 
     Raises:
         MediaError: it has some.
@@ -111,12 +111,12 @@ def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
         kind = next((kind for kind, _ in _parts(content, marks, where) if kind != "text"), None)
         if kind is not None:
             raise MediaError(
-                f"{where}: --system_prompt takes the place of the system turn of this row, which holds media "
-                f"of kind {kind}. Write them in a user turn, or drop --system_prompt")
+                f"{where}: --system_prompt replaces the system turn of this row, which holds media of kind {kind}. "
+                "Write them in a user turn, or drop --system_prompt")
 
 
 def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
-    """Part the columns that hold the media of several texts, in the order of their placeholders.
+    """Split the columns that hold the media of several texts, in the order of their placeholders.
 
     Returns:
         By column the media of each text. A column with another number of media than placeholders is not in it.
@@ -171,7 +171,7 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
                 "rows out with --media_policy skip")
         if listed[kind] and not messages:
             raise MediaError(f"{where}: the column {_column(row, kind, cfg)!r} holds media of kind {kind}, and a text "
-                             "prompt that is not rendered as a chat has no place for them. Write the row as messages")
+                             "prompt that is not rendered as a chat cannot hold them. Write the row as messages")
     return turns, listed
 
 

@@ -1,6 +1,6 @@
 """Store of the pictures, videos and sounds of a run by key: decoded, processed and cached where they are used.
 
-Every rank reads the same data, so every rank can look up every key. Keys travel between ranks, pixels never.
+Every rank reads the same data, so every rank can look up every key. Ranks exchange keys, never pixels.
 """
 import hashlib
 from collections import Counter
@@ -47,18 +47,17 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
     try:
         processor: Any = AutoProcessor.from_pretrained(path)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor files "
-                        f"there; what a package lacks comes with {install_command('vl')}") from error
+        raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor "
+                        f"files there; missing packages are installed by {install_command('vl')}") from error
     if not isinstance(processor, ProcessorMixin):
         raise UserError(f"{path!r} has no processor, only {type(processor).__name__}: copy the processor files of the "
                         "model there (processor_config.json or preprocessor_config.json)")
     processor.tokenizer = tokenizer
-    rules, pixels, disk = MediaRules.of(cfg), (cfg.min_pixels, cfg.max_pixels), None
+    store = MediaStore(processor, MediaRules.of(cfg), (cfg.min_pixels, cfg.max_pixels), cfg.media_cache_mib,
+                       headers=cfg.media_check == "header", token_frames=token_frames, takes=takes)
     if cfg.media_cache_dir is not None:
-        settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
-        disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, settings)
-    return MediaStore(processor, rules, pixels, cfg.media_cache_mib, headers=cfg.media_check == "header", disk=disk,
-                      token_frames=token_frames, takes=takes)
+        store.disk = DiskCache(Path(cfg.media_cache_dir).expanduser(), cfg.media_disk_mib * _MIB, store.settings)
+    return store
 
 
 class MediaStore:
@@ -73,25 +72,28 @@ class MediaStore:
             asks for them.
         workers: threads that decode and process ahead.
         headers: take the text of a picture from its header, where the processor has a function for sizes.
-        disk: keeps processed media for other ranks and runs.
         token_frames: as for :class:`~lightrft.datasets.processing.MediumProcessor`.
         takes: kinds of media that the model takes; rows with others are refused.
 
     Attributes:
         decoded: media decoded so far.
         most: most media of each kind in one row that a data set keeps; the same on all ranks.
+        disk: keeps processed media for other ranks and runs; None: nothing does.
+        settings: hash of everything but the content that decides about the tensors of a medium.
         gather: returns the values of all ranks that read the same rows; by itself, of this process alone.
     """
 
-    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int, int] = (0, 0),
-                 cache_mib: int = 1024, workers: int = 2, headers: bool = False, disk: DiskCache | None = None,
-                 token_frames: int = 0, takes: Sequence[str] = KINDS) -> None:
+    def __init__(self, processor: ProcessorMixin, rules: MediaRules, pixels: tuple[int,
+                                                                                   int] = (0, 0), cache_mib: int = 1024,
+                 workers: int = 2, headers: bool = False, token_frames: int = 0, takes: Sequence[str] = KINDS) -> None:
         self.processor: Any = processor
         self.single = MediumProcessor(processor, token_frames)
-        self.headers, self.disk, self.takes = headers, disk, tuple(takes)
+        self.headers, self.takes = headers, tuple(takes)
         self._texts: dict[str, str] = {}
         self._distinct: dict[str, str] = {}
         self.rules, self.pixels = rules, pixels
+        self.settings = settings_of(processor, pixels, rules.fps, rules.max_frames)
+        self.disk: DiskCache | None = None
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
@@ -137,7 +139,7 @@ class MediaStore:
         return f"{key.partition(':')[0]} of {self._media[key].where}"
 
     def check_downloads(self, keys: Iterable[str]) -> None:
-        """Compare what the URLs among media gave to the ranks: one hash, unless they differ. A collective.
+        """Compare the downloads of all ranks: by one hash, unless they differ. A collective.
 
         Raises:
             DataError: names a URL that gave different bytes to two ranks.
@@ -197,7 +199,7 @@ class MediaStore:
             if found is not None:
                 raise MediaError(f"{where}: a text holds {found}, which this model reads as a picture, video or sound: "
                                  f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row, and "
-                                 f"no {found} of your own")
+                                 f"do not write {found} yourself")
 
     def open(self, key: str) -> Decoded:
         """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.
@@ -243,7 +245,7 @@ class MediaStore:
 
     def _open(self, key: str) -> Decoded:
         if key not in self._media:
-            raise UserError(f"no row of the data of this run holds the medium {key}: the ranks read different data")
+            raise UserError(f"no row of this run's data has the medium {key}: the ranks read different data")
         with self._lock:
             self.decoded += 1
         medium = decode(self._media[key], self.rules, self.single.rate)
@@ -274,7 +276,7 @@ class MediaStore:
         return self._cache.keep(key, made)
 
     def text(self, key: str) -> str:
-        """Return what stands for the medium ``key`` in a prompt, from its header alone where that is enough."""
+        """Return the text of the medium ``key`` in a prompt, computed from its header if that is enough."""
         if key not in self._texts:
             found = self._text_of_header(key) if self.headers else None
             self._keep_text(key, self.tensors(key).text if found is None else found)
@@ -320,7 +322,7 @@ class MediaStore:
                     self._ahead[key] = self._pool.submit(self._made_ahead, key)
 
     def _drop_unused(self, wanted: Container[str]) -> None:
-        """Drop what was processed ahead for batches that never came."""
+        """Drop media that were processed ahead but never used."""
         for key in [key for key, coming in self._ahead.items() if key not in wanted and coming.done()]:
             done = self._ahead.pop(key)
             made = None if done.exception() else done.result()

@@ -1,7 +1,7 @@
 """Public data sets of preferred pictures, videos and sounds, by name: ``--train_data hpdv3:/data/hpdv3/train.json``.
 
-A reader turns a row, as its authors publish it, into a pair whose answers are media: the prompt of the generator is the
-user's turn, what it made is the assistant's. The names are those of LightRFT.
+A reader converts a published row to a pair whose answers are media: the prompt of the generator is the user's turn, its
+output the assistant's. The names are those of LightRFT.
 """
 import re
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def load_entry(spec: str, split: str = "train") -> Rows:
     pairs = {i: _read(reader, row, rows.where(i), source) for i, row in enumerate(rows.rows)}
     labelled = {i: pair for i, pair in pairs.items() if pair is not None}
     if not labelled:
-        raise DataError(f"{spec}: none of {len(rows)} rows says which one is better. Name another file")
+        raise DataError(f"{spec}: none of {len(rows)} rows says which candidate is better. Name another file")
     if len(labelled) < len(rows):
         get_logger().warning("%s: %d of %d rows do not say which one is better: left out", spec,
                              len(rows) - len(labelled), len(rows))
@@ -151,7 +151,8 @@ def _judged(row: Row) -> Row:
     """Return a pair with the judgement of a chat, in which ``Image 1`` and ``Image 2`` are the candidates."""
     turns, media = value(row, "conversations"), value(row, "images")
     if len(turns) < 2 or len(media) != 2:
-        raise ValueError(f"{len(turns)} turns and {len(media)} pictures are no question with a judgement of two")
+        raise ValueError(f"{len(turns)} turns and {len(media)} pictures are not a question and a judgement about two "
+                         "pictures")
     said = str(value(turns[-1], "value"))
     if (found := _BETTER.search(said)) is None:
         raise ValueError(f"the judgement ends with {said[-60:]!r}, and not <answer>Image 1 is better</answer> or 2")

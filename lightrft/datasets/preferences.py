@@ -1,10 +1,10 @@
 """Preference data: pairs of a better and a worse answer to one prompt, from rows of any known schema.
 
 Known schemas: ``{chosen, rejected[, prompt]}`` with texts or messages (TRL's explicit and implicit prompts, OpenRLHF's
-keys), those whose prompt stands as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
-``question``, and ms-swift's ``messages`` with ``rejected_response`` or ``rejected_messages``, or ``rejected_images`` or
-its like. A row may have a ``margin``, ``tie: true`` if its answers are equally good, and ``heads``, by name which
-answer ("chosen", "rejected" or "tie") is better by other standards.
+keys), those with a prompt as in demonstrations (``messages``, ``input``, Alpaca's and ShareGPT's columns) or in
+``question``, and ms-swift's ``messages`` with ``rejected_response``, ``rejected_messages``, or ``rejected_images`` (and
+likewise for videos and audios). A row may have a ``margin``, ``tie: true`` if its answers are equally good, and
+``heads``, by name which answer ("chosen", "rejected" or "tie") is better by other standards.
 """
 import re
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class Pair:
     """One row, tokenized. The sequences end with the last token of the answer, which alone is in the loss.
 
     Attributes:
-        margin: by how much the chosen answer is better, on the scale of rewards; 0 where the row does not say.
+        margin: by how much the chosen answer is better, on the scale of rewards; None where the row does not say.
         tie: the answers are equally good.
         heads: probability that the chosen answer is better by other standards, by their names.
         shown: an answer holds media itself.
@@ -49,7 +49,7 @@ class Pair:
     uid: str
     chosen: SFTExample
     rejected: SFTExample
-    margin: float = 0.0
+    margin: float | None = None
     tie: bool = False
     heads: dict[str, float] = field(default_factory=dict)
     shown: bool = False
@@ -61,7 +61,7 @@ class PairRecord:
     prompt: Answer
     chosen: Answer
     rejected: Answer
-    margin: float
+    margin: float | None
     tie: bool
     heads: dict[str, float]
 
@@ -75,14 +75,14 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
         DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
             nor false, or messages are not valid.
     """
-    tie, margin = is_tie(row, where), finite(row.get("margin") or 0.0)
-    if margin is None:
+    tie, margin = is_tie(row, where), finite(row.get("margin"))
+    if margin is None and row.get("margin") not in (None, ""):
         raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
     answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
     if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):
-        raise PairError(f"{where}: the chosen answer is the rejected one. Remove the row, mark it with 'tie': true, or "
-                        "use --pair_policy skip")
+        raise PairError(f"{where}: the chosen and the rejected answer are equal. Remove the row, mark it with 'tie': "
+                        "true, or use --pair_policy skip")
     _check(texts, row, where)
     return PairRecord(*texts, margin, tie, _heads(row, where))
 
@@ -261,8 +261,9 @@ def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
     sides = {i: [(side.token_ids, side.media) for side in (pair.chosen, pair.rejected)] for i, pair in pairs.items()}
     equal = [i for i, (chosen, rejected) in sides.items() if chosen == rejected and not pairs[i].tie]
     if equal and policy == "error":
-        raise PairError(f"{rows.where(equal[0])}: the chosen answer is the rejected one in tokens: the chat template "
-                        "drops what differs. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
+        raise PairError(
+            f"{rows.where(equal[0])}: the chosen answer has the same tokens as the rejected one: the chat template "
+            "drops the difference. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
     if equal:
         get_logger().warning("%d of %d rows have answers that are the same tokens (the first: %s): left out",
                              len(equal), len(rows), rows.where(equal[0]))

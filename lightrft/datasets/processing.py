@@ -1,4 +1,4 @@
-"""Processing of one picture, video or sound as the processor of a model does it inside of a prompt."""
+"""Processes one picture, video or sound as the processor of a model does within a prompt."""
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,7 +160,7 @@ class MediumProcessor:
         """Raise ``ValueError`` for a sound of which the processor would keep only the start."""
         most = getattr(self.processor.feature_extractor, "n_samples", samples)
         if samples > most and options.get("truncation", True):
-            raise ValueError(f"it lasts {samples / self.rate:.1f} s, and the model hears the first "
+            raise ValueError(f"it lasts {samples / self.rate:.1f} s, and the model processes only the first "
                              f"{most / self.rate:g} s of a sound. Cut it into pieces")
 
     def _windows(self, samples: np.ndarray) -> tuple[dict[str, Any], str]:

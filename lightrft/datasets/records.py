@@ -42,8 +42,9 @@ def text_of(content: Any) -> str:
 
 
 def missing(value: Any) -> bool:
-    """Return True for an empty value: null, blank text, an empty list or object."""
-    return value is None or (isinstance(value, str) and not value.strip()) or value == [] or value == {}
+    """Return True for an empty value: null, NaN, blank text, an empty list or object."""
+    empty = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
+    return value is None or empty or value == [] or value == {}
 
 
 def silent(turn: Message) -> bool:
@@ -181,18 +182,19 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
                   columns={key: value for key, value in row.items() if key != column})  # yapf: disable
 
 
-def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str]) -> None:
+def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str],
+                        nested: Mapping[str, tuple[str, ...]] | None = None) -> None:
     """Refuse an option of ``options`` that names another column than by default, one that no row has.
 
     Args:
-        cfg: data class with the options. In one of the RL trainer, columns may be in nested objects.
+        cfg: data class with the options.
+        nested: option -> objects of a row in which its column may be.
 
     Raises:
         DataError: names the option, the file and its columns.
     """
-    nested: Mapping[str, tuple[str, ...]] = _PROMPT_OPTIONS if isinstance(cfg, DataConfig) else {}
     for option in options:
-        key, parts = getattr(cfg, option), nested.get(option, ())
+        key, parts = getattr(cfg, option), (nested or {}).get(option, ())
         if key == getattr(type(cfg)(), option) or not rows.rows or any(key in _keys(row, parts) for row in rows.rows):
             continue
         known = dict.fromkeys(name for row in rows.rows for name in _keys(row, parts))
@@ -221,7 +223,7 @@ def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
         DataError: as in :func:`to_record` and :func:`check_named_columns`; also for text prompts mixed with chats, and
             for single rows without an answer.
     """
-    check_named_columns(rows, cfg, _PROMPT_OPTIONS)
+    check_named_columns(rows, cfg, _PROMPT_OPTIONS, _PROMPT_OPTIONS)
     records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
     for i, record in enumerate(records):
         _check_same_shape(rows, records, i, record)

@@ -26,7 +26,7 @@ class DataError(UserError):
 
 
 class UnusableRow(DataError):
-    """Nothing can be learnt from a row; a policy decides if that stops the run."""
+    """A row cannot be used for training; a policy decides if that stops the run."""
 
 
 @dataclass
@@ -242,13 +242,15 @@ def _as_row(row: Any, where: str) -> Row:
 
 
 def _read_csv(file: Path) -> list[Row]:
-    reader = csv.DictReader(io.StringIO(_read_text(file), newline=""), restkey="", strict=True)
+    text = _read_text(file)
+    mark = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, delimiter=mark)
     rows: list[Row] = []
     try:
         for row in reader:
             if "" in row or None in row.values():
                 raise DataError(f"{file}, line {reader.line_num}: {'more' if '' in row else 'fewer'} fields than the "
-                                f"header, which has {len(reader.fieldnames or [])}. Quote fields that hold commas")
+                                f"header, which has {len(reader.fieldnames or [])}. Quote fields that hold {mark!r}")
             rows.append(row)
     except csv.Error as error:
         raise DataError(f"{file}, line {reader.line_num}: not valid CSV ({error})") from error
@@ -261,6 +263,7 @@ _READERS = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
 }
 
 
@@ -318,7 +321,7 @@ def fetch_hub(name: str, config: str = "", data_dir: str = "") -> Any:
     try:
         return datasets.load_dataset(name, config or None, data_dir=data_dir or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{name}: it cannot be had from the hub ({error})") from error
+        raise DataError(f"{name}: it cannot be downloaded from the hub ({error})") from error
 
 
 def fetch_entry(spec: str) -> None:
@@ -336,11 +339,11 @@ _KINDS = {bool: "bool", str: "text", dict: "object", list: "list", int: "number"
 
 
 def _check_types(rows: Rows) -> None:
-    """Require one kind of value per column in all rows (nulls and absent columns do not count)."""
+    """Require one kind of value per column in all rows (nulls, NaN and absent columns do not count)."""
     first: dict[str, tuple[str, int]] = {}
     for index, row in enumerate(rows.rows):
         for column, value in row.items():
-            if value is None:
+            if value is None or isinstance(value, float) and value != value:
                 continue
             kind = _KINDS.get(type(value), type(value).__name__)
             expected, at = first.setdefault(column, (kind, index))
@@ -371,7 +374,7 @@ def _check_texts(rows: Rows) -> None:
         for column, value in row.items():
             if half := lone_surrogate([column, value]):
                 raise DataError(f"{rows.where(index)}: the column {column!r} has {half!r}, half of a surrogate pair, "
-                                "which is no character. Write the whole pair, or remove it")
+                                "which is not a character. Write the whole pair, or remove it")
 
 
 def _row_id(row: Row) -> Any:

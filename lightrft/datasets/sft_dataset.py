@@ -1,4 +1,4 @@
-"""Data set of demonstrations: token ids and a loss mask of the assistant's words and its end-of-turn token."""
+"""Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Learning:
-    """Selection of the part of a demonstration that is learnt.
+    """Selection of the part of a demonstration that is in the loss.
 
     Attributes:
         output_key: column of the answer; None: the first of ``ANSWER_COLUMNS`` that a row has.
@@ -97,7 +97,7 @@ def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning
     if within and any(turn["role"] == "assistant" for turn in turns):
         return Conversation(renderer.messages(turns))
     if within or missing(answer):
-        raise DataError(f"{where}: the row has no answer to learn (looked for assistant messages and in "
+        raise DataError(f"{where}: the row has no answer to train on (looked for assistant messages and in "
                         f"{', '.join(learning.columns)}). Complete or remove it, or name its column with --output_key")
     asked = normalise_prompt(value, where) if column == "messages" else turns or value
     return answered(asked, answer, renderer, where)
@@ -293,7 +293,7 @@ class TokenizedDataset(MixedDataset[Item]):
             media.keep(keys for row in self._rows for keys in self.media_of(row))
         if not self._rows:
             raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than {self.LIMIT} "
-                            f"{max_len} tokens, or left out for another reason, which the log has")
+                            f"{max_len} tokens, or left out for another reason (see the log)")
 
     @abstractmethod
     def read(self, entry: int, rows: Rows) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Public data sets by name: conversion of raw rows, as their authors publish them, to rows in our schema."""
+"""Public data sets by name: conversion of published rows to rows in our schema."""
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Solutions in steps with a label for each, as process reward models learn from them, and their tokens.
+"""Solutions with a label for each step, as training data of process reward models, and their tokens.
 
 Known schemas: ``{input, label}`` with a placeholder after every step and a list of labels (OpenRLHF), the same with the
 labels written in place of the placeholders (Math-Shepherd), and ``{prompt, completions, labels}`` (TRL, PRM800K).
@@ -23,7 +23,7 @@ _ADVICE = "Correct or remove the row, or use --step_policy skip"
 
 
 class StepError(UnusableRow):
-    """The steps of one row and its labels do not belong together."""
+    """The steps of one row and its labels do not match."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     for i, text in enumerate(texts):
         _check_text(text, f"{where}: step {i + 1} of {len(texts)}")
     if any(str(cfg.placeholder_token) in text for text in texts):
-        raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which is to follow every step. Remove it, or "
-                        "use another --placeholder_token")
+        raise StepError(f"{where}: a step holds {cfg.placeholder_token}, which marks the end of every step. Remove it, "
+                        "or use another --placeholder_token")
     between = cfg.form.step_separator
     steps = [between * (i > 0) + text.removesuffix(between) for i, text in enumerate(texts)]
     asked = prompt if isinstance(prompt, str) else to_messages(prompt, where)

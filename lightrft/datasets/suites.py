@@ -1,11 +1,11 @@
-"""Public evaluation sets by name (``--eval_suite``): their rows as published, the question to ask, the right answer."""
+"""Public evaluation sets by name (``--eval_suite``): published rows, the question to ask, the correct answer."""
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config.options import ConfigError
-from lightrft.config.schema import SUITE_LABEL
+from lightrft.config.reward_schema import SUITE_LABEL
 from lightrft.datasets.records import Message, missing, Record
 from lightrft.datasets.rows import DataError, load_rows, read_hub, Row, Rows
 from lightrft.datasets.sources import final_answer

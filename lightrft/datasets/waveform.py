@@ -1,4 +1,5 @@
-"""Sound: WAV files, what soundfile reads, and resampling. Functions raise ``ValueError`` for sound that is broken."""
+"""Sound: WAV files, other formats through soundfile, and resampling. Functions raise ``ValueError`` for sound that
+is broken."""
 import io
 import struct
 from collections.abc import Callable, Iterable, Iterator

@@ -25,8 +25,8 @@ def normalise_rewards(rows: list[Row]) -> list[Row]:
     values = [row["reward"] for row in rows if row.get("reward") is not None]
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     if not deviation:
-        raise UserError(f"--normalize_reward: the {len(values)} rewards do not differ, so they have no scale; drop it, "
-                        "or score with a reward that tells responses apart")
+        raise UserError(f"--normalize_reward: the {len(values)} rewards are all equal and cannot be normalized; drop "
+                        "it, or use a reward that distinguishes responses")
     mean = statistics.fmean(values)
     return [row if row.get("reward") is None else row | {"reward": (row["reward"] - mean) / deviation} for row in rows]
 

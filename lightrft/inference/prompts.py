@@ -1,4 +1,4 @@
-"""From a model and prompts to scored responses on disk: what batch inference and evaluation share."""
+"""Generates scored responses to prompts and writes them to disk: shared by batch inference and evaluation."""
 import json
 import re
 from collections import Counter
@@ -56,8 +56,8 @@ def keeping(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.args = (f"{error}. {folder} keeps the responses: the same command goes on from there, and scores those "
-                      "again whose reward did not answer", *error.args[1:])
+        error.args = (f"{error}. {folder} keeps the responses: the same command resumes from there and scores again "
+                      "those whose reward did not answer", *error.args[1:])
         raise
 
 

@@ -1,4 +1,4 @@
-"""Memory of the tensors that a forward pass keeps for its backward pass, by the shape of the model. Arithmetic alone.
+"""Estimate of the tensors that a forward pass keeps for its backward pass, from the shape of the model.
 
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count the activations of a Transformer layer. This is their sum
 for the layers of today: flash attention keeps no [T, T] scores but one float32 per head and token (the log-sum-exp of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelShape:
     """Widths of a decoder: of the residual stream, of the MLP (of the experts of a token together), of the queries and
-    of the keys of all heads. ``towers``: those of what sees or hears; ``vocabulary``: tokens that have a logit."""
+    of the keys of all heads. ``towers``: of vision and audio towers; ``vocabulary``: tokens that have a logit."""
     layers: int
     hidden: int
     mlp: int

@@ -1,9 +1,9 @@
 """Differences between model families and modalities: the class that loads them, the features of media, the positions of
 tokens, the body and the head. Everything else in ``models`` is the same for all.
 
-All families that see or hear take one path: features of the unique media of a micro-batch, put among the embeddings of
-the tokens by place, then the text decoder alone. Hugging Face's own ``forward`` puts them by token id, and fails once a
-policy draws a media token.
+All vision and audio families take one path: the features of the unique media of a micro-batch replace token embeddings
+by index, then only the text decoder runs. Hugging Face's own ``forward`` places them by token id, and fails once a
+policy samples a media token.
 """
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -61,7 +61,7 @@ class ActorModality:
 
     @property
     def both_ways(self) -> bool:
-        """True if the tokens of a picture see each other in both directions."""
+        """True if the tokens of a picture attend to each other in both directions."""
         return False
 
     def of_a_copy(self) -> "ActorModality":
@@ -88,7 +88,7 @@ class ActorModality:
         return PACKED
 
     def adapt(self, hf: PreTrainedModel) -> None:
-        """Change what cannot be asked for while ``hf`` is loaded; for a text model nothing."""
+        """Apply changes that loading ``hf`` has no option for; for a text model nothing."""
 
     def body(self, hf: PreTrainedModel) -> nn.Module:
         """The decoder without its head: its output has ``last_hidden_state`` [1, T, H]."""
@@ -131,10 +131,10 @@ class ActorModality:
 
 
 class MediaModality(ActorModality):
-    """Modality of models that also see or hear; which family it is decides the rest.
+    """Modality of vision and audio models; their differences are in the row of the family.
 
-    ``causal_pictures``: tokens see only what is before them, also in a picture of a family with ``blocks``; set where
-    the engine computes that, because the trainer must compute the same.
+    ``causal_pictures``: attention is causal even within a picture of a family with ``blocks``; set if the engine
+    computes that, because the trainer must compute the same.
     """
     causal_pictures = False
 
@@ -193,7 +193,7 @@ class MediaModality(ActorModality):
 
     def _with_media(self, embeddings: Tensor, exp: Experience, hf: PreTrainedModel,
                     kinds: list[str]) -> tuple[Tensor, dict[str, Any]]:
-        """Put the features of every medium in the places of its tokens.
+        """Put the features of every medium at the indices of its tokens.
 
         Of a kind without any, those of a blank one, if it is needed, are multiplied by 0.
         """
@@ -249,8 +249,8 @@ class MediaModality(ActorModality):
         return self.source.tensors(key) if key else self.family.towers[kind].least_of(hf, self.source.blank(kind))
 
     def parts(self, hf: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
-        """Extend :meth:`ActorModality.parts`: towers ("visual", "audio"), and what leads from them to the decoder
-        ("projector"), which some families hold inside of the tower."""
+        """Extend :meth:`ActorModality.parts`: towers ("visual", "audio"), and the layers between them and the decoder
+        ("projector"), which are inside the tower in some families."""
         names = list(names)
         found = super().parts(hf, names)
         for part, path in self.family.paths.items():

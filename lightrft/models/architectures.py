@@ -11,10 +11,10 @@ TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "d
 SINKS = {"gpt_oss"}
 SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
 REFUSED = {
-    "audioflamingo3": "is loaded by no class for language models that read media",
+    "audioflamingo3": "is loaded by no auto class of transformers for multimodal language models",
     "qwen3_5": "has linear attention layers, which would mix packed sequences",
     "qwen3_5_moe": "has linear attention layers, which would mix packed sequences",
-    "qwen3_omni_moe": "also speaks, and the features of a sound depend on the other sounds of the batch",
+    "qwen3_omni_moe": "also generates speech, and the features of a sound depend on the other sounds of the batch",
     "qwen3_omni_moe_thinker": "has an audio tower whose features depend on the other sounds of the batch",
 }
 
@@ -49,11 +49,11 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
     if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
         return f"was saved as {config.architectures[0]}, an encoder" + remedy
     if text.model_type in SINKS:
-        return "uses attention sinks, which packed attention does not have" + remedy
+        return "uses attention sinks, which packed attention does not support" + remedy
     if layers:
         return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + remedy
     if any(config_value(text, key, 1.0) != 1.0 for key in SCALED_HEADS):
-        return "scales its logits in a way that the fused log-probs do not know" + remedy
+        return "scales its logits in a way that the fused log-probs do not support" + remedy
     return ""
 
 

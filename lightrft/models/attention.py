@@ -68,8 +68,8 @@ class _Rows(NamedTuple):
 class PackedLayout:
     """Positions of the sequences in one packed row; built once per forward and shared by all layers.
 
-    A sequence may *continue* an earlier one, its prefix: its tokens see the whole prefix and their own past. So what
-    several sequences begin with is in the row, and is computed, once.
+    A sequence may *continue* an earlier one, its prefix: its tokens attend to the whole prefix and their own past. So a
+    common beginning of several sequences is in the row, and computed, only once.
 
     Not a dataclass: FSDP's mixed precision would hand every layer a copy of one. ``calls`` counts the attention layers
     that used it, so that a model which mixes tokens elsewhere is noticed. ``blocks`` (int [T], on the CPU; None: none):
@@ -362,7 +362,7 @@ def segmented_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     ``segments`` has the layout whose bounds are ``cu_seq_lens_q``; without it the host asks the device for them.
     """
     if cu_seq_lens_q is None:
-        raise ValueError(f"{type(module).__name__} gives no bounds of segments: its tower cannot attend in them")
+        raise ValueError(f"{type(module).__name__} gives no segment bounds, which the attention of its tower needs")
     layout = next((known for known in segments or () if known.cu_seqlens is cu_seq_lens_q), None)
     layout = PackedLayout.build(cu_seq_lens_q) if layout is None else layout
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Loading of actors, critics and reward models from a Hugging Face folder or hub id; every refusal says what to do."""
+"""Loads actors, critics and reward models from a Hugging Face folder or hub id; every error names a remedy."""
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +149,7 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def takes_media(path: str) -> bool:
-    """Return True if the model at ``path`` sees or hears, from its config.json alone."""
+    """Return True if the model at ``path`` takes media, from its config.json alone."""
     return bool(media_kinds(path))
 
 
@@ -226,7 +226,7 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
-        where = "" if folder else " (no such folder here, so taken as a hub id)"
+        where = "" if folder else " (no such folder, so it was taken for a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
     if config.model_type == "qwen2_5_omni":  # its talker and its vocoder, which speak, stay out
         config = config.thinker_config
@@ -393,6 +393,6 @@ def _apply_liger(hf: PreTrainedModel) -> None:
             f"--use_liger: Liger's kernels cannot be imported ({type(error).__name__}: {first_line(error)});"
             f" reinstall them with {install_command('liger')}, or --use_liger false") from error
     if (family := hf.config.model_type) not in families:
-        get_logger().warning(f"Liger has no kernels for {family}: the model computes with its own")
+        get_logger().warning(f"Liger has no kernels for {family}: the model's own code is used")
         return
     _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)

@@ -42,14 +42,15 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 class Targets(NamedTuple):
-    """Names of what has adapters: modules, and matrices that belong to no linear layer (Gemma-3's projector)."""
+    """Names of the targets of adapters: modules, and matrices outside linear layers (Gemma-3's projector)."""
     modules: list[str]
     matrices: list[str]
 
 
 def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality) -> Targets:
-    """Find what ``words`` mean in ``hf``: the linear layers of a part of the model (:meth:`ActorModality.parts`;
-    "all-linear": of the decoder), the matrices of a part without any, or the modules whose names end with a word.
+    """Find the targets that ``words`` name in ``hf``: the linear layers of a part of the model
+    (:meth:`ActorModality.parts`; "all-linear": of the decoder), the matrices of a part without any, or the modules
+    whose names end with a word.
 
     Raises:
         UserError: a word matches nothing.
@@ -75,7 +76,7 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
 
 def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str],
              modality: ActorModality | None = None) -> "PeftModel":
-    """Freeze ``hf`` and put adapters on what ``target_modules`` mean (:func:`find_targets`).
+    """Freeze ``hf`` and put adapters on the ``target_modules`` (:func:`find_targets`).
 
     Raises:
         ValueError: the targets match nothing, include the embedding or the head (read past the adapters), or a matrix
@@ -84,8 +85,8 @@ def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_
     from peft import LoraConfig, get_peft_model
     modules, matrices = find_targets(hf, target_modules, modality or ActorModality())
     if matrices and dropout:
-        raise UserError(f"--lora_dropout {dropout:g}: {matrices[0]} is a bare matrix, whose adapter is added to it and "
-                        f"sees no input; set 0, or leave {' '.join(target_modules)} without it")
+        raise UserError(f"--lora_dropout {dropout:g}: {matrices[0]} is a bare matrix, whose adapter is added to the "
+                        f"matrix and has no input to drop; set 0, or leave {' '.join(target_modules)} without it")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules,
                         target_parameters=matrices or None, task_type="CAUSAL_LM" if hf.can_generate() else None)
     # The same adapters on every rank, whatever its generators have drawn before; a seed is that of GPUs too.

@@ -97,9 +97,9 @@ class PolicyLoss(nn.Module):
         loss, metrics = self.policy_loss(logprobs, exp, self.cfg)
         if missing := [name for name in _METRICS if name not in metrics]:
             raise UserError(
-                f"policy loss {self.cfg.policy_loss!r} returns no metric {', '.join(missing)}: return "
-                "(loss, ratio_metrics(ratio, at_low, at_high)), with that of lightrft.algorithms.base; ones "
-                "as the ratio of a loss without one, and nothing else without a clip")
+                f"policy loss {self.cfg.policy_loss!r} returns no metric {', '.join(missing)}: return (loss, "
+                "ratio_metrics(ratio, at_low, at_high)), from lightrft.algorithms.base; pass ones for a loss without "
+                "a ratio, and only the ratio without a clip")
         if loss.shape != logprobs.shape:
             raise UserError(f"policy loss {self.cfg.policy_loss!r} returns a loss of shape {list(loss.shape)}: return "
                             f"one number per token, {list(logprobs.shape)} here; it is masked and aggregated elsewhere")

@@ -1,4 +1,4 @@
-"""Features of media: their places in prompts, and a cache in host memory of those that frozen towers compute."""
+"""Features of media: their indices in prompts, and a host-memory cache of those that frozen towers compute."""
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -99,9 +99,9 @@ _MIB = 1 << 20
 
 
 class FeatureCache:
-    """Features by the key of their medium, of towers that are not trained; those not used for the longest time go.
+    """Features of frozen towers by the key of their medium; the least recently used are evicted.
 
-    A tower computes each medium alone, so its features do not depend on the batch, on the ranks or on what is kept.
+    A tower computes each medium alone, so features do not depend on the batch, the ranks or the contents of the cache.
 
     Args:
         budget_mib: MiB of features that are kept.

@@ -21,8 +21,8 @@ class PackedModel(nn.Module):
     """A Hugging Face (or PEFT) model, ``model``, that runs on packed sequences.
 
     The body and the head both run inside ``forward`` of this module, which therefore is the root for sharding.
-    ``share_prompts``: a prompt that several sequences begin with is forwarded once (:func:`forward_row`). Under dropout
-    it never is, because every sequence has masks of its own.
+    ``share_prompts``: a common prompt of several sequences is forwarded once (:func:`forward_row`); not with dropout,
+    where every sequence has its own masks.
     """
     share_prompts = True
     routes = False  # forward passes leave the choices of the routers in ``routing``
@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         if inputs["packing"].calls < body.config.num_hidden_layers:
             raise UserError(
                 f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
-                f"{body.config.num_hidden_layers} layers: it mixes packed sequences and cannot be used")
+                f"{body.config.num_hidden_layers} layers: some layers would mix packed sequences, so it cannot be used")
         if index is not None:
             tokens = index if tokens is None else index[tokens]
         return hidden if tokens is None else RowGather(tokens, len(hidden), hidden.device)(hidden)
@@ -141,7 +141,7 @@ class Critic(PackedModel):
         self.value_head_prefix = value_head_prefix
 
     def forward(self, exp: Experience) -> Tensor:
-        """Values [T], float32: at t the value of the state in which token t was chosen (the hidden state at t - 1).
+        """Values [T], float32: at t the value of the state before token t (the hidden state at t - 1).
 
         0 outside ``exp.drawn`` and at the first token of every sequence. Differentiable, also when nothing is kept.
         """

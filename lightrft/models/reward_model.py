@@ -54,7 +54,7 @@ class RewardKind:
 
     @property
     def generates(self) -> bool:
-        """True if the model writes its judgement."""
+        """True if the model generates its judgement as text."""
         return self.judge is not None or self.language
 
 
@@ -94,7 +94,7 @@ class RewardHead:
         return cls()
 
     def check_continues(self, config: PretrainedConfig, path: str) -> None:
-        """Refuse to train a reward model further with a head of another shape: its own would be dropped or renamed.
+        """Refuse to continue the training of a reward model with a head of another shape, which would replace its own.
 
         Raises:
             UserError: the model at ``path`` has another head.
@@ -106,8 +106,8 @@ class RewardHead:
         flags = ("heads_types", "pooling_method", "value_head_prefix")
         for flag, mine, stored in zip(flags, self._shape, RewardHead(**known)._shape):
             if mine != stored:
-                raise UserError(f"--{flag} {show(mine)}: the reward model {path!r} has {show(stored)}, and is trained "
-                                f"further with the head that it has; give --{flag} {show(stored)}")
+                raise UserError(f"--{flag} {show(mine)}: the reward model {path!r} has {show(stored)}, and keeps its "
+                                f"own head in further training; give --{flag} {show(stored)}")
 
     def _check_labels(self, config: PretrainedConfig, path: str) -> None:
         """Refuse other heads than those of a sequence classifier that another program trained."""
@@ -117,7 +117,7 @@ class RewardHead:
         named = len(labels) > 1 and not all(re.fullmatch(r"LABEL_\d+", label) for label in labels)
         if len(labels) != len(self.names) or named and labels != self.names:
             raise UserError(f"--heads_types {show(self.names)}: the classifier {path!r} has the scores {show(labels)}, "
-                            "and is trained further with the head that it has; name as many, in this order")
+                            "and keeps its own head in further training; name as many, in this order")
 
     def check_new(self, missing: set[str], unread: set[str], path: str) -> None:
         """Refuse a head of zeros for a model that has one of another name.
@@ -133,7 +133,7 @@ class RewardHead:
         if "score.weight" in missing and heads:
             prefix = heads[0].removesuffix(".weight")
             raise UserError(f"--value_head_prefix {self.prefix}: {path!r} has no {self.prefix}.weight, but {heads[0]}, "
-                            f"and would start with a new head. Give --value_head_prefix {prefix}, or remove that head")
+                            f"and a new head would replace it. Give --value_head_prefix {prefix}, or remove that head")
 
     @property
     def _shape(self) -> tuple[list[str], str, str]:
@@ -155,7 +155,7 @@ class RewardHead:
 
 
 def check_language(config: PretrainedConfig, unread: set[str], path: str) -> None:
-    """Refuse a model that scores where one that writes is needed: its head would be dropped.
+    """Refuse a scoring model where a generating one is needed: its head would be dropped.
 
     Args:
         unread: tensors of the checkpoint that the language model does not read.
@@ -166,9 +166,9 @@ def check_language(config: PretrainedConfig, unread: set[str], path: str) -> Non
     name = (config.architectures or [""])[0]
     heads = [] if name.endswith(SPEAKS) else [each for each in sorted(unread) if _HEAD.match(each)]
     if heads or _is_classifier(config) or config_value(config, SCORES, None) is not None:
-        raise UserError(f"{path!r} scores texts and writes none ({heads[0] if heads else name or SCORES} says so): "
-                        "its head would be dropped. Give the language model that it was trained from; lightrft rm "
-                        "trains a reward model further")
+        raise UserError(f"{path!r} scores texts and does not generate ({heads[0] if heads else name or SCORES} says "
+                        "so): its head would be dropped. Give the language model that it was trained from; lightrft "
+                        "rm trains a reward model further")
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
@@ -275,7 +275,7 @@ class RewardModel(PackedModel):
 
 
 class ProcessRewardModel(PackedModel):
-    """A causal language model; what it expects after the placeholder of a step is its judgement of the step.
+    """A causal language model; its prediction after the placeholder of a step is its judgement of the step.
 
     Args:
         model: as of :class:`~lightrft.models.actor_language.ActorLanguage`.

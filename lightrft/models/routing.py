@@ -1,4 +1,4 @@
-"""Choices of the routers of a mixture of experts in one forward pass, for the loss that balances them."""
+"""Router choices of a mixture of experts in one forward pass, for the load-balancing loss."""
 from dataclasses import dataclass
 from typing import Any
 

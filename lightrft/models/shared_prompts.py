@@ -1,7 +1,7 @@
-"""Prompts that several sequences of a micro-batch share are forwarded once.
+"""Shared prompts: a prompt of several sequences of a micro-batch is forwarded once.
 
-The row of a forward pass holds such a prompt as a segment of its own, followed by what comes after it in each of the
-sequences. Whoever reads the outputs asks by tokens of the sequences, so nothing else knows of the row.
+The row of a forward pass holds such a prompt as a separate segment, followed by the rest of each sequence. Outputs are
+read by the tokens of the sequences, so no other module depends on the layout of the row.
 """
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Tokenizers: their loading from a Hugging Face folder or hub id, their export, and chat templates that have a name.
+"""Loads tokenizers from a Hugging Face folder or hub id, exports them, and holds the built-in chat templates.
 
 ``generation`` in a template marks the tokens that the assistant wrote.
 """
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lightrft.models.loader import takes_media
+from lightrft.models.loader import logit_count, takes_media
 from lightrft.utils.errors import did_you_mean, first_line, UserError
 from lightrft.utils.hub import model_folder
 from lightrft.utils.logging import get_logger
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
            "{% generation %}{{ m['content'] + END }}{% endgeneration %}{{ '\n' }}{% else %}"
            "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -44,12 +44,13 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
             tokenizer's own template.
 
     Raises:
-        ValueError: no such folder, no tokenizer in it, no eos token, or an unknown or broken template.
+        ValueError: no such folder, no tokenizer in it, no eos token, one that the model does not have, or an unknown or
+            broken template.
     """
     folder = model_folder(path)
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"{path!r} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there")
+            f"{path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
@@ -65,10 +66,42 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if not tokenizer.chat_template and chat_template is None and folder is not None:
         own = folder / "chat_template.json"  # of the processor, in folders of older models
         tokenizer.chat_template = read_chat_template(str(own)) if own.is_file() else None
+    if folder is None or (folder / "config.json").is_file():
+        _check_ends(path, folder, tokenizer)
     if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
-        _try_template(tokenizer, chat_template)
+        set_chat_template(tokenizer, chat_template)
     return tokenizer
+
+
+def _check_ends(path: str, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse an end token of the tokenizer that the model does not have; warn of one of its generation config."""
+    known, own = logit_count(path), int(tokenizer.eos_token_id)
+    if own >= known:
+        raise UserError(f"the tokenizer of {path!r} ends responses with {tokenizer.eos_token!r}, token {own}, which "
+                        f"the model with its {known} tokens can neither draw nor read: copy the model's own tokenizer "
+                        "files there, or set another \"eos_token\" in tokenizer_config.json")
+    try:
+        declared = GenerationConfig.from_pretrained(folder or path).eos_token_id
+    except (OSError, ValueError):  # it has none
+        return
+    absent = [str(one) for one in (declared if isinstance(declared, list) else [declared]) if one and one >= known]
+    if absent:
+        get_logger().warning(f"generation_config.json of {path} names the end token {', '.join(absent)}, which the "
+                             f"model with its {known} tokens does not have: responses end with the others, such as "
+                             f"{tokenizer.eos_token!r}. Correct its eos_token_id")
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give ``tokenizer`` the template ``name``, a file or a built-in one.
+
+    Raises:
+        ValueError: it is unknown or does not render.
+    """
+    tokenizer.chat_template = read_chat_template(name)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except (TemplateError, TypeError) as error:
+        raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
 
 
 def _nearest(path: str) -> str:
@@ -77,15 +110,8 @@ def _nearest(path: str) -> str:
     return did_you_mean(path, (str(other) for other in home.iterdir() if other.is_dir())) if home.is_dir() else ""
 
 
-def _try_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"chat template {name!r} does not render: {first_line(error)}") from error
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) -> None:
-    """Write ``tokenizer`` to the ``folder`` of a model; if that sees or hears, with the processor of ``base``."""
+    """Write ``tokenizer`` to the ``folder`` of a model; for vision and audio models also the processor of ``base``."""
     if tokenizer.is_fast:  # on a full disk this is an OSError; the tokenizers library raises a bare Exception
         (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
     tokenizer.save_pretrained(folder)
@@ -94,7 +120,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) 
     try:
         processor: Any = AutoProcessor.from_pretrained(base)
     except (OSError, ValueError, ImportError) as error:
-        get_logger().warning(f"the export has no processor, because that of {base} does not load: {first_line(error)}")
+        get_logger().warning(f"the export has no processor, because the processor of {base} does not load: "
+                             f"{first_line(error)}")
         return
     if tokenizer.chat_template != processor.tokenizer.chat_template:
         processor.chat_template = tokenizer.chat_template  # a template of --chat_template

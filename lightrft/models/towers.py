@@ -1,7 +1,8 @@
-"""Towers: the way of pictures, videos and sounds into a model, features by family, and positions of tokens.
+"""Towers (encoders of pictures, videos and sounds): features by family, and positions of tokens.
 
-Shapes of media stay on the host, which computes from them all that a tower would otherwise ask the GPU for: positions,
-and the bounds of pictures, frames and windows. Both go to the GPU without a wait, through pinned memory.
+Shapes of media stay on the host, which computes everything that a tower would otherwise read back from the GPU:
+positions, and the bounds of pictures, frames and windows. They are copied to the GPU through pinned memory, without a
+wait.
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -205,7 +206,7 @@ def least_frames(hf: Any, tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Tower:
-    """The way of one kind of media into a model; the function ``features`` computes their features from the model, the
+    """Encoder of one kind of media; the function ``features`` computes their features from the model, the
     tower, the kind and the tensors that the tower reads, on the host.
 
     Attributes:

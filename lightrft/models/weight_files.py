@@ -1,4 +1,4 @@
-"""Weights in safetensors files: what stands in for them while a model is built, the rows that a rank reads, and the
+"""Weights in safetensors files: placeholders for them while a model is built, the rows that a rank reads, and the
 names under which they are written."""
 from collections.abc import Iterator
 from contextlib import contextmanager

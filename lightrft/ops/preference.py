@@ -1,8 +1,8 @@
 """Losses on preferences, of policies (from log-probs of whole responses: pairs, and single ones for KTO) and of reward
 models (Bradley-Terry on the scores of a pair, cross-entropy on the judgements of steps).
 
-Every loss of a pair is one number per pair, and the loss of a batch is their mean. Those of policies name the options
-that they read as parameters, which is all that is known about them elsewhere (:attr:`PairLoss.reads`).
+Every loss gives one number per pair, and the loss of a batch is their mean. Losses of policies take the options that
+they read as parameters; :attr:`PairLoss.reads` is derived from their signatures.
 """
 import inspect
 from collections.abc import Callable

@@ -1,27 +1,19 @@
 """Checks for choices of algorithms that are unknown, contradict each other or have no effect."""
 from collections.abc import Iterator
-from functools import singledispatch
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import Config
-from lightrft.config.shared_schema import Tree
 from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
 
 
-@singledispatch
-def trains_critic(config: Tree) -> bool:
-    """Return True if a critic is trained, as some advantage estimators need; each tree registers its own."""
-    return False
-
-
-@trains_critic.register
-def _(c: Config) -> bool:
+def trains_critic(c: Config) -> bool:
+    """Return True if a critic is trained, as some advantage estimators need."""
     return ADVANTAGES.get(c.algorithm.advantage_estimator).needs_critic
 
 
@@ -43,12 +35,12 @@ def algorithm_warnings(c: Config) -> Iterator[str]:
     """Yield warnings about choices that are allowed but rarely intended."""
     if not POLICY_LOSSES.get(c.algorithm.policy_loss).needs_old and c.optimizer_steps > 1:
         yield (f"--policy_loss {c.algorithm.policy_loss} has no ratio, and a rollout is used for {c.optimizer_steps} "
-               "optimizer steps: from the second one on the gradient is of a policy that is gone. For the exact one "
-               f"use --train_batch_size {c.rollout.samples} --max_epochs 1, or --policy_loss ppo")
+               "optimizer steps: from the second one on the gradient is biased, because the policy has changed. For "
+               f"an exact gradient use --train_batch_size {c.rollout.samples} --max_epochs 1, or --policy_loss ppo")
     a = c.algorithm
     if a.init_kl_coef and not a.use_kl_loss and a.kl_kind in ("k2", "k3"):
-        yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not that of the KL, and k1's is; add "
-               "--kl_estimator k1, or --use_kl_loss")
+        yield (f"--kl_estimator {a.kl_kind} in the reward: its policy gradient is not the gradient of the KL; only "
+               "k1's is. Add --kl_estimator k1, or --use_kl_loss")
     if not trains_critic(c):
         yield from if_set(
             c, ["value_head_prefix"], "has no effect with --advantage_estimator "
@@ -61,9 +53,9 @@ def _restricted(c: Config) -> Iterator[str]:
     if c.algorithm.rollout_correction == "none":
         return
     for name, value in changed(c, ("top_p", "top_k", "min_p")):
-        yield (f"--{name} {show(value)} with --rollout_correction {c.algorithm.rollout_correction}: the engine draws "
-               "from a restricted distribution, so weights are mostly below 1 even where engine and trainer agree, and "
-               f"nothing corrects for tokens that are never drawn. Drop --{name}, or expect it and lower the bounds "
+        yield (f"--{name} {show(value)} with --rollout_correction {c.algorithm.rollout_correction}: the engine samples "
+               "from a restricted distribution, so weights are mostly below 1 even if engine and trainer agree, and "
+               f"nothing corrects for tokens that are never sampled. Drop --{name}, or expect it and lower the bounds "
                "(--correction_low, --correction_veto)")
 
 
@@ -75,14 +67,14 @@ def _options(c: Config) -> Iterator[str]:
         yield (f"--entropy_coef {a.entropy_coef}: above --entropy_coef_max {a.entropy_coef_max}, the largest adaptive "
                f"weight; nearest valid value: {a.entropy_coef_max}")
     if a.high_entropy_token_ratio and a.rollout_correction == "bypass":
-        yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the pass that --rollout_correction "
-               "bypass leaves out; drop one of them")
+        yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the old-policy pass, which "
+               "--rollout_correction bypass skips; drop one of them")
     if a.policy_loss == "cispo" and a.cispo_absolute:
         yield from _absolute(c)
     if c.rollout.dynamic_sampling and 0 < 2 * c.reward.reward_clip <= a.zero_spread:
         yield (
             f"--zero_spread {a.zero_spread:g}: with --reward_clip {c.reward.reward_clip:g} no rewards differ by more "
-            f"than {2 * c.reward.reward_clip:g}, so no group of --dynamic_sampling would count; nearest valid "
+            f"than {2 * c.reward.reward_clip:g}, so --dynamic_sampling would reject every group; nearest valid "
             f"value: a little below {2 * c.reward.reward_clip:g}")
     if a.clip_cov_low >= a.clip_cov_high:
         yield (f"--clip_cov_low {a.clip_cov_low}: no covariance lies between it and --clip_cov_high {a.clip_cov_high}; "
@@ -98,11 +90,11 @@ def _kl(c: Config) -> Iterator[str]:
         yield ("--kl_estimator k1: as a loss its gradient is zero on average; nearest valid value: k1+ (its value, the "
                "gradient of k2) or k3, or drop --use_kl_loss to subtract it from the reward")
     if a.init_kl_coef and not a.use_kl_loss and a.kl_kind.endswith("+"):
-        yield (f"--kl_estimator {a.kl_kind}: the + changes the gradient of a loss, and a reward has none; nearest "
-               f"valid value: {a.kl_kind[:-1]}, or add --use_kl_loss")
+        yield (f"--kl_estimator {a.kl_kind}: the + changes the gradient of a KL loss, but the KL is in the reward; "
+               f"nearest valid value: {a.kl_kind[:-1]}, or add --use_kl_loss")
     if a.init_kl_coef and a.use_kl_loss:
-        yield from if_set(c, ["kl_in_outcome"], "has no effect with --use_kl_loss, which leaves the reward alone; drop "
-                          "one of them")
+        yield from if_set(c, ["kl_in_outcome"], "has no effect with --use_kl_loss, which does not change the reward; "
+                          "drop one of them")
     if a.init_kl_coef and not a.kl_kind.startswith("k3"):
         yield from if_set(c, ["k3_max"], f"has no effect on {a.kl_kind}; add --kl_estimator k3 or drop it")
 
@@ -118,8 +110,8 @@ def _absolute(c: Config) -> Iterator[str]:
     """Yield problems of CISPO with a bound on the ratio itself."""
     high = c.algorithm.eps_clip_high
     if high is None or high <= 1:
-        yield (f"--eps_clip_high {show(high)}: with --cispo_absolute this bounds the ratio itself, and would hold back "
-               "a policy that has not moved (ratio 1); nearest valid value: a little above 1; usual is 5")
+        yield (f"--eps_clip_high {show(high)}: with --cispo_absolute this bounds the ratio itself, and would clip even "
+               "an unchanged policy (ratio 1); nearest valid value: a little above 1; usual is 5")
     yield from if_set(c, ["eps_clip"],
                       "has no effect with --cispo_absolute, which has no lower bound; drop one of them")
 
@@ -166,15 +158,15 @@ def _estimator(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
         yield (f"{option.flag} {show(value)}: {estimator} trains no critic; drop it, or use --advantage_estimator "
                f"{users}")
     if "norm_group_std" in (entry.reads or ()) and not a.norm_group_std:
-        yield from if_set(c, ["std_eps"], f"{estimator} divides by no deviation; add --norm_group_std or drop it")
+        yield from if_set(c, ["std_eps"], f"{estimator} does not divide by a standard deviation; add "
+                          "--norm_group_std or drop it")
 
 
 def _rewards(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
     """Yield options of reward shaping that the chosen estimator does not see or cannot use."""
     if not entry.needs_group:
         yield from if_set(c, ["kl_in_outcome"],
-                          f"{estimator} compares no group, so there is nothing for the KL to come "
-                          "before; drop it")
+                          f"{estimator} has no group statistics that the KL could be subtracted before; drop it")
     if entry.needs_parts:
         yield from if_set(
             c, ("reward_clip", "reward_running_norm", "kl_in_outcome"), f"has no effect with {estimator}, "
@@ -217,8 +209,8 @@ def _bounds(c: Config, chosen: str, entry: Correction) -> Iterator[str]:
         for name, value, side in (("correction_low", a.correction_low, "below"), ("correction_high", a.correction_high,
                                                                                   "above")):
             if value == 1:
-                yield (f"--{name} 1: {chosen} masks what is outside its bounds, and weights of responses that engine "
-                       f"and trainer agree on lie on both sides of 1; nearest valid value: a little {side} 1")
+                yield (f"--{name} 1: {chosen} masks weights outside its bounds, and even without mismatch weights "
+                       f"lie on both sides of 1; nearest valid value: a little {side} 1")
     elif a.correction_low == a.correction_high == 1:
         yield (
             f"--correction_low 1: with --correction_high 1 every weight of {chosen} is 1, so it has no effect; nearest "

@@ -21,6 +21,8 @@ from lightrft.preflight.shared_rules import divides, if_set, nearest_divisors, u
 def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem with the engine and its options."""
     engine = c.rollout.engine_type
+    if any(not text for text in c.rollout.stop):
+        yield f"--stop {c.rollout.stop}: an empty string would stop every response at once; drop it"
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")
@@ -28,8 +30,8 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
         yield from _native_engine(c, engine, cuda)
     if engine != "sglang" and not c.strategy.divides_weights(world_size):
         yield from if_set(
-            c, ["sync_bucket_mib"], f"has no effect with --engine_type {engine} where every rank holds all "
-            "weights, so that nothing is gathered; add --strategy fsdp or drop it")
+            c, ["sync_bucket_mib"], f"has no effect with --engine_type {engine} if every rank holds all weights, "
+            "because nothing is gathered; add --strategy fsdp or drop it")
     if c.rollout.lora_sync == "adapter":
         yield from _adapters(c, engine)
     if c.rollout.offload_during_rollout:
@@ -45,8 +47,8 @@ def missing_engine(c: Config) -> Iterator[str]:
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:
     if engine != "vllm":
-        yield (f"--lora_sync adapter: --engine_type {engine} takes merged weights alone; add --engine_type vllm or "
-               "drop it")
+        yield (f"--lora_sync adapter: --engine_type {engine} takes only merged weights; add --engine_type vllm or drop "
+               "it")
     if c.rollout.engine_quantization != "none":
         yield (f"--lora_sync adapter: is not possible with --engine_quantization {c.rollout.engine_quantization}, "
                "which quantizes the base weights again at every sync; drop one")
@@ -55,11 +57,11 @@ def _adapters(c: Config, engine: str) -> Iterator[str]:
 def _offload(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     flag = "--offload_during_rollout true: "
     if not cuda:
-        yield flag + "has no effect without CUDA, where all memory is the host's; drop it"
+        yield flag + "has no effect without CUDA, because there is only host memory; drop it"
     elif c.rollout.engine_type == "hf" and not c.strategy.divides_weights(world_size):
-        yield flag + "the hf engine generates with the trainer's own weights where a rank holds all of them; drop it"
+        yield flag + "the hf engine generates with the trainer's own weights if a rank holds all of them; drop it"
     if c.strategy.fsdp_cpu_offload:
-        yield flag + "has no effect with --fsdp_cpu_offload, where nothing is on the device; drop one"
+        yield flag + "has no effect with --fsdp_cpu_offload, which keeps everything off the device; drop one"
 
 
 def _text(value: object) -> str:
@@ -77,8 +79,8 @@ def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
             yield (f"--{name} {value:g}: {facts.title} does not sample below {facts.coldest:g}; nearest valid value: "
                    f"{facts.coldest:g}")
     if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
-        yield (f"--min_p {r.min_p:g}: vLLM restricts to it before --top_p {r.top_p:g}, the hf and sglang engines after "
-               "it, which is another distribution; drop one of the two")
+        yield (f"--min_p {r.min_p:g}: vLLM applies it before --top_p {r.top_p:g}, the hf and sglang engines after "
+               "it, so the distributions differ; drop one of the two")
     for entry in r.engine_args:
         yield from _argument(entry, facts)
     for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
@@ -93,9 +95,9 @@ def _argument(entry: str, facts: EngineFacts) -> Iterator[str]:
     if not value.strip() or not name.isidentifier():
         yield f"--engine_args {entry}: expected name=value, e.g. {facts.example}"
     elif name in facts.decided:
-        yield f"--engine_args {entry}: set {facts.decided[name]} in its place"
+        yield f"--engine_args {entry}: set {facts.decided[name]} instead"
     elif any(fnmatchcase(name, pattern) for pattern in facts.fixed):
-        yield f"--engine_args {entry}: training needs the value that it has; drop it"
+        yield f"--engine_args {entry}: training depends on the default of this argument; drop it"
     else:
         yield from _unreadable(entry)
 
@@ -124,10 +126,10 @@ def oversample_problems(c: Config) -> Iterator[str]:
         yield from if_set(c, ["max_staleness"], "has no effect without --oversample; add --oversample 1.25 or drop it")
         return
     if r.dynamic_sampling:
-        yield (f"{flag}: generation ends when enough groups are finished, and --dynamic_sampling knows which of them "
-               "count only after their rewards; drop one of them")
+        yield (f"{flag}: generation would stop when enough groups are finished, but --dynamic_sampling accepts or "
+               "rejects groups only after their rewards; drop one of them")
     if c.train.max_steps == 1:
-        yield f"{flag}: has no effect in a single step, which nothing could follow; set --max_steps 2 or drop it"
+        yield f"{flag}: has no effect in a run of one step; set --max_steps 2 or drop it"
     yield from _shorter_stages(r.stages, flag)
 
 
@@ -137,16 +139,16 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
     except ConfigError:
         return  # reported by length_problems
     if any(after < before for before, after in pairwise(lengths)):
-        yield (f"{flag}: --stages {','.join(entries)} gets shorter, and a response under way could be longer than the "
-               f"next stage allows; let the lengths rise, or drop --oversample")
+        yield (f"{flag}: --stages {','.join(entries)} gets shorter, and an unfinished response could be longer than "
+               "the next stage allows; use rising lengths, or drop --oversample")
 
 
 def shared_engine(tp_size: int, world_size: int, local_ranks: int) -> Iterator[str]:
     """Yield a problem of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
     if world_size % tp_size == 0 and local_ranks % tp_size:
-        yield (
-            f"--engine_tp_size {tp_size}: the ranks of an engine have to share a machine, and each has {local_ranks} "
-            f"of the run; nearest valid value: {nearest_divisors(local_ranks, tp_size)}, or another --nproc-per-node")
+        yield (f"--engine_tp_size {tp_size}: the ranks of an engine have to be on one machine, and each machine has "
+               f"{local_ranks} of the run; nearest valid value: {nearest_divisors(local_ranks, tp_size)}, or another "
+               "--nproc-per-node")
     yield from divides("engine_tp_size", tp_size, world_size)
 
 
@@ -157,22 +159,22 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
         return
     for name, carries in (("dynamic_sampling", r.dynamic_sampling), ("oversample", r.oversample > 1)):
         if carries:
-            yield (f"{flag}--{name} carries groups over to later steps, whose old log-probs are those of other "
+            yield (f"{flag}--{name} carries groups over to later steps, where the old log-probs belong to other "
                    "weights; drop one of them")
     if r.offload_during_rollout:
         yield f"{flag}the passes need the models that --offload_during_rollout takes off the device; drop one of them"
     if c.model.teacher_offload:
         yield f"{flag}the passes need the teacher that --teacher_offload takes off the device; drop one of them"
     if r.engine_tp_size > 1:
-        yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other while they "
-               "generate, and would for the passes, in no common order; drop one of them")
+        yield (f"{flag}ranks that share an engine (--engine_tp_size {r.engine_tp_size}) wait for each other in "
+               "generation and in the passes, in different orders, and would deadlock; drop one of them")
     if c.data.cache_features and c.strategy.divides_weights(world_size):
-        yield (f"{flag}ranks that divide a tower run it together for --cache_features, and reach their passes in no "
-               "common order; drop one of them")
+        yield (f"{flag}ranks with a sharded tower run it together for --cache_features, but start their passes in "
+               "different orders; drop one of them")
     shared = r.engine_type == "hf" and not c.strategy.divides_weights(world_size)
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")
     critic = c.algorithm.advantage_estimator in ADVANTAGES and trains_critic(c)
     if not c.forward_passes(r.samples, critic):
-        yield f"{flag}has no effect, for nothing is computed between rollout and update; drop it"
+        yield f"{flag}has no effect, because nothing is computed between rollout and update; drop it"

@@ -1,15 +1,15 @@
 """Memory on CUDA besides the tensors that a plan counts, estimated: contexts, NCCL, CUDA graphs, passes of the engine.
 
-The figures are reports of others, and their sources are named; ``make gpu`` measures what a device has in use. So they
+The figures are published ones, with their sources; ``make gpu`` measures the memory in use on a device. So they
 can warn of a run, and refuse none.
 """
-from functools import singledispatch
 from math import ceil
 
 from lightrft.config.engines import native_arguments
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
+from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import MIB
 from lightrft.preflight.hardware import Device
 from lightrft.rollout.engines import ByPhase, largest_hf_cache, sequences_at_once
@@ -33,32 +33,16 @@ def overhead(config: Tree, world_size: int, device: Device, shape: ModelShape | 
     if not device.cuda:
         return {}
     trained = (world_size > 1) + (0 < config.strategy.fsdp_shard_size < world_size)
-    rows = {"CUDA context, estimated": in_phases(config, CONTEXT),
-            "buffers of NCCL, estimated": in_phases(config, trained * COMMUNICATOR)}  # yapf: disable
-    for name, values in of_engine(config, world_size, device, shape).items():
+    plan, rows = preflight(config), dict[str, ByPhase]()
+    for name, size in (("CUDA context, estimated", CONTEXT), ("buffers of NCCL, estimated", trained * COMMUNICATOR)):
+        rows[name] = (size * plan.has_rollout, size, size, size, size * plan.has_rollout)
+    for name, values in plan.of_engine(world_size, device, shape).items():
         rows[name] = tuple(map(sum, zip(values, rows.get(name, (0, ) * 5))))  # type: ignore[assignment]  # five again
     return {name: values for name, values in rows.items() if any(values)}
 
 
-@singledispatch
-def in_phases(config: Tree, size: float) -> ByPhase:
-    """Return what is there all the time; each tree with a rollout registers its own."""
-    return (0, size, size, size, 0)
-
-
-@in_phases.register
-def _(config: Config, size: float) -> ByPhase:
-    return (size, ) * 5
-
-
-@singledispatch
-def of_engine(config: Tree, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
-    """Return the rows of a rollout engine; each tree that has one while it trains registers its own."""
-    return {}
-
-
-@of_engine.register
-def _(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
+def engine_rows(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
+    """Return the rows of a rollout engine, while and between it generates."""
     r = config.rollout
     if r.engine_type == "hf":
         rows = hf_rows(config, world_size, device, shape)

@@ -1,15 +1,10 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
 from collections.abc import Callable, Mapping, Sequence
-from functools import singledispatch
 from importlib.util import find_spec
 
-from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.options import ConfigError
-from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
-from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.checks import Finding
-from lightrft.preflight.checks.run_plan import memory_verdict
+from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import AMPERE, Machine
 from lightrft.utils.errors import UserError
@@ -87,26 +82,11 @@ def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
                 f"on rank {groups[False][0]}; set it for all: --{name} {runs_anywhere}")
 
 
-def verdict(config: Tree, machine: Machine) -> Finding | None:
-    """Compare the estimate with the memory of a GPU; None on a CPU, or if nothing is known of the model."""
-    size, shape = known_model(config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
-    if size is None:
-        return None
-    return memory_verdict(config, machine.ranks, size, machine.device, trains_critic(config), shape)
-
-
-@singledispatch
 def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:
-    """Raise an error if a run does not fit into the GPUs of ``machine``; a tree that trains nothing registers its own.
+    """Raise an error if a run does not fit into the GPUs of ``machine``.
 
     Only what is counted for certain can refuse a run, and on a CPU nothing does: the system may swap.
     """
-    found = verdict(config, machine)
+    found = preflight(config).verdict(machine)
     if found and found.verdict == "fail":
         raise ConfigError(f"the run {found.text}; {found.remedy}")
-
-
-@refuse_what_does_not_fit.register(ServeConfig)
-@refuse_what_does_not_fit.register(InferenceTree)
-def _(config: InferenceTree | ServeConfig, machine: Machine) -> None:
-    """Leave the verdict to the engine, which knows how much memory it was given, or to a server that loads at once."""

@@ -9,7 +9,7 @@ from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import folder
-from lightrft.rewards.spec import parse_models, parse_recipe
+from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
 
@@ -31,12 +31,13 @@ def _written(r: RewardConfig) -> Iterator[str]:
         yield from _part(part)
     for path in parse_models(r.reward_pretrain).values():
         if path == "{}":
-            yield "--reward_pretrain {}: names no model; rewards by rules and files need none, drop the flag"
+            yield "--reward_pretrain {}: names no model; rule and file rewards need none, drop the flag"
             continue
         yield from folder("reward_pretrain", path)
+    recipes: dict[str, RewardRecipe] = {}
     for recipe in r.reward_recipe:
         try:
-            parse_recipe(recipe)
+            add_recipe(recipe, recipes)
         except UserError as error:
             yield str(error)
     yield from _judge(r)
@@ -47,16 +48,15 @@ def placed_problems(c: Config, world_size: int) -> Iterator[str]:
     """Yield problems of reward models with the strategy and the estimator."""
     r = c.reward
     if r.reward_shard and not c.strategy.divides_weights(world_size):
-        yield (
-            f"--reward_shard: --strategy {c.strategy.resolved(world_size)} on {world_size} rank"
-            f"{'s' if world_size > 1 else ''} divides no weights; drop it, or use --strategy fsdp, or deepspeed with "
-            "--zero_stage 3")
+        yield (f"--reward_shard: --strategy {c.strategy.resolved(world_size)} on {world_size} "
+               f"rank{'s' if world_size > 1 else ''} shards no weights; drop it, or use --strategy fsdp, or deepspeed "
+               "with --zero_stage 3")
     if c.algorithm.advantage_estimator not in ADVANTAGES:
         return  # an error of its own
     judges = [path for path, kind in known_kinds(parse_models(r.reward_pretrain).values()).items() if kind.judge]
     if judges and ADVANTAGES.get(c.algorithm.advantage_estimator).needs_greedy:
         yield (f"--reward_pretrain {judges[0]}: a judge of lightrft grm compares responses of a group, and "
-               f"{c.algorithm.advantage_estimator} subtracts the reward of a response outside of it; use "
+               f"{c.algorithm.advantage_estimator} subtracts the reward of a response outside the group; use "
                "--advantage_estimator group_norm or rloo, or another reward model")
 
 
@@ -68,14 +68,15 @@ def served_problems(c: ServeConfig) -> Iterator[str]:
     models = parse_models(c.model.reward_pretrain)
     for path, kind in known_kinds(models.values()).items():
         if kind.generates:
-            yield (f"--reward_pretrain {path}: its config.json tells of a generative model, and this command serves "
-                   "models with a head for scores. A judge of lightrft grm compares the responses to a prompt, which "
-                   "come here in different requests: give it to the run (--reward_pretrain), or serve the model with "
-                   "vLLM and ask it with --reward judge")
+            yield (
+                f"--reward_pretrain {path}: according to its config.json it is a generative model, and this command "
+                "serves models with a reward head. A judge of lightrft grm compares the responses to a prompt, which "
+                "arrive here in different requests: give it to the run (--reward_pretrain), or serve the model with "
+                "vLLM and ask it with --reward judge")
     for entry in c.model.reward:
         name = entry.partition("=")[0]
         if name not in models:
-            yield (f"--reward {entry}: a server scores with its models alone ({', '.join(models)})"
+            yield (f"--reward {entry}: a server scores only with its models ({', '.join(models)})"
                    f"{did_you_mean(name, models)}; name one of them")
 
 
@@ -104,9 +105,8 @@ def _judge(r: RewardConfig) -> Iterator[str]:
         if url.rstrip("/").endswith("/chat/completions"):
             yield f"--judge_url {url}: give the base URL, {url.rstrip('/').removesuffix('/chat/completions')}"
     if r.judge_url and not chosen:
-        yield (
-            f"--judge_url {','.join(r.judge_url)}: has no effect without --reward judge; add it, with the weight that "
-            "makes its scores as large as those of other parts, e.g. --reward judge=0.1")
+        yield (f"--judge_url {','.join(r.judge_url)}: has no effect without --reward judge; add it, with a weight that "
+               "scales its scores to those of other parts, e.g. --reward judge=0.1")
     if not r.reward_pretrain:
         yield from _unread(r, ("judge_template", "judge_score") * (not r.judge_url), "--judge_url or --reward_pretrain")
         yield from _unread(r, ("judge_max_len", ), "--reward_pretrain")
@@ -127,7 +127,7 @@ def _judge_forms(r: RewardConfig) -> Iterator[str]:
         if re.compile(r.judge_score).groups != 1:
             yield f"--judge_score {r.judge_score}: needs exactly one group, around the number, e.g. score: (\\d+)"
     except re.error as error:
-        yield f"--judge_score {r.judge_score}: is no regular expression ({error})"
+        yield f"--judge_score {r.judge_score}: is not a regular expression ({error})"
     if not re.fullmatch(r"[A-Za-z_]\w*", r.judge_key_env):  # the value may be a key: do not show it
         yield "--judge_key_env: expected the name of an environment variable, e.g. OPENAI_API_KEY, not the key itself"
     for entry in r.judge_args:

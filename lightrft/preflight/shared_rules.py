@@ -2,16 +2,16 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import singledispatch
 from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.inference_schema import InferenceTree
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError, Option, show
-from lightrft.config.serve_schema import ServeConfig
+from lightrft.config.offline_schema import OfflineDataConfig
+from lightrft.config.prompt_schema import PromptConfig
+from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import check_ranges, flatten, options
 from lightrft.datasets.pair_sources import parse_source
@@ -26,27 +26,23 @@ HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_sample
 CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 
-@singledispatch
-def shared_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
-    """Yield one sentence per problem that does not depend on the trainer, or on the command that generates."""
+def common_problems(c: Tree) -> Iterator[str]:
+    """Yield one sentence per problem that does not depend on the command."""
     yield from check_ranges(c)
     yield from unmet_needs(c)
     yield from _pixels(flatten(c))
+
+
+def training_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
+    """Yield one sentence per problem that does not depend on the trainer."""
     yield from _head(flatten(c))
     yield from _policy(c.model, cuda)
+    yield from _models(c)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
     yield from _checkpoint(c)
     yield from _best_metric(c)
     yield from _packages(c.log)
-
-
-@shared_problems.register(ServeConfig)
-@shared_problems.register(InferenceTree)
-def _(c: InferenceTree | ServeConfig, world_size: int, cuda: bool) -> Iterator[str]:
-    yield from check_ranges(c)
-    yield from unmet_needs(c)
-    yield from _pixels(flatten(c))
 
 
 def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
@@ -110,13 +106,20 @@ def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option
 def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
     if not m.pretrain:
         yield "--pretrain is missing: give an HF folder or hub id of the model to train"
-    yield from folder("pretrain", m.pretrain)
     if m.lora_rank > 0 and not m.target_modules:
         yield f"--target_modules none: --lora_rank {m.lora_rank} needs modules; nearest valid value: all-linear"
     if m.lora_rank > 0 and m.freeze_prefix:
         yield f"--freeze_prefix {','.join(m.freeze_prefix)}: has no effect with --lora_rank; drop one"
     if m.use_liger:
         yield from _liger(cuda)
+
+
+def _models(c: Tree) -> Iterator[str]:
+    """Yield the problems of the paths of all models that the options name."""
+    known = options(c)
+    for name, value in flatten(c).items():
+        if known[name].model:
+            yield from folder(name, value)
 
 
 def folder(name: str, path: str | None) -> Iterator[str]:
@@ -169,6 +172,31 @@ def chat_template(path: str | None) -> Iterator[str]:
         yield f"--chat_template {path}: no such file"
 
 
+def prompts(d: DataConfig) -> Iterator[str]:
+    """Check the sources of prompts and their rendering."""
+    yield from sources("prompt_data", d.prompt_data)
+    yield from rendering(d)
+    yield from probabilities("prompt_data", d.prompt_data_probs, len(d.prompt_data))
+
+
+def rendering(d: PromptConfig | OfflineDataConfig) -> Iterator[str]:
+    """Check the templates of a row."""
+    yield from chat_template(d.chat_template)
+    if d.input_template is not None and d.input_template.count("{}") != 1:
+        yield f"--input_template {d.input_template!r}: must hold {{}} exactly once, e.g. 'Question: {{}}'"
+
+
+def probabilities(name: str, probs: list[float], sources: int) -> Iterator[str]:
+    """Yield the problem of the mixing probabilities of the ``sources`` entries of an option."""
+    if not probs or not sources:
+        return
+    if len(probs) != sources:
+        yield f"--{name}_probs {probs}: {len(probs)} values for {sources} --{name} entries; give {sources}"
+    elif abs(sum(probs) - 1) > 1e-6:
+        nearest = ",".join(f"{p / sum(probs):.6g}" for p in probs) if sum(probs) > 0 else "positive values"
+        yield f"--{name}_probs {probs}: must add up to 1, not {sum(probs):.6g}; nearest valid value: {nearest}"
+
+
 def _optimizer(t: OptimConfig) -> Iterator[str]:
     if len(t.adam_betas) != 2:
         yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
@@ -213,7 +241,7 @@ def writable(name: str, path: str) -> Iterator[str]:
     if not there.is_dir():
         yield f"--{name} {path}: {which}is a file; give a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--{name} {path}: {which}cannot be written to; give a folder of your own, or change its permissions"
+        yield f"--{name} {path}: {which}cannot be written to; give a writable folder, or change its permissions"
 
 
 def _best_metric(c: Tree) -> Iterator[str]:
@@ -256,8 +284,8 @@ def _strategy(c: Tree, world_size: int) -> Iterator[str]:
     yield from (_fsdp if chosen == "fsdp" else _zero)(s) if chosen != "single" else ()
     if chosen == "deepspeed":
         yield from if_set(
-            c, ["initial_model_shard_size"], "has no effect with --strategy deepspeed, which divides the "
-            "reference model over all ranks with --zero_stage 3 and not at all else; drop it")
+            c, ["initial_model_shard_size"], "has no effect with --strategy deepspeed, which shards the reference "
+            "model over all ranks with --zero_stage 3, and otherwise not at all; drop it")
     yield from divides("fsdp_shard_size", s.fsdp_shard_size, world_size)
     yield from divides("zpg", s.zpg, world_size)
 
@@ -271,7 +299,8 @@ def _of_another(c: Tree, chosen: str) -> Iterator[str]:
 
 def _fsdp(s: StrategyConfig) -> Iterator[str]:
     if s.fsdp_cpu_offload and s.adam_offload:
-        yield "--adam_offload true: has no effect with --fsdp_cpu_offload, which holds the optimizer state too; drop it"
+        yield ("--adam_offload true: has no effect with --fsdp_cpu_offload, which already offloads the optimizer "
+               "state; drop it")
 
 
 def _zero(s: StrategyConfig) -> Iterator[str]:

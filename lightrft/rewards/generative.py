@@ -1,12 +1,11 @@
-"""Language models of the run as judges: they answer a request about responses, and the answer makes the reward.
+"""Language models of the run as judges: they answer a request about responses, and the answer determines the reward.
 
 A judge of ``lightrft grm`` says which of two candidates is better, so responses to one prompt are compared with each
 other. Another language model grades each response, as the text of ``--judge_template`` asks it to.
 """
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,11 +22,9 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.loader import load_actor
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.judge import JudgeForm
-from lightrft.rewards.neural import Media, positions_of
-from lightrft.rewards.placement import Placement, ScorerSetup
-from lightrft.rewards.prompt_reader import PromptReader
+from lightrft.rewards.neural import Media, positions_of, QueuedReward
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.rules import reference_answers
-from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.rollout.hf.engine import build_hf_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
@@ -62,7 +59,7 @@ def chat_of(text: str) -> list[Message]:
     return [{"role": "user", "content": [part for part in parts if part.get("text", part["type"])]}]
 
 
-class GenerativeReward(ABC):
+class GenerativeReward(QueuedReward[ActorLanguage]):
     """Language model that judges a queue of responses by generating, greedily, one answer per request.
 
     Args:
@@ -71,21 +68,16 @@ class GenerativeReward(ABC):
     Raises:
         UserError: answers of ``--judge_max_len`` tokens are longer than the model reads.
     """
-    together: bool
 
     def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup, rendering: DataConfig) -> None:
-        self.path, self.cfg, self.setup = path, cfg, setup
         most = positions_of(path, setup)
         if 0 < most <= cfg.judge_max_len:
             raise UserError(f"--judge_max_len {cfg.judge_max_len}: {path!r} has {most} positions for a request and its "
                             f"answer; nearest valid value: a number well below {most}")
         self.room = most - cfg.judge_max_len  # tokens of a request; negative: any number
-        self.place = Placement[ActorLanguage](partial(load_actor, PolicyModelConfig(pretrain=path), train=False), cfg,
-                                              setup)
-        self.reader = PromptReader(path, setup, rendering)
-        self.place.model.modality.media = self.reader.store
+        super().__init__(path, partial(load_actor, PolicyModelConfig(pretrain=path), train=False), cfg, setup,
+                         rendering)
         self._engine: RolloutEngine | None = None
-        self._queue: list[tuple[list[RewardInput], list[Future[list[Outcome]]]]] = []
 
     @abstractmethod
     def ask(self, items: list[RewardInput]) -> list[Asked]:
@@ -93,34 +85,16 @@ class GenerativeReward(ABC):
 
     @abstractmethod
     def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
-        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None where the request is too long."""
+        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None for a request that is too
+        long."""
 
-    @property
-    def waiting(self) -> int:
-        """Implement :attr:`QueuedReward.waiting`."""
-        return len(self._queue)
-
-    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
-        """Implement :meth:`QueuedReward.submit`.
-
-        Raises:
-            UserError: a prompt has media that the model does not read.
-        """
-        futures, readable = self.reader.begin(inputs)
-        self._queue.append(([inputs[i] for i in readable], [futures[i] for i in readable]))
-        return futures
-
-    def flush(self) -> None:
-        """Implement :meth:`QueuedReward.flush`."""
-        queue, self._queue = self._queue, []
-        asked = [self.ask(items) for items, _ in queue]
-        if not self.place.most(sum(map(len, asked))):
-            said: Iterator[str | None] = iter(())
-        else:
-            said = iter(self.answers([*chain.from_iterable(asked)]))
-        for (items, futures), some in zip(queue, asked):
-            for future, outcome in zip(futures, self.read(items, [next(said) for _ in some]), strict=True):
-                future.set_result([outcome])
+    def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
+        """Implement :meth:`QueuedReward.outcomes`."""
+        asked = [self.ask(items) for items in groups]
+        requests = [*chain.from_iterable(asked)]
+        said = iter(self.answers(requests) if self.place.most(len(requests)) else ())
+        found = (self.read(items, [next(said) for _ in some]) for items, some in zip(groups, asked))
+        return [*chain.from_iterable(found)]
 
     def encoded(self, asked: list[Asked]) -> list[list[int]]:
         """Tokenize requests, up to the start of the answer."""
@@ -165,7 +139,6 @@ class GenerativeReward(ABC):
 
 class GradingJudge(GenerativeReward):
     """Language model that grades each response, as the judge behind ``--judge_url`` does."""
-    together = False
 
     def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
         self.form = JudgeForm(cfg)
@@ -203,7 +176,7 @@ class ComparingJudge(GenerativeReward):
     both are equally good, 0 where the other one is better.
 
     The responses to a prompt form a ring: each is compared with the one after it. So each comes first once and second
-    once, and a judge that prefers a place favours none. A single response is compared, in both orders, with the
+    once, and a position bias of the judge favours none. A single response is compared, in both orders, with the
     reference answer of its row.
     """
     together = True
@@ -230,7 +203,8 @@ class ComparingJudge(GenerativeReward):
                     standings[index].points[place] = None if points is None else points[place == "second"]
                     if points is None:
                         standings[index].error = _too_long(self) if text is None else Outcome(
-                            None, "no_answer", f"{self.path!r} said none of {', '.join(ANSWERS)}: {text[-300:]!r}")
+                            None, "no_answer", f"{self.path!r} gave none of the answers {', '.join(ANSWERS)}: "
+                            f"{text[-300:]!r}")
         return [standing.outcome() for standing in standings]
 
 
@@ -252,7 +226,7 @@ def _comparisons(items: list[RewardInput]) -> Iterator[Comparison]:
 
 
 def _text(item: RewardInput) -> str:
-    """Return the prompt as the training of a judge writes it: what all of its turns say."""
+    """Return the prompt in the form of a judge's training data: the text of all its turns."""
     return "\n".join(marked(turn["content"]) for turn in item.messages) or plain(item.prompt)
 
 

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, NamedTuple
 
-from lightrft.config.schema import RewardConfig, SUITE_LABEL
+from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
-from lightrft.rewards.spec import (file_part, function_part, named_part, parse_entry, parse_models, parse_recipe,
-                                   RewardPart, recipe_for, remote_part, Submit)
+from lightrft.rewards.spec import (add_recipe, file_part, function_part, named_part, parse_entry, parse_models,
+                                   RewardPart, RewardRecipe, recipe_for, remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
@@ -36,13 +36,20 @@ class Job:
     futures: "list[Future[list[Outcome]]]"
 
 
+class Row(NamedTuple):
+    """One response, the parts that judge it, and their outcomes so far."""
+    item: RewardInput
+    recipe: Weighted
+    outcomes: dict[str, Outcome]
+
+
 @dataclass
 class Handle:
     """Handle on numbered responses to one or more prompts, and on the state of their scoring.
 
-    ``rows`` holds the outcomes known so far, by part; ``jobs`` are under way; ``together`` waits for whole groups.
+    ``rows`` are by number; ``jobs`` are under way; ``together`` waits for whole groups.
     """
-    rows: dict[int, tuple[RewardInput, Weighted, dict[str, Outcome]]] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     together: dict[str, tuple[RewardPart, list[int]]] = field(default_factory=dict)
     budgets: dict[str, GroupBudget] = field(default_factory=dict)  # by part
@@ -59,17 +66,17 @@ class RewardManager:
     ``functions`` of this program are rewards under their names; they have the signatures of a reward file. ``setup``
     says where reward models compute, and in which type.
     Raises ``ValueError`` (with the remedy) for an unknown reward, a bad weight or an unfit file.
-    ``counters`` holds the number of unscored responses, by cause (metrics ``reward/unscored/<cause>``).
     """
 
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None,
                  setup: "ScorerSetup | None" = None) -> None:
         self.cfg, self.functions, self.setup = cfg, functions or {}, setup
-        self.own_recipes = dict(map(parse_recipe, cfg.reward_recipe))
+        self.own_recipes: dict[str, RewardRecipe] = {}
+        for recipe in cfg.reward_recipe:
+            add_recipe(recipe, self.own_recipes)
         self.models = parse_models(cfg.reward_pretrain)
-        self.neural: dict[str, QueuedReward] = {}
-        self.counters: Counter[str] = Counter()
-        self.pool = WorkerPool(max(1, cfg.reward_workers), cfg.reward_timeout_s)
+        self.neural: dict[str, QueuedReward[Any]] = {}
+        self.pool = WorkerPool(max(1, cfg.reward_workers))
         self.remote = RemoteReward(cfg.remote_rm_url, cfg.reward_timeout_s) if cfg.remote_rm_url else None
         self.judge: RemoteReward | None = None
         self._named: dict[str, RewardPart] = {}
@@ -101,13 +108,11 @@ class RewardManager:
         alone: dict[str, tuple[RewardPart, list[tuple[Handle, int]]]] = {}
         self._waited_s = 0.0
         for handle, row, item in responses:
-            recipe = self.parts_of(item)
-            outcomes: dict[str, Outcome] = {}
-            handle.rows[row] = item, recipe, outcomes
-            for part, _ in recipe:
+            begun = handle.rows[row] = Row(item, self.parts_of(item), {})
+            for part, _ in begun.recipe:
                 outcome = part.fast(item) if part.fast is not None else None
                 if outcome is not None:
-                    outcomes[part.name] = outcome
+                    begun.outcomes[part.name] = outcome
                 elif part.together:
                     handle.together.setdefault(part.name, (part, []))[1].append(row)
                 else:
@@ -132,12 +137,6 @@ class RewardManager:
         """Return True if a part judges all responses to this prompt together."""
         return any(part.together for part, _ in self.parts_of(item))
 
-    def collect(self, handle: Handle) -> list[Score]:
-        """Wait for a submission and return scores in its order; count each cause of unscored responses, log it once."""
-        scores = self.wait(handle)
-        self.counters.update(score.error for score in scores if score.error is not None)
-        return scores
-
     def parts_of(self, item: RewardInput) -> Weighted:
         """Return the weighted parts that judge a row: those of its ``--reward_recipe``, else those of ``--reward``, the
         servers and reward models, else its recipe.
@@ -152,8 +151,8 @@ class RewardManager:
             self._recipes[key] = [(self._part(name), weight) for name, weight in own or recipe_for(item)]
         return self._recipes[key]
 
-    def wait(self, handle: Handle) -> list[Score]:
-        """Wait and return scores as :meth:`collect` does, without counting.
+    def collect(self, handle: Handle) -> list[Score]:
+        """Wait for a submission and return scores in its order; log each cause of unscored responses once.
 
         Raises:
             RuntimeError: a reward model that the ranks divide has not scored yet, see :meth:`flush`.
@@ -162,16 +161,13 @@ class RewardManager:
         if not self.divided:
             self.flush()
         elif any(model.waiting for model in self.neural.values()):
-            raise RuntimeError("the ranks divide the reward models: call flush() on all of them before wait()")
+            raise RuntimeError("the reward models are sharded: call flush() on all ranks before collect()")
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
-                handle.rows[row][2][job.part] = outcome
+                handle.rows[row].outcomes[job.part] = outcome
         handle.jobs = []
-        rows = [handle.rows[row] for row in sorted(handle.rows)]
-        recipes = {id(recipe): recipe for _, recipe, _ in rows}
-        weights = {key: {part.name: weight for part, weight in recipe} for key, recipe in recipes.items()}
-        return [self._total(weights[id(recipe)], outcomes) for _, recipe, outcomes in rows]
+        return [self._total(handle.rows[row]) for row in sorted(handle.rows)]
 
     @property
     def divided(self) -> bool:
@@ -184,10 +180,10 @@ class RewardManager:
             model.flush()
 
     def score(self, items: list[RewardInput]) -> list[Score]:
-        """Submit responses and wait for their scores, without counting; a collective as :meth:`flush` is."""
+        """Submit responses and wait for their scores; a collective as :meth:`flush` is."""
         handle = self.submit(items)
         self.flush()
-        return self.wait(handle)
+        return self.collect(handle)
 
     def shutdown(self) -> None:
         """Kill the workers and stop the requests to servers. Responses under way come back unscored."""
@@ -198,9 +194,10 @@ class RewardManager:
 
     def _configured(self) -> Weighted:
         parts: Weighted = []
+        others = [*self.models, *(["remote"] if self.remote is not None else [])]
         for entry in map(parse_entry, self.cfg.reward):
             part = file_part(entry, self.pool) if entry.path else self._part(entry.name)
-            if entry.path and part.name in [known.name for known, _ in parts]:
+            if entry.path and part.name in [*others, *(known.name for known, _ in parts)]:
                 part = replace(part, name=f"{entry.name}.{part.name}")
             if part.name in [known.name for known, _ in parts]:
                 raise UserError(f"--reward names {part.name!r} twice. Remedy: name it once, with the weight you want")
@@ -230,12 +227,11 @@ class RewardManager:
         return named_part(name, self.pool)
 
     def _start(self, part: RewardPart, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
-        limit_s = part.limit_s or self.cfg.reward_timeout_s
-        budget = self._budgets.setdefault(part.name, RewardBudget(limit_s))
+        budget = self._budgets.setdefault(part.name, RewardBudget(part.limit_s or self.cfg.reward_timeout_s))
         for handle, _ in members:
-            handle.budgets.setdefault(part.name, GroupBudget(limit_s, budget))
+            handle.budgets.setdefault(part.name, GroupBudget(budget))
         submit = cast(Submit, part.submit)  # a part without one decides each response at once
-        futures = submit([handle.rows[row][0] for handle, row in members],
+        futures = submit([handle.rows[row].item for handle, row in members],
                          [handle.budgets[part.name] for handle, _ in members])
         for future in futures:
             self._under_way[future] = part.name
@@ -255,17 +251,18 @@ class RewardManager:
 
     def _warn_of_waiting(self, left: Counter[str]) -> None:
         logger.warning(
-            "waited %.0f s for rewards, which are slower than generation; answers to go: %s. Remedy: more "
+            "waited %.0f s for rewards, which are slower than generation; missing answers: %s. Remedy: more "
             "--reward_workers (%d) or reward servers (%d), or a shorter --reward_timeout_s (%g)",
             WARN_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
             len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)
 
-    def _total(self, weights: dict[str, float], outcomes: dict[str, Outcome]) -> Score:
+    def _total(self, row: Row) -> Score:
         parts: dict[str, float | None] = {}
+        weights = {part.name: weight for part, weight in row.recipe}
         error, total = None, 0.0
         steps: list[tuple[int, float]] = []
         for name, weight in weights.items():
-            outcome = outcomes[name]
+            outcome = row.outcomes[name]
             parts[name] = outcome.value
             parts |= {f"{name}/{key}": value for key, value in outcome.extra.items()}
             if outcome.value is None:

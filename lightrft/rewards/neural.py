@@ -1,15 +1,16 @@
-"""Reward models as reward parts: prompts and responses in the model's own words, scored in packed passes."""
+"""Reward models as reward parts: prompts and responses rendered by the model's template, scored in packed passes."""
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import isfinite
-from typing import Generic, Protocol
+from typing import Generic
 
 import torch
 
-from lightrft.config.schema import RewardConfig
+from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.sft_dataset import answered, encode_all, Encoded
 from lightrft.models.loader import context_of, load_scorer
 from lightrft.models.reward_model import RewardModel
@@ -19,6 +20,7 @@ from lightrft.rewards.prompt_reader import PromptReader
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.tensors import runs
 
 Media = tuple[str, ...]
 _DUMMY: Encoded = ([0, 0], [False, True])  # for a pass of a rank that has nothing left
@@ -29,48 +31,63 @@ def positions_of(path: str, setup: ScorerSetup) -> int:
     return min((limit for limit in (context_of(path), setup.max_len) if limit), default=0)
 
 
-class QueuedReward(Protocol):
+class QueuedReward(ABC, Generic[Model]):
     """Reward model that scores a queue of responses at once.
-
-    Attributes:
-        together: it compares the responses that are submitted together.
-    """
-    path: str
-    together: bool
-    reader: PromptReader
-
-    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
-        """Queue responses, and return a future for each; :meth:`flush` scores them."""
-
-    def flush(self) -> None:
-        """Score all that is queued; a collective of a model that ranks divide."""
-
-    @property
-    def waiting(self) -> int:
-        """Number of queued entries."""
-
-
-class ModelReward(ABC, Generic[Model]):
-    """Reward model that scores each queued response in packed passes.
 
     Args:
         path: folder or hub id of the model.
         load: loads that model, frozen.
         cfg: where it rests between passes.
+        rendering: of prompts.
+
+    Attributes:
+        together: it compares the responses that are submitted together.
     """
     together = False
 
-    def __init__(self, path: str, load: Load[Model], cfg: RewardConfig, setup: ScorerSetup) -> None:
-        self.path, self.setup, self.most = path, setup, positions_of(path, setup)
+    def __init__(self, path: str, load: Load[Model], cfg: RewardConfig, setup: ScorerSetup,
+                 rendering: DataConfig | None = None) -> None:
+        self.path, self.cfg, self.setup, self.most = path, cfg, setup, positions_of(path, setup)
         self.place = Placement(load, cfg, setup)
-        self.reader = PromptReader(path, setup)
+        self.reader = PromptReader(path, setup, rendering)
         self.model.modality.media = self.reader.store
-        self._queue: list[tuple[RewardInput, Future[list[Outcome]]]] = []
+        self._queue: list[tuple[list[RewardInput], list[Future[list[Outcome]]]]] = []
 
     @property
     def model(self) -> Model:
-        """The model, wherever it is."""
+        """The model, on whichever device it is."""
         return self.place.model
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued responses."""
+        return sum(len(items) for items, _ in self._queue)
+
+    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
+        """Queue responses, and return a future for each; :meth:`flush` scores them.
+
+        Raises:
+            UserError: a prompt has media that the model does not read.
+        """
+        futures, readable = self.reader.begin(inputs)
+        self._queue.append(([inputs[i] for i in readable], [futures[i] for i in readable]))
+        return futures
+
+    def flush(self) -> None:
+        """Score all that is queued; a collective of a model that ranks divide."""
+        queue, self._queue = self._queue, []
+        futures = [future for _, some in queue for future in some]
+        for future, outcome in zip(futures, self.outcomes([items for items, _ in queue]), strict=True):
+            future.set_result([outcome])
+
+    @abstractmethod
+    def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
+        """Return the outcomes of all responses, in order; those submitted together form a group. A collective of a
+        model that ranks divide."""
+
+
+class ModelReward(QueuedReward[Model]):
+    """Reward model that scores each queued response in packed passes."""
 
     @abstractmethod
     def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
@@ -80,33 +97,16 @@ class ModelReward(ABC, Generic[Model]):
     def judge(self, model: Model, exp: Experience) -> list[Outcome]:
         """Return the outcomes of packed sequences, in order; ``exp.loss_mask`` is the mask of :meth:`encode`."""
 
-    @property
-    def waiting(self) -> int:
-        """Implement :attr:`QueuedReward.waiting`."""
-        return len(self._queue)
-
-    def submit(self, inputs: list[RewardInput], budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
-        """Implement :meth:`QueuedReward.submit`.
-
-        Raises:
-            UserError: a prompt has media that the model does not read.
-        """
-        futures, readable = self.reader.begin(inputs)
-        self._queue += [(inputs[i], futures[i]) for i in readable]
-        return futures
-
-    def flush(self) -> None:
-        """Implement :meth:`QueuedReward.flush`. A response that is too long for the model stays unscored."""
-        queue, self._queue = self._queue, []
-        if not self.place.most(len(queue)):
-            return
-        items = [item for item, _ in queue]
+    def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
+        """Implement :meth:`QueuedReward.outcomes`. A response that is too long for the model stays unscored."""
+        items = [*chain.from_iterable(groups)]
+        if not self.place.most(len(items)):
+            return []
         media = [self.reader.media(item) for item in items]
         rows = self.encode(items, media)
         fitting = [i for i, (ids, _) in enumerate(rows) if len(ids) <= (self.most or len(ids))]
         found = dict(zip(fitting, self.score([rows[i] for i in fitting], [media[i] for i in fitting])))
-        for i, (item, future) in enumerate(queue):
-            future.set_result([self.placed(item, self._outcome(found.get(i), len(rows[i][0])))])
+        return [self.placed(item, self._outcome(found.get(i), len(rows[i][0]))) for i, item in enumerate(items)]
 
     def placed(self, item: RewardInput, outcome: Outcome) -> Outcome:
         """Return the outcome of a response, with the places of its steps if they have rewards of their own."""
@@ -126,7 +126,7 @@ class ModelReward(ABC, Generic[Model]):
         """Return the outcomes of tokenized sequences with the media of their prompts; a collective of a model that
         ranks divide."""
         found: list[Outcome] = []
-        parts = [*_cut([len(ids) for ids, _ in rows], self.setup.max_tokens)]
+        parts = [*runs(range(len(rows)), lambda i: len(rows[i][0]), self.setup.max_tokens)]
         with self.place.here() as model:
             for number in range(self.place.most(len(parts))):
                 part = parts[number] if number < len(parts) else []
@@ -169,15 +169,3 @@ class NeuralReward(ModelReward[RewardModel]):
     def judge(self, model: RewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`: one score per sequence."""
         return [Outcome(score) for score in ((model(exp)[:, 0] - self.mean) / self.std).tolist()]
-
-
-def _cut(lens: list[int], limit: int) -> Iterator[list[int]]:
-    """Yield consecutive indices of at most ``limit`` tokens together; a longer sequence is alone."""
-    part: list[int] = []
-    for i, length in enumerate(lens):
-        if part and sum(lens[j] for j in part) + length > limit:
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part

@@ -1,4 +1,4 @@
-"""Placement of reward models: on the device throughout, in host memory between passes, or divided over the ranks."""
+"""Placement of reward models: on the device all the time, in host memory between passes, or sharded over the ranks."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class Placement(Generic[Model]):
         return model.eval()
 
     def _divided(self, load: Load[Model], strategy: StrategyBase) -> Model:
-        """Divide the model over the ranks; then each of its passes is one of all ranks."""
+        """Shard the model over the ranks; each of its passes is then a collective."""
         self.prepared = strategy.prepare(lambda: load(deferred=True), shard_size=self.setup.shard_size)
         model = cast(Model, self.prepared.model.eval())
         model.modality.passes = self.most
@@ -103,7 +103,7 @@ class Placement(Generic[Model]):
             self._rest(self.prepared, self.setup.strategy)
 
     def _rest(self, prepared: Prepared, strategy: StrategyBase) -> None:
-        """Free what passes have left of other ranks' parts; of an offloaded model also the own one."""
+        """Free gathered parts of other ranks; for an offloaded model also this rank's part."""
         if self.offloads:
             strategy.offload(prepared)
         else:

@@ -55,7 +55,7 @@ class PromptReader:
         if unread := sorted(kinds - {*takes}):
             raise UserError(f"--reward_pretrain {self.path}: here the reward model reads {', '.join(takes) or 'text'} "
                             f"only, and a prompt has {', '.join(unread)}: train one that reads it, or score these rows "
-                            "with --reward and a file of your own")
+                            "with --reward and your own file")
 
     def ids(self, text: str, ids: list[int], media: tuple[str, ...]) -> list[int]:
         """Return the tokens of a rendered prompt: ``ids``, or with media those of its expanded ``text``."""

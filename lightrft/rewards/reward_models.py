@@ -1,5 +1,6 @@
-"""Reward models of ``--reward_pretrain``: their kinds, what the options ask of each kind, and their loading."""
+"""Reward models of ``--reward_pretrain``: their kinds, the options that each kind needs, and their loading."""
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from lightrft.config.options import show
 from lightrft.config.schema import RewardConfig
@@ -8,12 +9,13 @@ from lightrft.models.reward_model import RewardKind
 from lightrft.rewards.generative import ComparingJudge, GradingJudge
 from lightrft.rewards.neural import NeuralReward, QueuedReward
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import named_models
 from lightrft.rewards.steps import StepReward
 from lightrft.utils.errors import UserError
 
 
-def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward:
-    """Load the reward model at ``path``, by what its config.json says that it is."""
+def reward_model(path: str, cfg: RewardConfig, setup: ScorerSetup) -> QueuedReward[Any]:
+    """Load the reward model at ``path``, its config.json determines the kind."""
     kind = reward_kind(path)
     if kind.steps is not None:
         return StepReward(path, kind.steps, cfg, setup)
@@ -29,7 +31,7 @@ def check_models(cfg: RewardConfig, paths: Iterable[str]) -> None:
 
 
 def model_problems(cfg: RewardConfig, kinds: Mapping[str, RewardKind]) -> Iterator[str]:
-    """Yield what the options ask of no reward model, and what they do not say of one; ``kinds``: by path, of all."""
+    """Yield options that no reward model reads, and options that one lacks; ``kinds``: of all models, by path."""
     if not kinds:
         return
     found = [*kinds.values()]
@@ -43,6 +45,10 @@ def model_problems(cfg: RewardConfig, kinds: Mapping[str, RewardKind]) -> Iterat
                            "language model that grades by them. Remedy: name one")
     for path, kind in kinds.items():
         yield from _fit(cfg, path, kind)
+    names = [name for name, _ in named_models(cfg.reward_pretrain)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield (f"--reward_pretrain {' '.join(cfg.reward_pretrain)}: two models are named {twice!r}; give one of them "
+               "another name, by NAME=PATH")
 
 
 def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]:
@@ -53,18 +59,17 @@ def _unread(cfg: RewardConfig, names: Iterable[str], kind: str) -> Iterator[str]
 
 
 def _fit(cfg: RewardConfig, path: str, kind: RewardKind) -> Iterator[str]:
-    """Yield what the options lack, or have too much, for one reward model."""
+    """Yield missing and superfluous options of one reward model."""
     if kind.language and cfg.judge_template is None:
-        yield (
-            f"--reward_pretrain {path}: its config.json tells of a language model, which has no head for scores and "
-            "is no judge of lightrft grm. Name a model of lightrft rm, prm or grm, or a sequence classifier with one "
-            "score; or let it grade responses, by the text of --judge_template FILE")
+        yield (f"--reward_pretrain {path}: according to its config.json it is a language model without a reward head, "
+               "and not a judge of lightrft grm. Name a model of lightrft rm, prm or grm, or a sequence classifier "
+               "with one score; or let it grade responses with --judge_template FILE")
     if kind.generates and cfg.normalize_reward:
         yield f"--normalize_reward: {path!r} is a generative reward model, which has no mean and std; drop the option"
 
 
 def description(kind: RewardKind, cfg: RewardConfig) -> str:
-    """Say what a reward model of this kind does, for people."""
+    """Describe a reward model of this kind for the report."""
     writes = f"in at most {cfg.judge_max_len} tokens"
     if kind.steps is not None:
         return f"judges the steps of responses ({cfg.step_reward})"

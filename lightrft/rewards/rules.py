@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from lightrft.rewards.base import Outcome, RewardInput, REWARDS
+from lightrft.rewards.base import Outcome, Reward, RewardInput, REWARDS
 
 NO_REFERENCE = Outcome(
     None, "no_reference",
@@ -118,41 +118,14 @@ FAST: dict[str, Callable[[RewardInput], Outcome | None]] = {
 """Parts that the manager tries in its own process first."""
 
 
-@REWARDS.register("exact")
-def exact(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``exact_score`` of each response."""
-    return [exact_score(item).value for item in batch]
+def _each(score: Callable[[RewardInput], Outcome | None]) -> Reward:
+    """Return the reward of a batch; what ``score`` does not decide is the verdict of math-verify (in this process,
+    without a deadline)."""
+    return lambda batch: [(score(item) or verify_math(item)).value for item in batch]
 
 
-@REWARDS.register("choice")
-def choice(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``choice_score`` of each response."""
-    return [choice_score(item).value for item in batch]
-
-
-@REWARDS.register("format")
-def format_(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``format_score`` of each response."""
-    return [format_score(item).value for item in batch]
-
-
-@REWARDS.register("answer")
-def answer(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``answer_score`` of each response."""
-    return [answer_score(item).value for item in batch]
-
-
-@REWARDS.register("tags")
-def tags(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``tags_score`` of each response."""
-    return [tags_score(item).value for item in batch]
-
-
-@REWARDS.register("math")
-def math(batch: list[RewardInput]) -> list[float | None]:
-    """Return ``math_score``, or the verdict of math-verify if it is None (in this process, without a deadline)."""
-    return [(math_score(item) or verify_math(item)).value for item in batch]
-
+for _name, _score in FAST.items():
+    REWARDS.register(_name)(_each(_score))
 
 _MARKS = re.compile(r"\\f?boxed\s*\{|\\f?boxed\s+(?=[^\s{])|####(?= *[-+$\\.\d])(?! *\d+[.)] )|<answer>")
 _CHOICE = re.compile(r"^\W*([A-Za-z])(?![A-Za-z])")  # the letter that a final answer begins with

@@ -1,4 +1,5 @@
-"""HTTP server of rewards: a thread per connection reads requests, and one thread scores those that wait together."""
+"""HTTP server of rewards: one thread per connection reads requests, and one thread scores waiting requests in
+batches."""
 import json
 import socket
 import sys
@@ -49,7 +50,7 @@ class RequestQueue:
         """Wait for the scores of ``items``.
 
         Raises:
-            TimeoutError: they are not there after ``limit_s``, and are needed no more.
+            TimeoutError: they are not there after ``limit_s``; they are then no longer needed.
             BadRequest: they cannot be scored.
         """
         asked = Asked(items)
@@ -99,7 +100,7 @@ class RequestQueue:
 
 
 def _refusal(error: BaseException) -> BadRequest:
-    """Name what a client can change; other errors stay in the log."""
+    """Return an error that a client can fix; other errors stay in the log."""
     if isinstance(error, UserError):
         return BadRequest(str(error))
     return BadRequest(f"{type(error).__name__}: the texts could not be scored; the log of the server has the cause",

@@ -118,24 +118,39 @@ def remote_part(remote: RemoteReward, name: str) -> RewardPart:
 
 
 def parse_models(entries: list[str]) -> dict[str, str]:
-    """Map the names of reward models to their paths: ``name=path``, else "rm", or "rm1", "rm2" ... of several."""
+    """Map the names of reward models to their paths; :func:`named_models` has every entry."""
+    return dict(named_models(entries))
+
+
+def named_models(entries: list[str]) -> list[tuple[str, str]]:
+    """Return name and path of every reward model: ``name=path``, else "rm", or "rm1", "rm2" ... of several."""
     names = [f"rm{i}" for i in range(1, len(entries) + 1)] if len(entries) > 1 else ["rm"]
     named = [entry.partition("=") for entry in entries]
-    return {name if equals else default: path if equals else name
-            for default, (name, equals, path) in zip(names, named)}  # yapf: disable
+    return [(name if equals else default, path if equals else name)
+            for default, (name, equals, path) in zip(names, named)]  # yapf: disable
 
 
 RewardRecipe = list[tuple[str, float]]
 
 
-def parse_recipe(text: str) -> tuple[str, RewardRecipe]:
-    """Parse ``SOURCE:part=weight+part=weight``; raise a :class:`UserError` for anything else."""
+def add_recipe(text: str, recipes: dict[str, RewardRecipe]) -> None:
+    """Add ``SOURCE:part=weight+part=weight`` to ``recipes``.
+
+    Raises:
+        UserError: the text has another form, names a part twice, or its source has a recipe already.
+    """
     source, colon, parts = text.partition(":")
     entries = [parse_entry(part) for part in parts.split("+")] if colon and source and parts else []
     if not entries or any(entry.path for entry in entries):
         raise UserError(f"--reward_recipe {text!r}: write SOURCE:part=weight+part=weight, e.g. gsm8k:math=0.9+rm=0.1, "
                         "with names of rewards")
-    return source, [(entry.name, entry.weight) for entry in entries]
+    names = [entry.name for entry in entries]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"--reward_recipe {text!r} names {twice!r} twice. Remedy: name it once, with the weight you want")
+    if source in recipes:
+        raise UserError(f"--reward_recipe {text!r}: {source!r} has a recipe already. Remedy: write its parts in one")
+    recipes[source] = [(entry.name, entry.weight) for entry in entries]
 
 
 _MATH_WITH_FORMAT: RewardRecipe = [("math", 0.9), ("format", 0.1)]

@@ -1,4 +1,4 @@
-"""Process reward models as reward parts: a response is split into steps, whose judgements make one reward."""
+"""Process reward models as reward parts: a response is split into steps, whose judgements give its reward."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 class StepReward(ModelReward[ProcessRewardModel]):
-    """Process reward model of ``lightrft prm``; the reward is made of the probabilities that the steps are good.
+    """Process reward model of ``lightrft prm``; the reward is computed from the probabilities that the steps are good.
 
     A response without a step has the reward 0, the least that there is.
 
@@ -40,7 +40,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
     def __init__(self, path: str, form: StepFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
         if not form.reward_tokens:
             raise UserError(f"--reward_pretrain {path}: the process reward model was trained without --reward_tokens, "
-                            "so it is unknown which token stands for a good step; train it with them")
+                            "so the token for a good step is unknown; train it with them")
         if cfg.normalize_reward:
             raise UserError(f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; "
                             "drop the option")

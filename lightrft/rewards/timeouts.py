@@ -43,15 +43,14 @@ class GroupBudget:
     There is one for each reward and group.
     """
 
-    def __init__(self, limit_s: float, reward: RewardBudget) -> None:
-        self.limit_s, self.reward = limit_s, reward
-        self.timeouts = 0  # in a row
+    def __init__(self, reward: RewardBudget) -> None:
+        self.reward, self.timeouts = reward, 0  # in a row
 
     def deadline_s(self) -> float:
         """Return the seconds for the next response; 0: do not try it."""
-        if self.reward.spent:
+        if self.reward.spent or self.timeouts >= 16:
             return 0.0
-        return self.limit_s if self.timeouts < 3 else (self.limit_s / 10 if self.timeouts < 16 else 0.0)
+        return self.reward.limit_s / (1 if self.timeouts < 3 else 10)
 
     def answered(self) -> None:
         """Record that a response of the group was judged."""

@@ -109,7 +109,7 @@ def check_spread(manager: RewardManager, rows: Iterable[RewardInput], zero_sprea
     if most <= zero_spread:
         raise UserError(
             f"--zero_spread {zero_spread:g}: the rewards of these prompts differ by at most {most:g}, the sum of their "
-            "weights, so no group of --dynamic_sampling would count and no batch would ever fill; nearest valid "
+            "weights, so --dynamic_sampling would reject every group and no batch would ever fill; nearest valid "
             f"value: a little below {most:g}")
 
 

@@ -1,4 +1,4 @@
-"""Rollout engines and the way weights reach them. The public names load their home module on first use."""
+"""Rollout engines and weight sync. The public names load their home module on first use."""
 from lightrft.utils.registry import lazy_exports
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""Collection of responses as they end: the callbacks that report them on each rank, and the turns that follow."""
+"""Collects responses as they finish: reports them to the callbacks of each rank, and asks for further turns."""
 from dataclasses import replace
 
 import numpy as np

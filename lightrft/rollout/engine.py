@@ -112,7 +112,7 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
     """Refuse requests that no engine can run on a model of ``vocabulary`` tokens.
 
     ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
-    ``takes_media``: the model sees or hears, and the engine has a source of media.
+    ``takes_media``: the model takes media, and the engine has a source of them.
 
     Raises:
         ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
@@ -128,8 +128,8 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
                 f"request {i} resumes from {begun} tokens, but a response may have {params.max_new_tokens}; "
                 "use the --generate_max_len that it was started with")
         if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
-            raise UserError(f"request {i} has tokens outside of the model's vocabulary of {vocabulary}: the tokenizer "
-                            "is not the model's")
+            raise UserError(f"request {i} has tokens outside the model's vocabulary of {vocabulary}: tokenizer and "
+                            "model do not match")
         if request.media and not takes_media:
             raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
         if longest and len(request.token_ids) + params.max_new_tokens > longest:
@@ -162,11 +162,11 @@ class RolloutEngine(Protocol):
         requests. ``on_arrived`` gets every response as soon as it is done, those that end together in one call, before
         ``on_finished`` reports its request.
 
-        ``next_turn`` is the door for tools and environments. It gets the responses that have just drawn a stop token,
-        and answers for each: None, the response is done, or a :class:`Continuation`, whose tokens are appended before
+        ``next_turn`` connects tools and environments. It gets the responses that have just drawn a stop token, and
+        returns for each None (the response is finished) or a :class:`Continuation`, whose tokens are appended before
         the response resumes as if they were a prefix. ``max_new_tokens`` counts appended tokens too: a continuation
-        after which no token could be drawn is dropped, and the response ends with "length". A response that has reached
-        ``max_new_tokens`` without a stop token is not asked for. Ranks that share the engine all pass ``next_turn`` or
+        after which no token could be drawn is dropped, and the response ends with "length". It does not get responses
+        that have reached ``max_new_tokens`` without a stop token. Ranks that share the engine all pass ``next_turn`` or
         none does; each is asked for its own requests.
 
         Raises:
@@ -220,7 +220,7 @@ class ShowsMedia(Protocol):
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """An engine that gets weights that are not trained only once, while it keeps them."""
+    """An engine that receives frozen weights once, and again only after it has lost them."""
 
     @property
     def apart(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rollout engines by name: building one, which alone imports it, and the memory that it takes on a rank's device."""
+"""Builds rollout engines by name, importing only the chosen one, and estimates the device memory that they take."""
 from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Ranks that run one engine together: each brings its own prompts, all generate all of them, each keeps its own."""
+"""Ranks that run one engine together: prompts of all ranks are gathered, and each rank keeps its own responses."""
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import chain, islice

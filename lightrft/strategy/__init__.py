@@ -1,4 +1,4 @@
-"""Strategies: how models are spread over ranks. The public names load their home module on first use."""
+"""Strategies: distribution of models over ranks. The public names load their home module on first use."""
 from lightrft.utils.registry import lazy_exports
 
 _HOMES = {

@@ -1,7 +1,7 @@
-"""The contract between the trainer and the way models are spread over ranks, and what all strategies share of it.
+"""Interface of all strategies (distribution of models over ranks) towards the trainer, and their shared code.
 
-Everything above this layer sees full semantics: losses are *sums over ranks* (each rank back-propagates its share of
-one global loss), parameters have their Hugging Face names, and world size 1 needs no branch.
+Code above this layer does not see the distribution: losses are *sums over ranks* (each rank back-propagates its share
+of one global loss), parameters have their Hugging Face names, and world size 1 needs no branch.
 """
 import math
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ class Prepared:
     copy: ComputeCopy | None = None  # of the weights, where the model computes with one
 
     def refresh(self) -> None:
-        """Let the model compute with weights that have changed."""
+        """Update everything that is derived from weights that have changed."""
         if self.copy is not None:
             self.copy.refresh()
 
@@ -135,8 +135,8 @@ class StrategyBase(ABC):
         optimizer = trained(prepared)
         if not loss.requires_grad:
             raise ValueError(
-                "the loss does not depend on the model; an empty micro-batch must pass through it all the same "
-                "(for example as the sum of its masked log-probs)")
+                "the loss does not depend on the model; an empty micro-batch must go through the model too (for "
+                "example as the sum of its masked log-probs)")
         self._backward(loss, prepared.model, last)
         optimizer.backwards += 1
 

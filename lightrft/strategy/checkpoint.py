@@ -126,7 +126,7 @@ class CheckpointManager:
         try:
             return not any(self._gather(error))
         except RuntimeError as gone:
-            logger.debug("a rank has gone while a checkpoint was written: %s", gone)
+            logger.debug("a rank ended while a checkpoint was written: %s", gone)
             return False
 
     def _gather(self, value: Any) -> list[Any]:
@@ -152,7 +152,7 @@ class CheckpointManager:
         if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
-                "--best_metric %s: no checkpoint has this number, so the best cannot be kept; the newest has %s",
+                "--best_metric %s: no checkpoint has this metric, so the best one cannot be kept; the newest has %s",
                 self.best_metric, ", ".join(sorted(metrics)) or "none")
 
     def back_up(self) -> None:
@@ -285,7 +285,8 @@ def complete(temporary: Path, final: Path, info: dict[str, Any]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, its marker first, so that it never counts as complete half-way. What cannot go stays."""
+    """Delete a folder, its marker first, so that a half-deleted one never counts as complete. Files that cannot be
+    deleted stay."""
     with contextlib.suppress(OSError):
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -297,7 +298,7 @@ def marker(folder: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path) -> str | None:
-    """Say why ``folder`` is not a complete checkpoint; None if it is."""
+    """Return the reason why ``folder`` is not a complete checkpoint; None if it is."""
     try:
         listed = marker(folder)["files"]
         for name, expected in listed.items():
@@ -307,7 +308,7 @@ def fault(folder: Path) -> str | None:
             if describe(path) != expected:
                 return f"{name} is damaged or cut short"
     except FileNotFoundError:
-        return f"{MARKER} is missing, so it was not written to its end"
+        return f"{MARKER} is missing, so the checkpoint is incomplete"
     except (OSError, ValueError, KeyError) as error:
         return f"{MARKER} cannot be read: {error}"
     return None
@@ -346,34 +347,40 @@ def newest(parent: Path) -> Path | None:
     return None
 
 
-def best(complete_ones: list[Path], metric: str | None) -> Path | None:
-    """The folder with the highest finite ``metric``; of equal ones the newest."""
-    values = {path: marker(path)["metrics"].get(metric) for path in complete_ones} if metric else {}
+def markers(parent: Path) -> dict[Path, dict[str, Any]]:
+    """The markers of all step folders, the newest first; folders without one that can be read are left out."""
+    found = {}
+    for folder in folders(parent):
+        with contextlib.suppress(OSError, ValueError):
+            found[folder] = marker(folder)
+    return found
+
+
+def best(found: dict[Path, dict[str, Any]], metric: str | None) -> Path | None:
+    """The folder with the highest finite ``metric``, by the markers; of equal ones the newest."""
+    values = {path: info["metrics"].get(metric) for path, info in found.items()} if metric else {}
     finite = {path: value for path, value in values.items() if value is not None and math.isfinite(value)}
     return max(finite, key=lambda path: finite[path]) if finite else None
 
 
-def size_gib(folder: Path) -> float:
-    """GiB on disk, by the marker."""
-    return sum(entry[0] for entry in marker(folder)["files"].values()) / 2**30
-
-
 def rotate(parent: Path, keep: int, keep_gib: float, metric: str | None) -> bool:
-    """Remove all but the ``keep`` newest, then the oldest until ``keep_gib`` is kept; the newest and the best stay.
+    """Remove all but the ``keep`` newest, then the oldest until ``keep_gib`` is kept; the newest and the best stay, and
+    so do folders that are not complete.
 
     Returns:
         False when some were removed and the best is unknown, as no checkpoint has the ``metric``.
     """
-    complete_ones = [path for path in folders(parent) if (path / MARKER).is_file()]
-    top = best(complete_ones, metric)
-    kept_anyway = {complete_ones[0], top}
-    stay = [path for index, path in enumerate(complete_ones) if index < keep or path in kept_anyway]
-    total = sum(map(size_gib, stay))
+    found = markers(parent)
+    top, gib = best(found, metric), {path: sum(size for size, *_ in info["files"].values()) / 2**30
+                                     for path, info in found.items()}  # yapf: disable
+    kept_anyway = {next(iter(found)), top}
+    stay = [path for index, path in enumerate(found) if index < keep or path in kept_anyway]
+    total = sum(map(gib.__getitem__, stay))
     for path in reversed(list(stay)):
         if total > keep_gib and path not in kept_anyway:
             stay.remove(path)
-            total -= size_gib(path)
-    for path in complete_ones:
+            total -= gib[path]
+    for path in found:
         if path not in stay:
             remove(path)
-    return not metric or top is not None or len(stay) == len(complete_ones)
+    return not metric or top is not None or len(stay) == len(found)

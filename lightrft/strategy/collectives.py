@@ -2,6 +2,7 @@
 import io
 import pickle
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.optimizer import local
+from lightrft.utils.tensors import runs
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 ALL_GATHER = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
@@ -18,7 +20,7 @@ _SMALL_BYTES = 1 << 20  # full size below which tensors share an all-gather
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type a reduction over ``dtype`` runs in: one that both gloo and NCCL know and that loses nothing."""
+    """The dtype in which ``dtype`` is reduced: supported by gloo and NCCL, without loss."""
     if dtype.is_floating_point:
         return dtype if dtype == torch.float64 else torch.float32
     return torch.int64
@@ -104,17 +106,8 @@ class ObjectExchange:
 def buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
     """Consecutive tensors of one dtype whose full sizes together fit ``bucket_bytes`` (one that is larger goes
     alone)."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in named:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket
+    for _, alike in groupby(named, lambda one: one[1].dtype):
+        yield from runs(alike, lambda one: one[1].numel() * one[1].element_size(), bucket_bytes)
 
 
 def shard_group(tensor: DTensor) -> Any:

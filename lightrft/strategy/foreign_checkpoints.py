@@ -123,5 +123,5 @@ def _prefix(plain: Iterable[str], anchor: str) -> str:
     if len(prefixes) > 1:
         listed = ", ".join(prefix or "no prefix" for prefix in prefixes)
         raise UserError(f"it holds {len(prefixes)} models, under {listed}: load it with the program that wrote it, and "
-                        "save the one that you want alone")
+                        "save only the one that you need")
     return prefixes[0]

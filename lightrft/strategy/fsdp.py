@@ -16,7 +16,7 @@ from lightrft.strategy.base import Prepared, named_in
 from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
-from lightrft.strategy.optimizer import OptimSpec, ParamSlice, create_optimizer, create_scheduler
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler
 from lightrft.utils.env import total_memory
 from lightrft.utils.tensors import keeps_float32
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class WrapPolicy:
-    """Sizes (bytes of float32 weights) at which sharding changes its trade of memory for speed.
+    """Model sizes (bytes of float32 weights) up to which sharding prefers speed over memory.
 
     Up to ``one_unit`` the whole model is one unit: one all-gather and one reduce-scatter per step, where the latency of
     many small ones would dominate. Up to ``keep_full`` the full weights stay from the first forward pass of a step to
@@ -141,7 +141,7 @@ class FSDPV2Strategy(DistributedStrategy):
             buffer.data = buffer.to(self.device)
         if optim is None:
             return Prepared(model)
-        optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
+        optimizer = LocalAdamW(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     def _keeps_whole_gradients(self, model: nn.Module) -> bool:

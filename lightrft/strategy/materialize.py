@@ -1,4 +1,4 @@
-"""Memory for models whose weights are still in files: a rank allocates its part of each and reads it."""
+"""Materialization of models whose weights are still in files: a rank allocates its part of each tensor and reads it."""
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""Memory that a strategy takes on the device of one rank, for a trained model. Arithmetic alone: nothing is loaded."""
+"""Estimate of the memory that a strategy takes on the device of one rank, for a trained model. Nothing is loaded."""
 from dataclasses import dataclass
 
 from lightrft.config.schema import StrategyConfig

@@ -1,7 +1,7 @@
-"""Computing in bfloat16 with float32 master weights, for models that are whole on one device, and for ZeRO-3.
+"""Computing in bfloat16 with float32 master weights, for unsharded models and for ZeRO-3.
 
-The parameters of a model stay what they are: float32, under their names, read by the optimizer, checkpoints and
-exports. Its modules compute with another tensor, found under the same attribute: an entry in the ``__dict__`` of a
+The parameters of a model stay float32 under their names; the optimizer, checkpoints and exports read them. Its
+modules compute with another tensor, found under the same attribute: an entry in the ``__dict__`` of a
 module hides the parameter of that name. So the forward pass, a recomputed one and generation read bfloat16, and
 autograd leads from there to the gradient of the parameter: one bfloat16 gradient per backward pass, added up in
 float32, as FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` does.
@@ -55,7 +55,7 @@ def compute_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def round_frozen(model: nn.Module) -> None:
-    """Turn what is not trained into bfloat16 for good: no update needs more digits than the passes read."""
+    """Convert weights that are not trained to bfloat16: without updates they need no more precision than the passes."""
     for _, _, param in _slots(model):
         if not param.requires_grad:
             param.data = param.data.to(COMPUTE)

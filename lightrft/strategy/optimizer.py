@@ -1,4 +1,4 @@
-"""AdamW on the tensors a rank really holds: schedule, gradient norm, state under parameter names, moves to the host."""
+"""AdamW on the local shards of a rank: schedule, gradient norm, state under parameter names, offload to the host."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import BLOCKS, STEP_BYTES
 from lightrft.utils.errors import UserError
+from lightrft.utils.tensors import runs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -94,17 +95,19 @@ def load(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW that sees plain tensors only: of a DTensor parameter, this rank's shard.
+    """AdamW over the trainable parameters that sees plain tensors only: of a DTensor parameter, this rank's shard.
 
     AdamW is element-wise, so the update equals that on the full tensors, and it does not pay DTensor dispatch for each
-    operation of each parameter. ``owners`` maps names to the model's parameters, ``shards`` to what is updated.
+    operation of each parameter. The fused kernel does the whole update in one pass, on CUDA and on CPU. Parameters of
+    fewer than two dimensions (norms, biases) are not decayed. ``owners`` maps names to the model's parameters,
+    ``shards`` to what is updated.
 
     With ``offloaded``, moments rest in host memory. A step updates about :data:`STEP_BYTES` of weights at a time, whose
     moments alone visit the device; the result is the same. With ``spec.eight_bit``, moments rest as codes and scales
     (``<moment>_scale``), and those of one part at a time are float32.
     """
 
-    def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, fused: bool,
+    def __init__(self, named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec,
                  offloaded: bool = False) -> None:
         self.owners = {name: param for name, param in named_params if param.requires_grad}
         if not self.owners:
@@ -115,7 +118,7 @@ class LocalAdamW(torch.optim.AdamW):
         decayed = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) >= 2]
         others = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=fused)
+        super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
 
     @staticmethod
     def _shard(param: nn.Parameter) -> nn.Parameter:
@@ -134,13 +137,15 @@ class LocalAdamW(torch.optim.AdamW):
         if not (self.offloaded or self.eight_bit):
             return super().step(closure)
         whole = self.param_groups
-        for part in [part for group in whole for part in _parts(group)]:
-            self.param_groups = [part]
-            self.load_moments(part["params"])
-            self._decode(part["params"])
-            super().step()
-            self._encode(part["params"])
-            self.store_moments(part["params"])
+        for group in whole:
+            for part in runs(group["params"], lambda shard: shard.nbytes, STEP_BYTES):
+                self.param_groups = [group | {"params": part}]
+                self.load_moments(part)
+                self._decode(part)
+                super().step()
+                self._encode(part)
+                if self.offloaded:
+                    self.store_moments(part)
         self.param_groups = whole
         self.host.wait()
 
@@ -202,8 +207,7 @@ class LocalAdamW(torch.optim.AdamW):
         """State of ``shard``, created as zeros before the first step."""
         state = self.state[shard]
         if not state:
-            device = shard.device if self.defaults["fused"] else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
             state.update({key: torch.zeros_like(shard, device="cpu" if self.offloaded else None) for key in MOMENTS})
             self._encode([shard])
         return state
@@ -214,28 +218,6 @@ class LocalAdamW(torch.optim.AdamW):
             f"{name}/{key}": value if key == "step" else like(value, self.owners[name])
             for name, key, value in self.moments()
         }
-
-
-def _parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Cut a parameter group into groups of about :data:`STEP_BYTES` of weights each (one that is larger goes alone)."""
-    part: list[Tensor] = []
-    size = 0
-    for shard in group["params"]:
-        if part and size + shard.nbytes > STEP_BYTES:
-            yield group | {"params": part}
-            part, size = [], 0
-        part.append(shard)
-        size += shard.nbytes
-    yield group | {"params": part}
-
-
-def create_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec,
-                     offloaded: bool = False) -> LocalAdamW:
-    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) are not decayed.
-
-    The fused kernel does the whole update in one pass, on CUDA and on CPU.
-    """
-    return LocalAdamW(named_params, spec, fused=True, offloaded=offloaded)
 
 
 def create_scheduler(optimizer: torch.optim.Optimizer, spec: OptimSpec) -> LambdaLR:

@@ -12,7 +12,7 @@ from lightrft.strategy.base import Prepared, StrategyBase, named_in
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
-from lightrft.strategy.optimizer import OptimSpec, create_optimizer, create_scheduler
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
 from lightrft.utils.errors import UserError
 from lightrft.utils.gpu import rank_device
 
@@ -42,7 +42,7 @@ class SingleProcessStrategy(StrategyBase):
         model.to(self.device)
         if optim is None:
             return Prepared(model)
-        optimizer = create_optimizer(model.named_parameters(), optim, self.cfg.adam_offload)
+        optimizer = LocalAdamW(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim), ComputeCopy(model) if self.bf16 else None)
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:

@@ -122,6 +122,16 @@ def test_the_plan_shows_where_a_value_comes_from(home):
     assert "keyword" in plan and "recipe dapo" in plan and "format=0.1" in plan and "memory:" in plan
 
 
+def test_a_plan_for_other_gpus_leaves_the_run_as_it_is(home):
+    run = GRPO(home / "model", ["exact"], tiny_task.rows(8), **SMALL)
+    here, there = run.plan(), run.plan(gpus="2xH100")
+    assert "bf16                             false                        [default: no GPU]" in here
+    assert "bf16                             true                         [default: CUDA]" in there
+    assert "2 ranks" in there and run.plan() == here and not run.parsed.config.model.bf16
+    with pytest.raises(ConfigError, match="^gpus 8: expected GPUS x NAME"):
+        run.plan(gpus="8")
+
+
 def test_the_plan_reads_the_data_and_scores_a_row(home):
     plan = GRPO(home / "model", lambda completions, **row: [0.5] * len(completions), tiny_task.rows(4), **SMALL).plan()
     assert "data: 4 rows" in plan and "0.5" in plan.splitlines()[-1], plan
@@ -133,7 +143,7 @@ def test_the_plan_reads_the_data_and_scores_a_row(home):
         GRPO(home / "model", broken, tiny_task.rows(4), **SMALL).plan()
     rows = [{"prompt": "1+1?", "response": "2"}, {"prompt": "1+1?"}]
     assert "data: 1 rows" in SFT(home / "model", rows[:1], max_len=32).plan()
-    with pytest.raises(UserError, match="row 2.*no answer to learn"):
+    with pytest.raises(UserError, match="row 2.*no answer to train on"):
         SFT(home / "model", rows, max_len=32).plan()
 
 

@@ -374,8 +374,8 @@ def broken_fixture(home: Path) -> dict[str, Launched]:
 
 @pytest.mark.parametrize("kind,what,stack", [
     ("raise", "rank 1 raised RuntimeError: the loss of this rank is broken", "in faulty"),
-    ("exit", "rank 1 died without a word", "its stack is unknown"),
-    ("kill", "rank 1 died without a word", "its stack is unknown"),
+    ("exit", "rank 1 died without a message", "its stack is unknown"),
+    ("kill", "rank 1 died without a message", "its stack is unknown"),
     ("hang", "rank 1 made no progress for", "time.sleep(1000)"),
 ])
 def test_a_rank_that_comes_to_grief(kind: str, what: str, stack: str, home: Path, broken: dict[str, Launched]) -> None:

@@ -162,7 +162,7 @@ def test_names_that_no_model_reads_are_left_alone():
     (["model.layers.0.mlp.weight"], "lacks 1 tensors of the model, the first is lm_head.weight"),
     (["transformer.h.0.weight"], "no tensor that ends with model.layers.0.mlp.weight"),
     (["base_model.model.layers.0.mlp.lora_A.weight"], "it holds LoRA matrices"),
-    ([f"{one}.{name}" for one in ("policy", "ref") for name in WANTED], "2 models, under policy., ref.: .* save the"),
+    ([f"{one}.{name}" for one in ("policy", "ref") for name in WANTED], "2 models, under policy., ref.: .* save only"),
     ([*WANTED, "model.layers.1.mlp.weight"], "1 tensors that the model does not have, the first is model.layers.1.mlp"),
 ])  # yapf: disable
 def test_names_that_do_not_fit_are_refused(names, told):
@@ -172,7 +172,7 @@ def test_names_that_do_not_fit_are_refused(names, told):
 
 def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
     dcp.save(changed(base).state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(UserError, match="a DCP folder, which does not say what model it is of"):
+    with pytest.raises(UserError, match="a DCP folder, which does not name its model"):
         convert(tmp_path / "dcp", tmp_path / "out")
     wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
     with pytest.raises(UserError, match="is of another model: .* has shape"):

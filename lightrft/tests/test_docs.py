@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
-from lightrft.config.compat import ALIASES, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, REFUSED
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.datasets import records, sft_dataset
@@ -240,4 +240,4 @@ def test_the_glossary_has_the_metrics_of_the_code():
 def test_flags_of_the_original_that_are_translated():
     rows = doc("coming_from.md").split("## LightRFT")[1].split("## TRL")[0].splitlines()
     flags = {flag for row in rows if row.startswith("| `") for flag in re.findall(r"`--(\w+)`", row.split("|")[1])}
-    assert ALIASES.keys() <= flags <= REFUSED.keys() | ALIASES.keys()
+    assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED, *ALIASES}

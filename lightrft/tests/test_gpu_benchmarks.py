@@ -13,11 +13,11 @@ import lightrft
 from lightrft.config.cli import parse_config
 from lightrft.models.activations import ModelShape
 from lightrft.models.architectures import modality_of
+from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import count_parameters
 from lightrft.preflight.hardware import Machine
 from lightrft.preflight.memory import memory, peak
 from lightrft.preflight.planned import settle
-from lightrft.preflight.validate import problems, shared_problems
 from lightrft.tests.support import tiny
 from lightrft.tests.support.gpu_measurements import MODULE, check_piece, piece
 from lightrft.tests.support.launch import launch
@@ -254,7 +254,7 @@ def test_the_options_are_valid_and_fit_an_h100(one, tmp_path, monkeypatch):
         config = parse_config([*flags, "--pretrain", str(tiny.save_model(tmp_path / "model"))], "gpu").config
         machine = Machine.planned(f"{one.ranks}xH100")
         settle(config, {}, machine)
-        found = [*shared_problems(config, one.ranks, True), *problems(config, one.ranks, True, one.ranks)]
+        found = preflight(config).problems(one.ranks, True, one.ranks)
         assert [text for text in found if "is not installed" not in text] == []
         needed = peak(memory(config, one.ranks, size, machine.device, shape=ModelShape.of(model_config)))
         assert needed[1] < machine.device.total, needed

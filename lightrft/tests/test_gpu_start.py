@@ -1,9 +1,15 @@
-"""The commands of the page "From zero to GRPO on a GPU machine": their plans are what the page says."""
+"""The commands of the page "From zero to GRPO on a GPU machine" have the plans that it says; shipped scripts fit their
+machines."""
 import json
+import os
 import re
+import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -14,7 +20,8 @@ from lightrft.preflight.hardware import Machine
 from lightrft.strategy.host_buffers import Slabs
 from lightrft.strategy.optimizer import MOMENTS
 
-PAGE = (Path(__file__).parents[2] / "docs/gpu_start.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/gpu_start.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```bash\n([^`]*lightrft\.cli\.train[^`]*)```\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)
 COMMANDS += [(COMMANDS[-1][0], *re.findall(r"On two machines .*\n\n`--dry_run --plan_gpus (\S+)`: (.+)\.\n", PAGE)[0])]
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
@@ -28,6 +35,27 @@ SHAPES = {
         "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
         "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False
     },
+}
+
+SEEING = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "tie_word_embeddings": False,
+    "text_config": QWEN | SHAPES["Qwen/Qwen2.5-7B-Instruct"] | {"model_type": "qwen2_5_vl_text"},
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584
+    }
+}  # yapf: disable
+HEARING = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"], "model_type": "qwen2_audio", "text_config": QWEN | {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "intermediate_size": 11008, "vocab_size": 156032
+    }
+}  # yapf: disable
+SCRIPTS = {
+    "gsm8k_geo3k/run_grpo_gsm8k_qwen2.5_0.5b.sh": (QWEN | SHAPES["Qwen/Qwen2.5-0.5B-Instruct"], "8xH100"),
+    "gsm8k_geo3k/run_grpo_geo3k_qwen2.5_vl_7b.sh": (SEEING, "8xH100"),
+    "gsm8k_geo3k/run_ppo_geo3k_qwen2.5_vl_7b.sh": (SEEING, "8xH100"),
+    "grm_vl_rl/run_grm_vl_rl.sh": (SEEING, "8xH100"),
+    "r1_aqa/run_grpo_r1_aqa_qwen2_audio_7b.sh": (HEARING, "1xH100"),
 }
 
 
@@ -44,10 +72,11 @@ def words_of(command: str, folder: Path) -> list[str]:
     return [str(places.get(before, word)) for before, word in zip(["", *words], words)]
 
 
-def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, float], str]:
+def plan(words: list[str], capsys: pytest.CaptureFixture[str],
+         defaults: dict[str, object] | None = None) -> tuple[int, dict[str, float], str]:
     """Exit code, GiB by phase and all output of a dry run."""
     with pytest.raises(SystemExit) as ended:
-        train.main([*words, "--dry_run"])
+        train.main([*words, "--dry_run"], defaults)
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.splitlines()]
     together = next(row[1:] for row in rows if row[:1] == ["together"])
@@ -102,3 +131,28 @@ def test_the_names_of_machines_mean_what_the_page_says(gpus: str, ranks: str) ->
     machine = Machine.planned(gpus)
     assert machine.ranks == meant[0] and machine.device.name.endswith(meant[1])
     assert all(Machine.planned(f"1x{name}").device.cuda for name in re.findall("`([A-Z][A-Z0-9]+S?)`", ranks))
+
+
+def words_of_script(script: Path, folder: Path) -> list[str]:
+    """What ``script`` gives to torchrun, for a model and data in ``folder``."""
+    rows = {"prompt": ["1+1?"] * 128, "reference": ["2"] * 128, "data_source": ["openai/gsm8k"] * 128}
+    for split in ("train", "test"):
+        pq.write_table(pa.table(rows), folder / f"{split}.parquet")
+    (python := folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$DATA/words"\n', encoding="utf-8")
+    python.chmod(0o755)
+    places = {"MODEL": str(folder), "DATA": str(folder), "SAVE": str(folder / "run"), "PYTHON": str(python)}
+    subprocess.run(["bash", script], env=os.environ | places, check=True)
+    return (folder / "words").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.skipif(not (ROOT / "examples").exists(), reason="installed without its repository")
+@pytest.mark.parametrize("name", SCRIPTS, ids=[Path(name).stem for name in SCRIPTS])
+def test_a_shipped_script_fits_the_machine_that_it_is_for(name: str, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    config, gpus = SCRIPTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = words_of_script(script := ROOT / "examples" / name, tmp_path)
+    assert words[words.index("--nproc-per-node") + 1] == gpus.partition("x")[0]
+    defaults = runpy.run_path(str(script.parent / "train_colocate.py"))["DEFAULTS"]
+    code, _, text = plan([*words[words.index("--pretrain"):], "--plan_gpus", gpus], capsys, defaults)
+    assert code == 0 and "fits" in text, text[-600:]

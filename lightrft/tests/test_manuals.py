@@ -12,7 +12,7 @@ import pytest
 
 from lightrft.cli.main import COMMANDS
 from lightrft.cli.offline import OFFLINE
-from lightrft.config.compat import ALIASES, refusal
+from lightrft.config.compat import ALIASES, GRANTED, refusal
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
@@ -118,7 +118,8 @@ MANUAL = {
     """serve_rm --reward.model_name_or_path HOME/rm --port 5000 --ds.param_dtype bf16 --ds.attn_implementation x
         --reward.normalize_enable --data.max_len 8192 --batch_size 16""",
     "chat":
-    "chat --pretrain HOME/model --bf16 --max_new_tokens 128 --temperature 0.7 --top_p 0.9 --flash_attn",
+    """chat --pretrain HOME/model --bf16 --max_new_tokens 128 --temperature 0.7 --top_p 0.9 --flash_attn
+        --input_template 'User: {}'""",
     "LightRFT, GRPO":
     """train --pretrain HOME/model --advantage_estimator group_norm --kl_estimator k3
         --n_samples_per_prompt 5 --prompt_data HOME/rl --eval_data HOME/rl --eval_steps 20 --eval_split test
@@ -131,7 +132,7 @@ MANUAL = {
         --critic_learning_rate 9e-6 --advantages_norm --images_key images --mixed_mm_data --fsdp_cpu_offload
         --limit_mm_image_per_prompt 10 --fps 2 --max_pixels 282240 --trajectory_analysis ROLLOUTS""",
     "LightRFT, scalar reward model":
-    """rm --pretrain HOME/vl/model --train_batch_size 32 --save_steps 100 --loss_type hps
+    """rm --pretrain HOME/vl/model --train_batch_size 32 --save_steps 100 --loss_type sigmoid
         --train_data hpdv3:HOME/hpdv3.json --eval_data hpdv3:HOME/hpdv3.json --margin 0.1 --scale_for_train
         --pooling_method attn --heads_types preference --task_instruction 'How good is it? {prompt}' --probing_layer -1
         JUDGES""",
@@ -227,10 +228,10 @@ def ended(words, capsys):
 
 
 def parted(command, flags):
-    """Flags that are options, aliases or synonyms here, and those that are refused."""
+    """Flags that are options, aliases or synonyms here, or ask for what always holds, and those that are refused."""
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
-             *getattr(tree, "SYNONYMS", {})}  # yapf: disable
+             *getattr(tree, "SYNONYMS", {}), *GRANTED}  # yapf: disable
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 

@@ -47,7 +47,7 @@ def test_recipes_with_the_meanings_of_other_trainers(recipe, semantics, home, tm
      ["--critic_pretrain org/critic", "rloo trains no critic", "--advantage_estimator gae"]),
     ("--recipe grpo --critic_learning_rate 1e-3", ["--critic_learning_rate", "group_norm trains no critic"]),
     ("--recipe grpo --n_samples_per_prompt 1", ["--n_samples_per_prompt 1", "nearest valid value: 2"]),
-    ("--recipe dapo --n_samples_per_prompt 1", ["--dynamic_sampling true", "never differs", "recipe dapo"]),
+    ("--recipe dapo --n_samples_per_prompt 1", ["--dynamic_sampling true", "no group has spread", "recipe dapo"]),
     ("--recipe reinforce++ --use_kl_loss", ["--kl_estimator k1", "zero on average", "recipe reinforce++"]),
     ("--recipe rloo --dual_clip 3", ["--dual_clip 3", "reinforce does not use it", "--policy_loss ppo"]),
     ("--recipe dapo --overlong_buffer_len 12", ["--overlong_buffer_len 12", "nearest valid value: 11"]),

@@ -1,4 +1,4 @@
-"""Trainers and what they are made of. The public names load their home module on first use."""
+"""Trainers and their parts. The public names load their home module on first use."""
 from lightrft.utils.registry import lazy_exports
 
 _HOMES = {

@@ -32,7 +32,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int, factor: float) 
 def token_rewards(exp: Experience, kl: Tensor | None, kl_coef: float) -> Tensor:
     """[T]: ``-kl_coef * kl_t`` on action tokens plus the sample's reward on its last action token.
 
-    What steps have of that reward is on the tokens that end them.
+    With rewards per step, each is on the token that ends its step instead.
     """
     mask = exp.loss_mask
     out = torch.zeros(exp.num_tokens) if kl is None else torch.where(mask, -kl_coef * kl, 0.0)
@@ -154,11 +154,11 @@ class AdvantageCalculator:
         return metrics
 
     def _teach(self, exp: Experience, advantages: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Add what the teacher says of the tokens, ``kd_coef * (log p_teacher - log p)``, to ``advantages`` [T].
+        """Add the teacher's term, ``kd_coef * (log p_teacher - log p)``, to ``advantages`` [T].
 
-        Its policy gradient descends KL(policy || teacher) at every token; with ``kd_gamma`` a token also answers for
-        those after it (arXiv:2306.08543). It needs no baseline, so it comes after estimator and whitening, and the
-        critic does not learn it.
+        Its policy gradient minimises KL(policy || teacher) at every token; with ``kd_gamma`` a token also gets the
+        discounted terms of later tokens (arXiv:2306.08543). It needs no baseline, so it comes after estimator and
+        whitening, and the critic does not learn it.
         """
         if exp.teacher_logprobs is None:
             return advantages, {}

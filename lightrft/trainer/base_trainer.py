@@ -1,4 +1,4 @@
-"""The skeleton of every training run: start or resume, step, evaluate, log, checkpoint, stop, export."""
+"""Loop of every training run: start or resume, step, evaluate, log, checkpoint, stop, export."""
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, cast

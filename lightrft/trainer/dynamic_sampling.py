@@ -14,7 +14,7 @@ from lightrft.utils.logging import get_logger
 
 _CARRIED = {
     "rows": "without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
-    "open": "without --oversample the %d groups under way in the checkpoint are dropped",
+    "open": "without --oversample the %d unfinished groups in the checkpoint are dropped",
 }
 
 

@@ -12,9 +12,9 @@ from lightrft.utils.errors import UserError
 class Environment(Protocol):
     """Answers the turns of a policy. It is called on the rank that generates the response, and keeps no state of it.
 
-    Its answers are tokens of the response that no policy drew: they are not in the loss, have no log-prob, and count
-    in lengths (metrics, limits and the overlong penalty). Rewards see the whole response. Evaluation plays the same
-    environment.
+    Its answers become tokens of the response that the policy did not sample: they are not in the loss, have no
+    log-prob, and count in lengths (metrics, limits and the overlong penalty). Rewards see the whole response.
+    Evaluation uses the same environment.
     """
 
     def turn(self, prompt: Prompt, response: str) -> str | None:

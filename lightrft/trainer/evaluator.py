@@ -36,8 +36,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def wilson_interval(mean: float, prompts: int, z: float = 1.959964) -> tuple[float, float]:
     """Return the 95 % score interval of a mean over prompts of values in [0, 1] (Wilson 1927, eq. for p).
 
-    It holds for 0/1 values, and is on the safe side for averages of several samples per prompt, whose variance is at
-    most p(1 - p). Unlike resampling it is not empty when all prompts agree, and it holds for 30 prompts.
+    It holds for 0/1 values, and is conservative for averages of several samples per prompt, whose variance is at
+    most p(1 - p). Unlike a bootstrap interval it is not empty when all prompts agree, and it is valid for 30 prompts.
     """
     centre, weight = mean + z * z / (2 * prompts), 1 + z * z / prompts
     half = z * math.sqrt(mean * (1 - mean) / prompts + z * z / (4 * prompts * prompts))
@@ -56,7 +56,7 @@ class Answer:
 class Evaluator:
     """Evaluates the engine's current weights on the held-out prompts, spread over the ranks.
 
-    Its seeds depend on the prompt alone, so every evaluation draws the same noise and curves are comparable.
+    Its seeds depend only on the prompt, so every evaluation draws the same noise and curves are comparable.
     """
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
@@ -72,9 +72,7 @@ class Evaluator:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
         samples = self._generate(mine)
-        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in samples])
-        self.rewards.flush()
-        scores = self.rewards.collect(handle)
+        scores = self.rewards.score([reward_input(sample.prompt, sample.text) for sample in samples])
         local = [
             Answer(sample.prompt.data_source or "default", sample.response_len, ScoredSample.of(sample, score, shown),
                    sample if shown else None)

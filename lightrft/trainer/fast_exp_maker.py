@@ -51,7 +51,7 @@ class Listener(Protocol):
 
 
 class RewardListener:
-    """Starts scoring as soon as a response is finished if a worker or a server judges it on its own, because that saves
+    """Starts scoring as soon as a response is finished if a worker or a server scores single responses, which saves
     time; otherwise as soon as its group is finished."""
 
     def __init__(self, rewards: RewardManager) -> None:
@@ -109,7 +109,7 @@ class GreedyBaseline:
         def wait() -> dict[int, tuple]:
             self.rewards.flush()
             return {sample.group_id: (score.total, sample.response_len)
-                    for sample, score in zip(greedy, self.rewards.wait(handle))}  # yapf: disable
+                    for sample, score in zip(greedy, self.rewards.collect(handle))}  # yapf: disable
 
         return wait
 
@@ -257,8 +257,9 @@ class FastExperienceMaker:
         return exp, scored
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
-        """Process the media of this rank's share of the next prompts in the background, but those whose features are
-        kept; all where the engine computes features of its own. vLLM asks for decoded media too, for their sizes."""
+        """Process the media of this rank's share of the next prompts in the background. Media with cached features are
+        skipped, unless the engine computes its own features. For vLLM, which reads their sizes, media are decoded
+        too."""
         if self.media is None:
             return
         engine, keys = self.config.rollout.engine_type, [key for prompt in self.deal(prompts) for key in prompt.media]
@@ -372,5 +373,5 @@ class FastExperienceMaker:
 
 
 class NaiveExperienceMaker(FastExperienceMaker):
-    """Maker that overlaps nothing: responses are reported when all are generated. The results are the same."""
+    """Variant without overlap: responses are reported when all are generated. The results are the same."""
     overlaps = False

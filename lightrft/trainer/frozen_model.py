@@ -1,4 +1,4 @@
-"""A second model that is never trained: on the device throughout, or only while it computes."""
+"""Second models that are never trained: on the device all the time, or only while they compute."""
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,9 +99,8 @@ class FrozenModel:
     """A model without an optimizer.
 
     Args:
-        build: loads it.
-        shard_size: ranks that share one copy, where the strategy shards.
-        offloads: it rests in host memory between passes.
+        build: loads it. shard_size: ranks that share one copy, where the strategy shards. offloads: keep it in host
+        memory between passes.
     """
 
     def __init__(self, build: nn.Module | Builder, strategy: StrategyBase, shard_size: int, offloads: bool) -> None:

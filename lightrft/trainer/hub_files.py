@@ -1,11 +1,10 @@
-"""Files of the hub on several ranks: one rank of each machine has them from the hub, the others from its cache."""
-from collections.abc import Iterable, Mapping
+"""Files of the hub on several ranks: one rank of each machine downloads them, the others read its cache."""
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import Tree
-from lightrft.config.tree import flatten
+from lightrft.config.tree import flatten, options
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.rows import fetch_entry, fetch_hub
 from lightrft.datasets.suites import parse_suite, SUITES
@@ -14,21 +13,19 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import download_model, looks_local, prefer_cache_without_network, read_cache_only
 
-MODELS = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model")  # options of a folder or hub id
-
 
 def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
     """Let the first rank of each machine download what a run reads from the hub; the others wait for it, and then read
     the cache without asking.
 
-    Where something cannot be had nothing is switched: the parts that read it have the errors that say what to do.
+    After a failed download no rank is switched to the cache: the part that reads the file raises, with the remedy.
 
     Args:
         config: all options of the run, for its models.
         data: its data.
     """
     values = flatten(config)
-    models, entries, suites = _models(values), _entries(data, values.get("pretrain_data") or []), _suites(data)
+    models, entries, suites = _models(config), _entries(data, values.get("pretrain_data") or []), _suites(data)
     if strategy.world_size == 1 or not (models or entries or suites):
         return
     fetched = strategy.local_rank > 0 or _fetch(models, entries, suites)
@@ -37,7 +34,7 @@ def fetch_once(strategy: StrategyBase, config: Tree, data: DataConfig) -> None:
 
 
 def _fetch(models: list[str], entries: list[str], suites: list[str]) -> bool:
-    """Fill the cache; return whether all is there."""
+    """Fill the cache; return True if everything is there."""
     prefer_cache_without_network()
     try:
         for name in models:
@@ -55,9 +52,11 @@ def _on_hub(name: str) -> bool:
     return not looks_local(name) and not name.startswith("memory:") and not Path(name).exists()
 
 
-def _models(values: Mapping[str, Any]) -> list[str]:
+def _models(config: Tree) -> list[str]:
     """Models on the hub that options name."""
-    names = [*map(values.get, MODELS), *parse_models(values.get("reward_pretrain") or []).values()]
+    values, known = flatten(config), options(config)
+    names = [value for name, value in values.items() if known[name].model]
+    names += parse_models(values.get("reward_pretrain") or []).values()
     return [name for name in dict.fromkeys(names) if name and _on_hub(name)]
 
 

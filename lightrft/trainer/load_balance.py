@@ -21,9 +21,9 @@ class LoadBalance:
     every token (prompts too) of the batch of the optimizer step, of all ranks and micro-batches: the value of that
     function for the padded batch with its attention mask. Packed rows have no padding to leave out.
 
-    f has no gradient, so each micro-batch adds its share of P against the f of the whole batch. With one micro-batch
-    per rank f is known in its forward pass; with several :meth:`measure` needs a pass over them without gradients,
-    before the others. So the loss does not depend on the cut, unlike one whose f is that of a micro-batch
+    f has no gradient, so each micro-batch adds its share of P, multiplied by the f of the whole batch. With one
+    micro-batch per rank f is known in its forward pass; with several, :meth:`measure` first runs a pass over all of
+    them without gradients. So the loss does not depend on the micro-batches, unlike one that computes f per micro-batch
     (https://arxiv.org/abs/2501.11873 compares the two).
 
     Raises:
@@ -52,7 +52,7 @@ class LoadBalance:
         return self.strategy.all_reduce(torch.stack(totals).sum(0))
 
     def _routing(self) -> Routing:
-        """Return what the last forward pass left, and forget it."""
+        """Return the routing of the last forward pass, and clear it."""
         routing, self.model.routing = cast(Routing, self.model.routing), None
         return routing
 

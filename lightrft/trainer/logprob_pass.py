@@ -130,6 +130,9 @@ class LogprobPass:
             with timer(each.name), each.during():
                 found = run_passes(shards, passes, each.forward)[..., :exp.num_tokens]  # without a borrowed dummy
                 vars(exp).update(zip(each.fields, found))
+        for frozen in (self.reference, self.teacher.prepared if self.teacher else None):
+            if frozen is not None:  # the others are whole in the update all the same
+                self.strategy.free_full(frozen.model)
 
     def _old(self, exp: Experience) -> Tensor:
         if not self.wants_entropies:

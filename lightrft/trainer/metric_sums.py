@@ -12,7 +12,7 @@ from lightrft.trainer.shards import Shards
 class MetricSums:
     """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too).
 
-    What is on a device stays there until :meth:`reduce`, so that no micro-batch waits for it.
+    Values stay on their device until :meth:`reduce`, so that no micro-batch waits for them.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MetricSums:
         _unflatten(self._peaks, total[len(sums):].view_as(rows).amax(0))
 
     def _to_host(self) -> None:
-        """Copy everything to the host, in one copy for what is on a device, and part the sums of several keys."""
+        """Copy everything to the host, with one copy for all values on a device, and split the sums by key."""
         tables: list[dict[Any, Tensor]] = [self._tokens, self._sums, self._peaks]
         away = [(table, key) for table in tables for key, value in table.items() if value.device.type != "cpu"]
         if away:

@@ -9,11 +9,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
-from lightrft.config.rm_schema import PRMConfig, RMConfig, StepFormat
-from lightrft.config.schema import Config
+from lightrft.config.rm_schema import StepFormat
 from lightrft.config.shared_schema import Tree
+from lightrft.config.tree import flatten, options
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import media_kinds, read_config
+from lightrft.models.reward_model import STEPS
 from lightrft.utils.run_summary import RunSummary
 
 _CARD = """---
@@ -121,13 +122,6 @@ _LABELS = """print("label of each step", [tokenizer.decode(token) for token in l
 _OWN_SCORES = """from lightrft.models.loader import load_scorer
 
 model = load_scorer({folder!r})  # no head that transformers loads; lightrft serve_rm scores texts with it"""
-_FACTS = {
-    "prompt_data": "training data", "train_data": "training data", "eval_data": "held-out data", "reward": "rewards",
-    "advantage_estimator": "advantages", "policy_loss": "loss", "init_kl_coef": "KL coefficient",
-    "actor_learning_rate": "learning rate", "learning_rate": "learning rate", "rollout_batch_size": "prompts per step",
-    "n_samples_per_prompt": "responses per prompt", "train_batch_size": "samples per optimizer step",
-    "lora_rank": "LoRA rank", "seed": "seed"
-}  # yapf: disable
 _LAST = ("reward/mean", "eval/", "policy/kl")
 PROMPT = 1000  # characters of a prompt that is shown
 
@@ -154,28 +148,23 @@ def model_card(config: Tree, folder: Path, title: str, rows: Sequence[dict[str, 
                         facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config)), options=options)
 
 
-def _options(config: Tree) -> dict[str, Any]:
-    return {name: value for group in vars(config).values() for name, value in vars(group).items()}
-
-
 def _facts(config: Tree) -> list[tuple[str, str]]:
     """Return the names and values of the options that a reader of the card asks for first."""
-    values = _options(config)
-    found = [(title, values[name]) for name, title in _FACTS.items() if values.get(name) not in (None, "", [], 0)]
+    known = options(config)
+    found = [(known[name].card, value) for name, value in flatten(config).items()
+             if known[name].card and value not in (None, "", [], 0)]
     return [(title, ", ".join(f"`{each}`" for each in (value if isinstance(value, list) else [value])))
             for title, value in found]  # yapf: disable
 
 
 def _tags(config: Tree, folder: Path) -> str:
     """Return the tags of the hub, and data sets by their hub ids; files have none."""
-    values = _options(config)
+    values = flatten(config)
     data = [entry.partition("@")[0] for entry in values.get("prompt_data") or values.get("train_data") or []]
     ids = [entry for entry in data if re.fullmatch(r"[\w.-]+/[\w.-]+", entry) and not Path(entry).exists()]
-    kind = "reinforcement-learning" if isinstance(config, Config) else config.METRICS[0]
     named = "datasets:\n" + "".join(f"- {each}\n" for each in ids) if ids else ""
-    tasks = {RMConfig: "text-classification", PRMConfig: "token-classification"}
-    task = tasks.get(type(config)) or _task(media_kinds(str(folder)))
-    return f"pipeline_tag: {task}\ntags:\n- lightrft\n- {kind}\n{named}"
+    task = config.TASK or _task(media_kinds(str(folder)))
+    return f"pipeline_tag: {task}\ntags:\n- lightrft\n- {config.TAG or config.METRICS[0]}\n{named}"
 
 
 def _task(kinds: Sequence[str]) -> str:
@@ -234,17 +223,18 @@ def _is_written(kind: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> str:
-    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a process reward
-    model that sees or hears, that loads it."""
+    """Return the code that loads the model and answers a prompt, or scores an answer or its steps; of a vision or
+    audio process reward model, that loads it."""
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = described["architectures"][0]
-    if isinstance(config, RMConfig):
+    if config.TASK == "text-classification":
         return _scores(architecture, described["reward_model"], folder, tokenizer)
-    if isinstance(config, PRMConfig) and architecture.endswith("ForCausalLM"):
-        return _judgements(config.data.form, folder, tokenizer)
-    length = config.rollout.generate_max_len if isinstance(config, Config) else 256
+    judges = config.TASK == "token-classification"
+    if judges and architecture.endswith("ForCausalLM"):
+        return _judgements(StepFormat(**described[STEPS]), folder, tokenizer)
+    length = 0 if judges else flatten(config).get("generate_max_len", 256)
     if kinds := media_kinds(str(folder)):
-        return _media(folder, kinds[0], tokenizer, 0 if isinstance(config, PRMConfig) else length)
+        return _media(folder, kinds[0], tokenizer, length)
     if prompt is not None and len(prompt) <= PROMPT:
         inputs = _RENDERED.format(prompt=prompt)
     elif tokenizer.chat_template:

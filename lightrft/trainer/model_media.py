@@ -19,8 +19,8 @@ from lightrft.utils.errors import UserError
 
 def open_media(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig,
                strategy: StrategyBase | None = None) -> MediaStore | None:
-    """Open the store of pictures, videos and sounds for the model at ``path``; None if that takes text only. With
-    ``strategy`` its ranks, which read the same rows together, compare what they read."""
+    """Open the store of pictures, videos and sounds for the model at ``path``; None if it takes text only. With
+    ``strategy``, the ranks, which read the same rows, compare the media that they have read."""
     kinds = media_kinds(path)
     if not kinds:
         return None
@@ -52,7 +52,8 @@ def connect_media(model: nn.Module, media: MediaSource | None, strategy: Strateg
         return
     trained = [name for name in read if named[name].requires_grad]
     if trained:
-        raise UserError(f"--cache_features: {trained[0]} is trained, so the features of media, which are kept as they "
-                        "leave the projector, change at every step; add --freeze_prefix visual audio projector (those "
-                        "that the model has), or drop it")
+        raise UserError(
+            f"--cache_features: {trained[0]} is trained, so the features of media after the projector change at every "
+            "step and cannot be cached; add --freeze_prefix visual audio projector (those that the model has), or "
+            "drop it")
     modality.cache = cache

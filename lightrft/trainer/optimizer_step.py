@@ -22,11 +22,17 @@ class NonFiniteTraining(ExpectedError, RuntimeError):
     """Several optimizer steps in a row had a non-finite loss or gradient."""
 
 
+def none_applied(steps: int) -> NonFiniteTraining:
+    """Return the error of a run of ``steps`` steps that has changed nothing."""
+    return NonFiniteTraining(f"the loss or the gradient of all {steps} steps was not finite, and none was applied: the "
+                             "model is the one of --pretrain. Lower the learning rate, or look for broken weights")
+
+
 @dataclass
 class StepResult:
     """Result of one optimizer step: loss over all ranks, learning rate, and gradient norm before clipping.
 
-    ``outcome`` is "done", or why no step was made: "empty" (no token was kept) or "bad" (something was not finite).
+    ``outcome`` is "done", or the reason for no step: "empty" (no token was kept) or "bad" (something was not finite).
     """
     loss: float
     lr: float
@@ -64,9 +70,8 @@ class OptimizerStep:
 
         Args:
             take: returns the sequences of a micro-batch; an empty one is a dummy without tokens in the loss.
-            micro_batches: sequence indices of this rank; every rank has equally many.
-            kept_tokens: tokens in the loss of the whole mini-batch, over all ranks.
-            extra: more of the loss; alone it makes no step.
+            micro_batches: sequence indices of this rank; every rank has equally many. kept_tokens: tokens in the loss
+            of the whole mini-batch, over all ranks. extra: additional parts of the loss; alone they cause no step.
         """
         prepared.model.train()
         passes = [Passes(take, micro_batches, loss_of), *([extra] if extra else [])]

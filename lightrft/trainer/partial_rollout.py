@@ -36,10 +36,11 @@ class Progress(NamedTuple):
 class OversamplingSource:
     """Source of batches with partial rollout (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521).
 
-    ``oversample`` batches of groups are under way. Generation ends when one batch is finished; that batch is trained.
-    The other groups are carried over with all their tokens. Generation waits for a group that would exceed a staleness
-    of ``max_staleness`` versions, so nothing is discarded and long responses are trained as often as short ones. Groups
-    are trained in the order of their oldest token. Near the end only as many prompts are drawn as can be trained.
+    ``oversample`` batches of groups are active at once. Generation ends when one batch is finished; that batch is
+    trained on. The other groups are carried over with all their tokens. Generation waits for a group that would exceed
+    a staleness of ``max_staleness`` versions, so nothing is discarded and long responses are trained on as often as
+    short ones. Groups are trained on in the order of their oldest token. Near the end only as many prompts are drawn as
+    can still be trained on.
 
     Groups are dealt to ranks one by one, and so is the number of groups that must be finished: each rank stops by
     itself, after the same token in every run. A group moves to the rank that it is dealt to; every rank knows the
@@ -146,8 +147,8 @@ class OversamplingSource:
         carried = [ResponseGroup.load(each) for each in state.get("open", ())]
         if carried and (state["size"] != self.size or len(carried) > self.batch):
             get_logger().warning(
-                "the %d groups of %d samples under way in the checkpoint are dropped: now there are groups of %d and "
-                "%d per batch", len(carried), state["size"], self.size, self.batch)
+                "the %d groups of %d samples carried over in the checkpoint are dropped: a batch now has groups of "
+                "%d samples, %d groups", len(carried), state["size"], self.size, self.batch)
         else:
             self.progress = {group.number: Progress.of(group) for group in carried}
             self.groups = list(self.maker.deal(carried))

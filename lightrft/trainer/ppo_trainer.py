@@ -16,6 +16,7 @@ from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.controllers import get_entropy_controller, KLController
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.optimizer_step import none_applied
 from lightrft.trainer.prompt_source import get_group_source
 from lightrft.trainer.ppo_update import PolicyUpdate
 from lightrft.trainer.run_log import RolloutLog
@@ -101,8 +102,17 @@ class PPOTrainer(BaseTrainer):
             self.save()
             raise UnscoredTraining(f"{reason}; {self.resume_hint}")
 
+    def _finish(self) -> None:
+        """Extend :meth:`BaseTrainer._finish`: a run that has changed nothing is none; one that has learnt nothing says
+        why."""
+        if (done := self.step >= self.total_steps) and self.tripwires.only_bad_steps:
+            raise none_applied(self.step)
+        super()._finish()
+        nothing = self.tripwires.nothing_learnt() if done else None
+        self._report({}, [nothing] if nothing else [])
+
     def _report(self, values: dict[str, float], news: list[str]) -> dict[str, float]:
-        """Log the ``news`` of the tripwires as warnings, on one rank; return their metrics."""
+        """Log the ``news`` of the tripwires as warnings, on one rank; return their metrics ``values``."""
         for text in news if self.strategy.is_main else ():
             get_logger().warning(text)
         return values

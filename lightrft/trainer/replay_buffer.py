@@ -40,10 +40,10 @@ def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Near:
-    """Sequences of a batch that gain from sharing a forward pass.
+    """Sequences of a batch that are cheaper in a shared forward pass.
 
-    ``numbers`` [B]: those with the same number gain; they have the same prompt, or the same media, for which a tower
-    then runs once. ``prompts`` [B]: leading tokens of each that a pass computes once for all of its number.
+    ``numbers`` [B]: sequences with the same number share work, because they have the same prompt, or the same media,
+    for which a tower then runs once. ``prompts`` [B]: leading tokens that a pass computes once per number.
     """
     numbers: list[int]
     prompts: list[int]

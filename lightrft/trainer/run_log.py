@@ -25,7 +25,7 @@ from lightrft.utils.report import first_prompt, Report
 from lightrft.utils.run_summary import RunSummary, summary_lines
 from lightrft.utils.sinks import MetricSinks, backup_path
 from lightrft.utils.timer import Throttle, Timer
-from lightrft.utils.trajectory_saver import TrajectorySaver, print_samples
+from lightrft.utils.trajectory_saver import print_samples, save_rollout
 
 ROWS = 64  # samples whose texts are gathered at once
 DRAW_S, DRAW_SHARE = 30.0, 50  # seconds between two drawings of the curve, and how many times what one takes
@@ -85,7 +85,7 @@ class RunLog:
 
     @cached_property
     def peak(self) -> float | None:
-        """FLOP/s of the GPU; None on a CPU, or, after a word, if no table has it."""
+        """FLOP/s of the GPU; None on a CPU, and, with a log line, for a GPU that no table has."""
         if self.strategy.device.type != "cuda":
             return None
         found = peak_flops(name := gpu_name())
@@ -125,11 +125,11 @@ class RunLog:
             self.report.write()
 
     def summary(self, done: bool, checkpoints: Path | None) -> None:
-        """Print the result of the run on rank 0: numbers before and after, time, tokens, and where everything is.
+        """Print the result of the run on rank 0: metrics before and after, time, tokens, and paths of the outputs.
 
         Args:
-            done: the last step is made, and the model is written.
-            checkpoints: folder of the checkpoints, if there are any.
+            done: the last step is done and the model is written. checkpoints: folder of the checkpoints, if there are
+            any.
         """
         rows = self.written() if self.strategy.is_main else []
         if not rows:
@@ -153,13 +153,13 @@ class RolloutLog(RunLog):
     def __init__(self, config: Config, strategy: StrategyBase) -> None:
         super().__init__(config, strategy, config.log.metric_aliases)
         self.options = config.log
-        self.trajectories = TrajectorySaver(self.folder / "rollouts", config.log.num_trajectories_to_save)
+        self.rollouts = self.folder / "rollouts"
 
     def start(self, step: int) -> None:
         """Start as :class:`RunLog` does; a new run moves the rollouts of an earlier one to a backup path."""
         super().start(step)
         if self.strategy.is_main and step == 0:
-            backup_path(self.trajectories.folder)
+            backup_path(self.rollouts)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Write metrics that belong to no training step."""
@@ -177,7 +177,7 @@ class RolloutLog(RunLog):
         if options.save_trajectories:
             rows = self._rows(rollout, range(min(size, options.num_trajectories_to_save or size)))
             if self.strategy.is_main:
-                self.trajectories.save(step, rows)
+                save_rollout(self.rollouts, step, rows)
             else:
                 deque(rows, maxlen=0)
         if options.print_samples and self._due(step, last):
@@ -193,7 +193,7 @@ class RolloutLog(RunLog):
         """Print rows, and add them to the tables of the trackers."""
         wanted = rows[:self.options.print_samples]
         if self.sinks is not None and wanted:
-            print_samples(wanted, len(wanted), title)
+            print_samples(wanted, title)
             self.sinks.table(step, f"samples/{name}", wanted)
 
     def _rows(self, rollout: Rollout, indices: range) -> Iterator[dict[str, Any]]:

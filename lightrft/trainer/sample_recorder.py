@@ -115,8 +115,8 @@ class SampleRecorder:
     """Appends records to ``samples.jsonl``: groups of training prompts, and groups of held-out prompts.
 
     A record is made in about ``RECORDS`` steps of a run, so its cost and the size of the file are bounded. Training
-    prompts are chosen by a hash of their uid: those of one epoch come again in the next. Pictures are recorded small,
-    of other media the kind.
+    prompts are chosen by a hash of their uid, so those of one epoch are chosen again in the next. Pictures are recorded
+    as thumbnails; of other media only the kind is recorded.
     """
 
     def __init__(self, folder: Path, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, enabled: bool,

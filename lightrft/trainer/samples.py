@@ -1,4 +1,4 @@
-"""Responses, groups of responses under way, samples and packed batches; the seeds of samples and inputs of rewards."""
+"""Responses, unfinished groups of responses, samples and packed batches; the seeds of samples and inputs of rewards."""
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ Ended = tuple[int, Prompt, int, Response]  # number of the group, its prompt, in
 
 @dataclass
 class ResponseGroup:
-    """Responses to one prompt, finished or under way, on the rank that generates them."""
+    """Responses to one prompt, finished or not, on the rank that generates them."""
     number: int  # of its prompt: in the batch, or in all draws of the run
     prompt: Prompt
     responses: list[Response]

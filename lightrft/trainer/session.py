@@ -1,5 +1,6 @@
 """Session around a run: checks before any process group exists, strategy, watchdog, signals, clean end."""
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,10 +16,11 @@ from lightrft.config.files import save_config
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.config.tree import flatten
+from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine, unlike_gpus
 from lightrft.preflight.planned import (chosen_by_machine, refuse_emulated_bf16, refuse_together, refuse_unlike_ranks,
                                         refuse_what_does_not_fit, settle)
-from lightrft.preflight.report import report, summary
+from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
@@ -89,7 +91,7 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
 
 @contextmanager
 def _one_line(watchdog: Watchdog) -> Iterator[None]:
-    """Turn an expected error into one line and its exit code; of several ranks one reports it."""
+    """Turn an expected error into one line and its exit code; only one rank reports it."""
     try:
         yield
     except ExpectedError as error:
@@ -99,9 +101,9 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
 
 
 def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
-    """Check the run on every rank; what one of them refuses is an error on all, before they form a group.
+    """Check the run on every rank, before they form a group; an error on one rank is an error on all.
 
-    Those of other machines would wait for one that ends alone.
+    Otherwise ranks of other machines would wait for the one that ended.
     """
     try:
         refusal: UserError | None = None
@@ -114,7 +116,7 @@ def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
 
 
 def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
-    """Validate, and exit if that is all that was asked for; else create the folder of the run.
+    """Validate the configuration; exit after a dry run, else create the folder of the run.
 
     GPUs that cannot run it, a rank without a GPU of its own, and a folder that cannot be created, are errors.
     """
@@ -128,7 +130,7 @@ def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
 
 
 def _dry_run(parsed: ParsedConfig, machine: Machine, read: Reader | None) -> NoReturn:
-    """Print what :func:`planned` yields, and exit; of several ranks one speaks and tries."""
+    """Print the lines of :func:`planned`, and exit; only one rank prints and runs the trial."""
     is_main = World.from_env().is_main
     for line in planned(parsed, machine, read, trial=is_main):
         sys.stdout.write(f"{line}\n" if is_main else "")
@@ -148,8 +150,7 @@ def planned(parsed: ParsedConfig, machine: Machine, read: Reader | None = None,
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
     if trial:
-        yield from try_inputs(parsed.config,
-                              TrialContext(machine.device.cuda, read, functions or {}))
+        yield from try_inputs(parsed.config, TrialContext(machine.device.cuda, read, functions or {}))
 
 
 def settled(parsed: ParsedConfig) -> Machine:
@@ -159,25 +160,37 @@ def settled(parsed: ParsedConfig) -> Machine:
         UserError: torch cannot use the GPU of this machine, or there are more ranks than GPUs.
         ConfigError: with every problem, and the preset, script or file that set an option if no flag did.
     """
-    planned = parsed.plan_gpus
-    machine = Machine.planned(planned) if planned else _this_machine()
+    elsewhere = parsed.plan_gpus
+    machine = _other_machine(elsewhere) if elsewhere else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
     try:
-        validate(parsed.config, machine.ranks, machine.device.cuda, bool(planned), machine.local_ranks)
+        validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
     return machine
 
 
+def _other_machine(gpus: str) -> Machine:
+    """Read ``--plan_gpus``; refuse it if the processes of this run are not one per GPU of it."""
+    machine, ranks = Machine.planned(gpus), World.from_env().local_world_size
+    if "LOCAL_WORLD_SIZE" in os.environ and ranks != machine.local_ranks:
+        raise ConfigError(
+            f"--plan_gpus {gpus} has {machine.local_ranks} GPUs on a machine, and --nproc (torchrun's "
+            f"--nproc-per-node) starts {ranks} processes there, one per GPU: plan without --nproc, or for "
+            f"{ranks} GPUs")
+    return machine
+
+
 def _this_machine() -> Machine:
-    """Describe this machine once every rank has its GPU; a plan for the CPU instead would be of no use."""
+    """Describe this machine after every rank has its GPU, so that the plan is not made for the CPU."""
     world = World.from_env()
     rank_device(world.local_rank, world.local_world_size)
     return Machine.here(world.world_size, world.local_rank, world.local_world_size)
 
 
 def _make_folder(path: Path, option: str) -> None:
-    """Create the folder of the run, which ``option`` names, early: hours of training are not lost for lack of it."""
+    """Create the folder of the run, which ``option`` names; early, so that a failure does not cost hours of
+    training."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -189,7 +202,7 @@ def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
     """Save the configuration in the folder of the run, and log the contents of a step."""
     if strategy.is_main and parsed.config.folder is not None:
         save_config(parsed.config, parsed.config.folder / "config.yaml", parsed.plugins)
-    for line in summary(parsed.config, strategy.world_size):
+    for line in preflight(parsed.config).summary(strategy.world_size):
         get_logger().info(line)
     gpu = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else ""
     unlike = unlike_gpus(strategy.all_gather_object(gpu))

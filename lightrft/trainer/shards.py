@@ -87,7 +87,7 @@ class Shards:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
     def near(self, share_prompts: bool) -> Near | None:
-        """Return what samples of one group gain from sharing a pass: with ``share_prompts`` their prompt, else the
+        """Return the work that samples of one group can share in a pass: with ``share_prompts`` their prompt, else the
         features of its media. None: nothing."""
         if share_prompts:
             return Near(self.group_ids.tolist(), self._prompts.tolist())

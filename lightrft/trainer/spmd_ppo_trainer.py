@@ -46,7 +46,7 @@ from lightrft.utils.timer import Timer
 
 @dataclass
 class Models:
-    """Models of a run, or what builds them, before the strategy prepares them one after the other.
+    """Models of a run, or functions that build them, before the strategy prepares them one after the other.
 
     ``reference`` is None without a KL coefficient, and with LoRA (the actor without its adapters is the reference). The
     trainer chooses the teacher itself, because it knows the tokenizer that both must have.
@@ -59,7 +59,7 @@ class Models:
 def build_models(config: Config, strategy: StrategyBase) -> Models:
     """Choose the models that the options need: the actor, the critic for GAE, the reference for a KL coefficient.
 
-    They are built when the trainer prepares them, so that a rank never holds more than one of them whole.
+    They are built when the trainer prepares them, so that a rank never holds more than one unsharded model.
 
     Raises:
         ValueError: lengths beyond the policy's context.
@@ -94,7 +94,7 @@ class PreparedModels:
 
     @property
     def resident(self) -> list[Prepared]:
-        """Models that are on the device outside generation: all but a teacher that visits it for its passes."""
+        """Models that are on the device outside generation: all but an offloaded teacher."""
         teacher = self.teacher and not self.teacher.offloads and self.teacher.prepared
         return [each for each in (self.actor, self.critic, self.reference, teacher) if each]
 
@@ -146,7 +146,7 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     """Load the teacher that ``--teacher_model`` asks for, sharded as the policy is.
 
     Raises:
-        UserError: its vocabulary is another one, or it has no logits for tokens that the policy may draw.
+        UserError: its vocabulary differs, or it has no logits for tokens that the policy may sample.
     """
     path = config.model.teacher_model
     if path is None:
@@ -155,8 +155,8 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
     width, own = logit_count(path), logit_count(str(config.model.pretrain))
     if width < own:
         raise UserError(
-            f"--teacher_model {path}: it has {width} logits, and the policy may draw {own} different tokens. "
-            "Take a teacher whose vocabulary is padded at least as far")
+            f"--teacher_model {path}: it has {width} logits, but the policy can sample {own} different tokens. Use a "
+            "teacher whose vocabulary is padded at least as far")
     teacher = FrozenModel(build, strategy, config.strategy.fsdp_shard_size, config.model.teacher_offload)
     teacher.connect(media, config.data)
     return teacher
@@ -164,7 +164,7 @@ def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
 
 def _start_engine(config: Config, strategy: StrategyBase, actor: nn.Module, tokenizer: PreTrainedTokenizerBase,
                   offloader: ModelOffloader) -> RolloutEngine:
-    """Start the engine in the memory that it will generate in: where models leave the device for that, without them."""
+    """Start the engine under the memory conditions of generation: models that are offloaded then are offloaded now."""
     offloader.offload()
     engine = get_engine(config.rollout, actor, strategy, tokenizer, bool(config.model.bf16))
     if offloader.offloaded:
@@ -175,13 +175,13 @@ def _start_engine(config: Config, strategy: StrategyBase, actor: nn.Module, toke
 
 def _greedy(config: Config, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase,
             environment: Environment | None) -> GreedyBaseline | None:
-    """Create what answers each prompt greedily as well, for estimators that need it."""
+    """Create the greedy baseline, for estimators that need it."""
     needed = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_greedy
     return GreedyBaseline(engine, rewards, tokenizer, environment) if needed else None
 
 
 def _overlapped(config: Config, strategy: StrategyBase, logprobs: LogprobPass, timer: Timer) -> OverlappedPasses | None:
-    """Create what runs the passes of finished groups during generation (``--overlap_passes``)."""
+    """Create the listener that runs the passes of finished responses during generation (``--overlap_passes``)."""
     rollout = config.rollout
     return OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, rollout.samples,
                             timer) if rollout.overlap_passes else None

@@ -1,7 +1,6 @@
 """Trial of the data and the rewards of a run before it starts: rows are read, and one of them is scored."""
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from pathlib import Path
@@ -22,14 +21,14 @@ from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.pair_sources import parse_source
-from lightrft.datasets.prompts_dataset import load_specs
+from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import check_context, media_kinds, read_config
-from lightrft.models.tokenizer import load_tokenizer
+from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
@@ -45,7 +44,7 @@ EXCUSED = (None, "none", "unreachable", "no_rival")
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Facts that a trial needs in addition to the config of a run.
+    """Inputs of a trial besides the config of a run.
 
     Attributes:
         cuda: the run is for GPUs.
@@ -76,10 +75,8 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
     data, path = config.data, str(config.model.pretrain)
     train, held_out = ([one for one in entries if _is_here(one)] for entries in (data.train_data, data.eval_data))
     yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not _is_here(one))
-    try:
-        tokenizer = load_tokenizer(path, data.chat_template)
-    except UserError as error:
-        yield f"data: not read, which takes the tokenizer: {error}"
+    tokenizer = yield from _tokenizer(path, data.chat_template)
+    if tokenizer is None:
         return
     local = replace(config, data=replace(data, train_data=train, eval_data=held_out))
     media = open_media(path, tokenizer, data.as_data_config())
@@ -88,6 +85,23 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
             yield _counted(len(context.read(local, tokenizer, split, media)), ", ".join(entries), split)
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
+
+
+def _tokenizer(path: str, template: str | None) -> Generator[str, None, PreTrainedTokenizerBase | None]:
+    """Load the tokenizer with its chat template. One that is not on this machine is no error in a plan: say so, and
+    return None."""
+    if template is not None:
+        read_chat_template(template)  # an unknown one is an error without a tokenizer too
+    try:
+        tokenizer = load_tokenizer(path)
+    except UserError as error:
+        if any((Path(path).expanduser() / name).is_file() for name in TOKENIZER_FILES):
+            raise
+        yield f"data: not tokenized, for lack of a tokenizer: {error}"
+        return None
+    if template is not None:
+        set_chat_template(tokenizer, template)
+    return tokenizer
 
 
 @try_inputs.register
@@ -99,31 +113,33 @@ def _try_evaluation(config: EvaluateConfig, context: TrialContext = DEFAULT) -> 
 @try_inputs.register
 def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     if config.generates:
-        yield from _generated(config.as_config(), ["train"], {}, context.cuda)
+        yield from _generated(config.as_config(), ["train"], {}, context.cuda, bool(config.scoring.score))
 
 
 @try_inputs.register
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
-    rows = yield from _generated(config, ["train", "eval"], found, context.cuda)
+    rows, tokenizer = yield from _generated(config, ["train", "eval"], found, context.cuda)
     yield from _ends_at_its_start(config, rows["train"])
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
-    store = _store(config) if config.reward.reward_pretrain else None
+    store = None
+    if tokenizer is not None and config.reward.reward_pretrain:
+        store = open_media(str(config.model.pretrain), tokenizer, config.data)
     tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
     try:
         for where, record in tried.items():
-            yield _scored(rewards, record, where, config)
+            yield _scored(rewards, record, where, config, tokenizer)
     finally:
         rewards.shutdown()
 
 
 def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
-    """Yield what would end the run before its first step. It is no error here, because a small model and a few rows may
-    stand for others in a plan."""
+    """Yield problems that would end the run before its first step. Here they are no errors, because a plan may use a
+    small model and a few rows in place of the real ones."""
     path, rollout = str(config.model.pretrain), config.rollout
     try:
         if Path(path).expanduser().exists():
@@ -132,12 +148,6 @@ def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
             check_batch(rollout.rollout_batch_size, rows, config.BATCH)
     except UserError as error:
         yield f"warning: with this model and these rows the run would end at its start: {error}"
-
-
-def _store(config: Config) -> MediaStore | None:
-    """Open the media of the prompts for the reward models; None where the policy takes text only."""
-    path = str(config.model.pretrain)
-    return open_media(path, load_tokenizer(path, config.data.chat_template), config.data)
 
 
 def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Record:
@@ -163,14 +173,32 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _generated(config: Config, splits: list[str], found: Found, cuda: bool) -> Generator[str, None, Counter[str]]:
-    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media. Return
-    the rows of each split that are on this machine."""
+def _generated(config: Config, splits: list[str], found: Found, cuda: bool,
+               scored: bool = True) -> Generator[str, None, tuple[Counter[str], PreTrainedTokenizerBase | None]]:
+    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media, and
+    tokenize those without media.
+
+    Returns:
+        the rows of each split that are on this machine and fit, and the tokenizer of :func:`_tokenizer`.
+    """
     most, rows = Counter[str](), Counter[str]()
     for split in splits:
         rows[split] = yield from _read(config.data, split, found, config.model.pretrain, most)
     _check_engine(config, most, cuda)
-    return rows
+    tokenizer = yield from _tokenizer(str(config.model.pretrain), config.data.chat_template)
+    if tokenizer is not None and not most:
+        rows = Counter({split: _tokenized(config, split, tokenizer, scored) or rows[split] for split in splits})
+    return rows, tokenizer
+
+
+def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, scored: bool) -> int:
+    """Make the prompts of a split as the run does, for its errors and warnings; return their number, or 0 if not all
+    their rows are on this machine."""
+    data, training = config.data, split == "train"
+    entries, suites = (data.prompt_data, []) if training else (data.eval_data, data.eval_suite)
+    if not [*entries, *suites] or not all(map(_is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
+        return 0
+    return len(PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, scored=scored))
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
@@ -255,12 +283,9 @@ def _counted(rows: int, entry: str, split: str) -> str:
     return f"data: {rows:,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
 
 
-def _prompted(record: Record, config: Config) -> tuple[str, list[Message]]:
+def _prompted(record: Record, config: Config, tokenizer: Any) -> tuple[str, list[Message]]:
     """Render the prompt of a record as the run does: its text, and its messages if it is a chat. Without a tokenizer
-    the text of a chat is that of its turns."""
-    tokenizer: Any = None
-    with suppress(UserError):  # raised where the run loads it
-        tokenizer = load_tokenizer(str(config.model.pretrain), config.data.chat_template)
+    (None) the text of a chat is that of its turns."""
     renderer = Renderer(config.data, tokenizer)
     messages = renderer.messages(record.prompt)
     if messages is None:
@@ -270,14 +295,15 @@ def _prompted(record: Record, config: Config) -> tuple[str, list[Message]]:
     return renderer.chat_text([messages], generation_prompt=True)[0], messages
 
 
-def _scored(rewards: RewardManager, record: Record, where: str, config: Config) -> str:
+def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
+            tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Score a stand-in for a response to one row; the time is bounded as in a run.
 
     Raises:
         UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
             every answer with which a run probes the rewards.
     """
-    prompt, messages = _prompted(record, config)
+    prompt, messages = _prompted(record, config, tokenizer)
     row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
                       record.media)
     known = not missing(record.reference)
@@ -299,12 +325,12 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config) 
 
 
 def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
-    """Score the first and the last of ``answers`` to a row, one by one, until one earns something or a reward excuses
-    itself; else return the first, or the last if the first was an error."""
+    """Score the first and the last of ``answers`` to a row, one by one, until one gets a reward or a reward is excused;
+    else return the first, or the last if the first was an error."""
     tried = list[tuple[RewardInput, Score]]()
     for answer in dict.fromkeys((answers[0], answers[-1])):
         one = replace(row, response=answer)
-        tried += [(one, score) for score in rewards.wait(rewards.submit([one]))]
+        tried += [(one, score) for score in rewards.collect(rewards.submit([one]))]
         score = tried[-1][1]
         if score.total or score.total is None and score.error in EXCUSED:
             break

@@ -70,7 +70,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
 
-def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> Path | None:
+def plot_curve(metrics_jsonl: str | Path, png: str | Path) -> Path | None:
     """Draw the curves of a run: reward, held-out accuracy, parts of the reward, length, KL, entropy.
 
     Returns:
@@ -80,7 +80,7 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
     drawn = panels(rows)
     if not drawn:
         return None
-    figure = draw(rows, drawn, title)
+    figure = draw(rows, drawn)
     png = Path(png)
     part = png.with_suffix(".part")
     figure.savefig(part, format="png")
@@ -88,7 +88,7 @@ def plot_curve(metrics_jsonl: str | Path, png: str | Path, title: str = "") -> P
     return png
 
 
-def draw(rows: Sequence[dict[str, Any]], drawn: list[tuple[str, dict[str, str]]], title: str = "") -> Any:
+def draw(rows: Sequence[dict[str, Any]], drawn: list[tuple[str, dict[str, str]]]) -> Any:
     """Return the figure of the panels, three in a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,8 +98,6 @@ def draw(rows: Sequence[dict[str, Any]], drawn: list[tuple[str, dict[str, str]]]
     FigureCanvasAgg(figure)
     for number, (name, metrics) in enumerate(drawn, 1):
         _draw(figure.add_subplot(lines, columns, number), name, metrics, rows)
-    if title:
-        figure.suptitle(title)
     return figure
 
 

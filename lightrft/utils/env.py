@@ -19,6 +19,7 @@ _GIB = float(1 << 30)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALLOCATIONS = 50_000  # container objects between two garbage collections while models train
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+_KEPT = 1 << 30  # bytes of freed host memory
 _MMAP_THRESHOLD = 32 << 20  # bytes; the largest that glibc takes, and where its own rule ends
 
 
@@ -106,8 +107,8 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def freed_memory_is_kept(device: torch.device, limit: int = 1 << 30) -> Iterator[None]:
-    """Keep up to ``limit`` bytes of freed host memory in the process while models train on the CPU.
+def freed_memory_is_kept(device: torch.device) -> Iterator[None]:
+    """Keep up to :data:`_KEPT` bytes of freed host memory in the process while models train on the CPU.
 
     By default glibc returns the temporary tensors of every layer to the kernel, which has to clear the same pages again
     for the next layer. Other C libraries are left as they are. The kept memory is returned at the end.
@@ -117,7 +118,7 @@ def freed_memory_is_kept(device: torch.device, limit: int = 1 << 30) -> Iterator
         yield
         return
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-    libc.mallopt(_M_TRIM_THRESHOLD, limit)
+    libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
     try:
         yield
     finally:

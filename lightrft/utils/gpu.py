@@ -66,9 +66,9 @@ def _reason(cuda: str | None, driver: str | None, nodes: bool, visible: str | No
     if cuda is None:
         return f"torch {torch.__version__} was built without CUDA", "install a CUDA build of torch (docs/install.md)"
     if visible is not None:
-        return f"CUDA_VISIBLE_DEVICES={visible} names none of them", "unset it, or name GPUs that nvidia-smi lists"
+        return f"CUDA_VISIBLE_DEVICES={visible} names none of its GPUs", "unset it, or name GPUs that nvidia-smi lists"
     if not nodes:
-        return "this container has no device of it (/dev/nvidia0)", "start the container with docker run --gpus all"
+        return "this container has no access to it (/dev/nvidia0)", "start the container with docker run --gpus all"
     needed = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if driver and needed and int(driver.split(".")[0]) < needed:
         return (f"the driver is too old for torch {torch.__version__}, whose CUDA {cuda} needs {needed} or newer",

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: its cache where there is no network, and where another process has filled it."""
+"""The Hugging Face hub: use of its cache without a network, and after another process has filled it."""
 import fnmatch
 import os
 import socket
@@ -48,8 +48,8 @@ def prefer_cache_without_network() -> None:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
         read_cache_only()
-        get_logger().info(f"{host} has no address here ({error.strerror}): what is not in the cache of the hub cannot "
-                          "be read")
+        get_logger().info(f"{host} has no address here ({error.strerror}): only files in the cache of the hub can be "
+                          "read")
 
 
 def read_cache_only() -> None:

@@ -87,7 +87,7 @@ def backup_path(path: Path) -> Path | None:
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     renamed = path.rename(next(name for name in names if not name.exists()))
-    get_logger().info(f"{path} is of an earlier run: it is now {renamed.name}")
+    get_logger().info(f"{path} is of an earlier run and was renamed to {renamed.name}")
     return renamed
 
 

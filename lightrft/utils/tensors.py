@@ -1,5 +1,7 @@
-"""Tensors: copies from the host that do not wait for a GPU, replacement in a module, modules that stay in float32."""
-from collections.abc import Callable
+"""Tensors: copies from the host that do not wait for a GPU, runs up to a size, replacement in a module, modules that
+stay in float32."""
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn, Tensor
@@ -13,6 +15,23 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+Item = TypeVar("Item")
+
+
+def runs(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Yield consecutive items whose sizes together are at most ``most``; a larger one is alone."""
+    run: list[Item] = []
+    total = 0
+    for item in items:
+        if run and total + size(item) > most:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size(item)
+    if run:
+        yield run
 
 
 def replace_tensors(model: nn.Module, chosen: Callable[[Tensor], bool], make: Callable[[str, Tensor], Tensor]) -> None:

@@ -55,7 +55,7 @@ class TensorboardSink(Sink):
 
     def table(self, step: int, name: str, frame: "pd.DataFrame") -> None:
         """Add the samples as one text."""
-        blocks = (f"    {line}" for line in format_samples(frame.to_dict("records"), len(frame)).splitlines())
+        blocks = (f"    {line}" for line in format_samples(frame.to_dict("records")).splitlines())
         self._writer.add_text(name, "\n".join(blocks), step)
 
     def close(self) -> None:

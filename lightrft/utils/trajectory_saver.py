@@ -3,7 +3,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +33,20 @@ def json_line(row: dict[str, Any]) -> str:
         return json.dumps(jsonable(row), ensure_ascii=False) + "\n"
 
 
-class TrajectorySaver:
-    """Writes ``folder/step_N.jsonl``, one sample per line.
+def save_rollout(folder: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write the rows of one rollout to ``folder/step_N.jsonl``, one sample per line, in order; an existing file is
+    replaced, but only when all is written.
 
-    Args:
-        folder: of the files; created with the first one.
-        num: at most this many samples per file (the first ones); 0: all.
+    Keys are the fields of a :class:`~lightrft.trainer.scores.ScoredSample`, with ``step`` as the first one.
     """
-
-    def __init__(self, folder: str | Path, num: int = 0) -> None:
-        self.folder, self.num = Path(folder), num
-
-    def save(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the rows of one rollout, in order; an existing file is replaced, but only when all is written.
-
-        Usual keys: prompt, response, reward, parts, advantage, reference, finish_reason, prompt_length,
-        response_length, and token-level lists (tokens, logprobs, ...). ``step`` is added as the first key.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step}.jsonl"
-        part = path.with_suffix(".jsonl.part")
-        with open(part, "w", encoding="utf-8") as file:
-            for row in islice(rows, self.num or None):
-                file.write(json_line({"step": step, **row}))
-        os.replace(part, path)
-        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step}.jsonl"
+    part = path.with_suffix(".jsonl.part")
+    with open(part, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json_line({"step": step, **row}))
+    os.replace(part, path)
+    return path
 
 
 def _shown(value: Any) -> str:
@@ -71,17 +59,16 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
-def format_samples(rows: Iterable[Mapping[str, Any]], num: int, width: int = 1200) -> str:
-    """Format the first ``num`` rows: prompt, response (cut in the middle at ``width`` characters each), verdict."""
+def format_samples(rows: Iterable[Mapping[str, Any]], width: int = 1200) -> str:
+    """Format rows: prompt, response (cut in the middle at ``width`` characters each), verdict."""
     blocks = []
-    for number, row in enumerate(islice(rows, num), 1):
+    for number, row in enumerate(rows, 1):
         facts = "  ".join(f"{name} {_shown(row[name])}" for name in _SHOWN if row.get(name) is not None)
         prompt, response = (shorten(row[name].strip(), width) for name in ("prompt", "response"))
         blocks.append(f"--- {number} ---  {facts}\n  prompt:   {prompt}\n  response: {response}")
     return "\n".join(blocks)
 
 
-def print_samples(rows: Iterable[Mapping[str, Any]], num: int, title: str) -> None:
-    """Show the first ``num`` rows in the log of rank 0, under ``title``."""
-    if num > 0:
-        get_logger().info(f"{title}\n{format_samples(rows, num)}")
+def print_samples(rows: Iterable[Mapping[str, Any]], title: str) -> None:
+    """Show rows in the log of rank 0, under ``title``."""
+    get_logger().info(f"{title}\n{format_samples(rows)}")

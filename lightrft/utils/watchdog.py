@@ -261,7 +261,7 @@ class Watchdog:
             self._publish(self.rank, f"made no progress for {seconds:.0f} s", stack)
 
     def _publish_dead(self, rank: int) -> None:
-        self._publish(rank, "died without a word (killed, crashed, or out of memory)", "")
+        self._publish(rank, "died without a message (killed, crashed, or out of memory)", "")
 
     def _failure(self) -> dict[str, Any] | None:
         """The earliest failure that any rank published."""

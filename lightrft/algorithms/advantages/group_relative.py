@@ -103,7 +103,7 @@ def rloo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @advantage("opo", needs_group=True, reads=())
 def opo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """OPO: the reward minus the baseline of least gradient variance, a mean weighted by response length.
+    """OPO: the reward minus the baseline of minimal gradient variance, a mean weighted by response length.
 
     Paper: Hao et al. 2025, https://arxiv.org/abs/2505.23585
     Equation: A_i = r_i - sum_j l_j * r_j / sum_j l_j, l_j the length of response j in tokens
@@ -123,7 +123,7 @@ def opo(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @advantage("gpg", needs_group=True, reads=())
 def gpg(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """GPG: the centred reward, scaled up for the groups of the batch that teach nothing.
+    """GPG: the centred reward, scaled up to compensate for groups of the batch without spread.
 
     Paper: Chu et al. 2025, https://arxiv.org/abs/2504.02546
     Equation: A_i = alpha * (r_i - mean(r)) / F_norm, F_norm = 1, alpha = B / (B - M), M of B samples in flat groups
@@ -141,7 +141,7 @@ def gpg(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @advantage("maxrl", needs_group=True, needs_positive=True, reads=())
 def maxrl(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """MaxRL: the centred reward over the group's mean, which climbs the likelihood of success, not its rate.
+    """MaxRL: the centred reward over the group's mean, which maximises the log of the success rate.
 
     Paper: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710
     Equation: A_i = (r_i - mean(r)) / mean(r)
@@ -158,7 +158,7 @@ def maxrl(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
 
 @advantage("grpo_passk", needs_group=True, reads=("pass_k", "norm_group_std", "std_eps"))
 def grpo_passk(exp: Experience, cfg: AlgorithmConfig) -> Tensor:
-    """Pass@k: a response is worth what it adds to the best of k responses to its prompt.
+    """Pass@k: the advantage of a response is its contribution to the best of k responses to its prompt.
 
     Paper: Tang et al. 2025, https://arxiv.org/abs/2503.19595 (the mean over subsets: https://arxiv.org/abs/2505.15201)
     Equation: A_i = mean over S of max(0, r_i - max(S)), S every k - 1 other responses; k = n: best minus second best

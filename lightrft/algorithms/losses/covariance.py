@@ -1,4 +1,4 @@
-"""Policy losses that treat the tokens that lower the entropy most in another way."""
+"""Policy losses with a special treatment of the tokens that lower the entropy most."""
 import torch
 from torch import Tensor
 

@@ -71,7 +71,7 @@ def cpgd(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tenso
 
 @policy_loss("sapo", skips_zero=True, reads=("sapo_tau_pos", "sapo_tau_neg"))
 def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """SAPO: a smooth gate in place of the clip; the further a ratio is from 1, the less its token weighs.
+    """SAPO: a smooth gate in place of the clip; the further a ratio is from 1, the lower the weight of its token.
 
     Paper: Gao et al. 2025, https://arxiv.org/abs/2511.20347
     Equation: loss_t = -A_t * 4 / tau * sigmoid(tau * (rho_t - 1)), tau = tau_pos where A_t > 0, else tau_neg
@@ -89,7 +89,7 @@ def sapo(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tenso
 
 @policy_loss("dppo_tv", skips_zero=True, reads=("dppo_delta", "dppo_ratio_max"))
 def dppo_tv(logprobs: Tensor, exp: Experience, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPPO with total variation: a token whose probability moved too far stops moving away.
+    """DPPO with total variation: a token whose probability has moved too far gets no gradient in that direction.
 
     Paper: Qi et al. 2026, https://arxiv.org/abs/2602.04879
     Equation: loss_t = -M_t * rho_t * A_t, M_t = 0 where (rho_t - 1) * A_t > 0 and |pi_t - pi_old_t| > delta, else 1

@@ -198,7 +198,7 @@ def test_an_engine_that_wants_other_packages(packages):
              "Requires-Dist: tokenizers==0.1; extra == 'x'")
     found = by_name(check_engine("hf"))["sglang"]
     assert found.verdict == "warn" and found.text.startswith("it wants torch==0.1, ") and found.text.count("wants") == 1
-    assert found.remedy == f"in an environment of its own: {ENGINES['sglang'].install}"
+    assert found.remedy == f"in a separate environment: {ENGINES['sglang'].install}"
 
 
 def test_the_chosen_engine_is_imported_in_another_process(packages):
@@ -277,7 +277,7 @@ def test_weights_that_are_cut_or_missing(tmp_path):
 def verdict_for(free: float, ranks: int = 8, name: str = "cuda:0", size: ModelSize = SEVEN_B,
                 **options: Any) -> Finding:
     device = Device(name, int(free), int(free))
-    return by_name(check_memory(config(**options), 8, SEVEN_B, [device]))[f"memory {name}"]
+    return by_name(check_memory(config(**options), ranks, size, [device]))[f"memory {name}"]
 
 
 def needed_by(phase: int, **options: Any) -> int:
@@ -312,11 +312,11 @@ def test_a_cache_is_no_larger_than_all_sequences_of_a_rank():
     """A small model on a busy machine: of 64 GiB 3 are free, and a quarter would be 16."""
     small, shape = ModelSize(3 << 20, 1 << 20, 1 << 20), ModelShape(4, 128, 512, 128, 64, 4)
     busy, batch = Device("cpu", 3 * GIB, 64 * GIB), config(rollout_batch_size=64, n_samples_per_prompt=8)
-    assert memory_verdict(batch, 2, small, busy, False, shape).verdict == "ok"
+    assert memory_verdict(batch, 2, small, busy, shape).verdict == "ok"
     tokens = 64 * 8 // 2 * (batch.rollout.prompt_max_len + batch.rollout.generate_max_len)
     assert largest_hf_cache(batch, 2, shape, busy.total) == tokens * 2 * 64 * 4 * 4  # keys and values, layers, float32
     assert largest_hf_cache(batch, 2, None, busy.total) == 16 * GIB
-    assert memory_verdict(batch, 2, small, busy, False, None).verdict == "warn", "the shape is not known"
+    assert memory_verdict(batch, 2, small, busy, None).verdict == "warn", "the shape is not known"
 
 
 def test_vllm_takes_its_share_whatever_it_needs():
@@ -337,12 +337,22 @@ def test_vllm_takes_its_share_whatever_it_needs():
     (35, {"adam_offload": True}, {"strategy": "deepspeed"}),
     (40, {"zero_stage": 3, "gradient_checkpointing": True}, {"strategy": "deepspeed", "bf16": True}),
     (39, {"lora_rank": 16}, {"name": "cpu"}),
+    (60, {"engine_mem_util": 0.5}, {"engine_type": "vllm", "engine_mem_util": 0.4}),
+    (30, {"engine_tp_size": 2, "adam_offload": True}, {"engine_type": "vllm"}),
 ])
 def test_the_remedy_mends_it(free_gib, change, options):
     found = verdict_for(free_gib * GIB, **options)
     words = " ".join(f"--{name}" + ("" if value is True else f" {value}") for name, value in change.items())
     assert found.verdict == "fail" and found.remedy.startswith(f"{words} brings it to "), found
     assert verdict_for(free_gib * GIB, **options | change).verdict != "fail"
+
+
+def test_adapters_are_named_beside_weights_in_host_memory():
+    found = verdict_for(45 * GIB, strategy="fsdp", bf16=True, ranks=1)
+    assert re.search(
+        "^--fsdp_cpu_offload brings it to .* GiB, with the weights in host memory, which is slow; "
+        "--lora_rank 16 brings it to [0-9.]+ GiB$", found.remedy), found
+    assert verdict_for(45 * GIB, strategy="fsdp", bf16=True, lora_rank=16, ranks=1).verdict != "fail"
 
 
 def test_what_no_change_mends():

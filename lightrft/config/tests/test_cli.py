@@ -9,7 +9,7 @@ import pytest
 
 from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, REFUSED
 from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
@@ -18,7 +18,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.preference_schema import KTOConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
+from lightrft.config.tree import flatten, group_from_args, group_options, groups, options, RESERVED
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
 
@@ -64,7 +64,7 @@ def fails(capsys: pytest.CaptureFixture[str], argv: list[str], **kwargs: Any) ->
 def test_names_are_unique_and_apart_from_the_refused(tree: type) -> None:
     names = [name for group, cls in groups(tree).items() for name in group_options(cls, group)]
     assert len(names) == len(set(names)), "flag names are shared by two groups"
-    assert not set(names) & (set(ALIASES) | {"config", "plugin", "dry_run", "help"}), "reserved names"
+    assert not set(names) & ({*ALIASES, *GRANTED, "config", "plugin", "dry_run", "help"}), "reserved names"
     assert tree is not Config or not set(names) & set(REFUSED), "an option is refused"
 
 
@@ -88,19 +88,22 @@ def test_every_original_flag_is_an_option_an_alias_or_refused(name: str, capsys:
         target, value = ALIASES[name]
         assert flatten(parse_config([f"--{name}"]).config)[target] == value, "the alias translates"
         return
-    err = fails(capsys, [f"--{name}", "1"])
-    assert f"--{name} is not an option here: " in err and REFUSED[name] in err, err
+    if name in GRANTED:
+        parse_config([f"--{name}"])
+        assert f"--{name} has no effect: {GRANTED[name]}" in capsys.readouterr().err
+    err = fails(capsys, [f"--{name}", "false" if name in GRANTED else "1"])
+    assert f"--{name} is not an option here: " in err and (REFUSED | GRANTED)[name] in err, err
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *ALIASES])
+@pytest.mark.parametrize("name", [*REFUSED, *GRANTED])
 def test_remedies_name_only_real_flags(name: str) -> None:
-    for word in REFUSED.get(name, "").replace(",", " ").replace(";", " ").split():
+    for word in (REFUSED | GRANTED)[name].replace(",", " ").replace(";", " ").split():
         if word.startswith("--"):
             assert word[2:] in options(Config), f"the remedy of --{name} names {word}"
 
 
 def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    err = fails(capsys, ["--rolout_batch-size", "4", "--use_mp_opt", "true", "--no_shufle"])
+    err = fails(capsys, ["--rolout_batch-size", "4", "--load_in_4bit", "true", "--no_shufle"])
     parts = ("did you mean --rollout_batch_size", "use --bf16", "did you mean --no_shuffle")
     assert all(part in err for part in parts) and err.endswith("\nSee --help for the options.\n"), err
 
@@ -180,6 +183,24 @@ def test_a_rollout_smaller_than_a_batch_is_one_batch() -> None:
                          "8"]).config.train.train_batch_size == 128
 
 
+def test_a_list_that_is_given_twice_is_the_last_one(capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ``"$@"`` behind the words of a script replaces them; where that loses something, a warning has both."""
+    for argv, told in ((["--reward", "a", "b", "--reward",
+                         "c"], "--reward is given twice: c counts, and a,b is dropped;"
+                        " both: --reward a,b,c\n"), (["--reward", "c", "--reward", "c"], ""), (["--reward", "c"], "")):
+        assert parse_config(argv).config.reward.reward == ["c"]
+        said = capsys.readouterr().err
+        assert told in said and bool(told) is bool(said), said
+    parser = add_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--reward", "a"]).reward == ["a"] and not capsys.readouterr().err
+    assert parser.parse_args(["--reward", "a", "--reward", "c"]).reward == ["c"]
+    assert "is given twice" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    parse_config(["--reward", "a", "--reward", "c"])
+    assert not capsys.readouterr().err
+
+
 def test_wrong_script_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean seed" in fails(capsys, [], defaults={"sed": 1})
 
@@ -224,7 +245,7 @@ def test_the_help_of_a_group_and_of_one_option(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("what,said", [
-    ("rolout", "--help rolout: there is no such option or group (did you mean rollout?); --help all"),
+    ("rolout", "--help rolout: no such option or group (did you mean rollout?); --help all"),
     ("epsclip", "(did you mean eps_clip?)"),
     ("al", "(did you mean all?)"),
     ("save_strategy", "save_strategy is an option of another trainer; here: --save_steps"),
@@ -270,8 +291,8 @@ def test_plain_argparse() -> None:
 
 def test_plain_argparse_refuses_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        add_arguments(argparse.ArgumentParser()).parse_args(["--packing_samples"])
-    assert REFUSED["packing_samples"] in capsys.readouterr().err
+        add_arguments(argparse.ArgumentParser()).parse_args(["--sp_size", "2"])
+    assert REFUSED["sp_size"] in capsys.readouterr().err
 
 
 def test_partial_namespace() -> None:
@@ -293,7 +314,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     for name, text in ELSEWHERE.items():
         assert name not in known and name not in REFUSED
         for flag in re.findall(r"--(\w+)", text):
-            assert flag in known or flag in offline or flag in ("nproc", "nnodes"), f"{name}: {flag}"
+            assert flag in known or flag in offline or flag in ("nproc", "nnodes", *RESERVED), f"{name}: {flag}"
 
 
 @pytest.mark.parametrize("tree,words,said", [
@@ -312,7 +333,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "data.filter_overlong_prompts=True", "here: --overlong_prompt filter"),
     (Config, "actor_rollout_ref.model.use_remove_padding=True", "batches are always packed, without padding"),
     (Config, "trainer.critic_warmup=5", "here: --freezing_actor_steps"),
-    (Config, "--disable_dropout true", "dropout is off in every model"),
+    (Config, "--disable_dropout false", "dropout is off in every model, but for --lora_dropout; drop the flag"),
     (Config, "--gradient_checkpoint", "did you mean --gradient_checkpointing?"),
     (Config, "--vllm_importance_sampling_cap 2", "here: --correction_high"),
     (Config, "trainer.nothing=8", "options are given as --name value; docs/coming_from.md translates those of verl"),
@@ -322,21 +343,33 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
     (SFTConfig, "--dataset_name a", "here: --train_data"),
     (SFTConfig, "--dataset_probs 1.0", "here: no weights; a source that --train_data names twice counts twice"),
-    (GenerateConfig, "--enable_prefix_caching", "drop the flag"),
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
     (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
     (EvaluateConfig, "--reward math", "here: --score"),
     (GenerateConfig, "--zero_stage 0", "here: --engine_tp_size"),
     (GenerateConfig, "--value_head_prefix score", "config.json of a reward model names its head"),
     (SFTConfig, "--full_determinism", "--seed fixes data"),
-    (SFTConfig, "--use_ds_universal_ckpt", "a checkpoint loads on any number of ranks"),
-    (KTOConfig, "--unpaired_preference", "reads single answers, each with its label"),
+    (SFTConfig, "--ds.use_universal_ckpt", "a checkpoint loads on any number of ranks"),
     (KTOConfig, "--vanilla_loss", "always comes from mismatched pairs"),
 ])
 def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     """Where the tree has one."""
     assert said in fails(capsys, words.split(), tree=tree)
+
+
+def test_options_that_ask_for_what_always_holds_are_accepted(tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """On the command line, in a YAML file and by any other parser; never in place of an option."""
+    words = "--seed 5 --packing_samples --attn_implementation flash_attention_2 --unpaired_preference true".split()
+    (tmp_path / "a.yaml").write_text("flash_attn: true\ntrain: {seed: 4}\n", encoding="utf-8")
+    parsed = parse_config(["--config", str(tmp_path / "a.yaml"), *words], tree=KTOConfig)
+    said = capsys.readouterr().err
+    assert parsed.config.train.seed == 5 and said.count("has no effect") == 4, said
+    assert add_arguments(argparse.ArgumentParser()).parse_args(words).seed == 5
+    (tmp_path / "a.yaml").write_text("attn_implementation: eager\n", encoding="utf-8")
+    err = fails(capsys, ["--config", str(tmp_path / "a.yaml")])
+    assert "a.yaml: --attn_implementation is not an option here: packed attention" in err
 
 
 @pytest.mark.parametrize("names,said", [
@@ -350,7 +383,6 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     ("n_samples group_size", "here: --n_samples_per_prompt"),
     ("max_tokens max_response_len", "here: --generate_max_len"),
     ("gpus", "here: torchrun: --nproc-per-node"),
-    ("wandb", "here: --use_wandb"),
     ("lr", "here: --actor_learning_rate"),
     ("resume", "here: --load_checkpoint"),
     ("critic.model.path", "here: --critic_pretrain"),
@@ -358,7 +390,10 @@ def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: s
     ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
     ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
-    ("ref_model_mixup_alpha use_bias_correction_kl", "unknown flag --{}\n"),
+    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
+    ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
+    ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
+    ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
 ])
 def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,8 @@ def test_nested_flat_aliases_and_number_forms(tmp_path: Path) -> None:
     ("fsdp: false", ["unknown key fsdp"]),
     ("pretrain: {{MODEL}}", ["cannot be read", "put a text that begins with a brace, such as {{...}}, in quotes"]),
     ("dry_run: true", ["dry_run is not an option of a run", "--dry_run"]),
-    ("plan_gpus: 8xH100", ["plan_gpus is not an option of a run", "--dry_run --plan_gpus 8xH100"]),
+    ("plan_gpus: 8xH100",
+     ["plan_gpus is not an option of a run", "--dry_run --plan_gpus 8xH100", '.plan(gpus="8xH100")']),
 ])
 def test_mistakes(text: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:

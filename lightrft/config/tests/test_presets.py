@@ -172,7 +172,7 @@ def test_a_recipe_that_a_file_outvotes_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parse_config(["--config", str(tmp_path / "config.yaml"), "--recipe", "gspo"], "prog")
     told = capsys.readouterr().err
-    assert f"--recipe gspo: has no effect, because every option it sets is given otherwise in {tmp_path}" in told, told
+    assert f"gspo: has no effect, because every option it sets is also set elsewhere in {tmp_path}" in told, told
 
 
 @pytest.mark.parametrize("argv,told", [

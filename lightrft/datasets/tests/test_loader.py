@@ -77,7 +77,7 @@ def test_resume_with_other_rows_is_told(count, capsys):
     assert capsys.readouterr().err == ""
     other[0] = -1
     PromptLoader(other, 4).load_state_dict(PromptLoader(data, 4).state_dict())
-    assert "has as many rows as that of the checkpoint, but other ones" in capsys.readouterr().err
+    assert "has the same number of rows as the checkpoint's, but other rows" in capsys.readouterr().err
 
 
 def test_resume_with_other_data_is_refused():

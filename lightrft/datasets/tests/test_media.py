@@ -209,7 +209,7 @@ def test_sizes_and_rates_of_one_medium_are_refused(name, kind, rules):
     own = find_medium({kind: [PNG] if kind == "video" else PNG, name: None}, kind, rules, "row 1")
     assert own.kind == kind
     for value in ({"bytes": PNG, name: 3.0}, {"type": kind, kind: {"path": "red.png", name: 3.0}}):
-        with pytest.raises(MediaError, match=f"row 3: {kind} with {name} 3.0: .* not read for one {kind} alone. "):
+        with pytest.raises(MediaError, match=f"row 3: {kind} with {name} 3.0: .* cannot be set for a single {kind}. "):
             find(value, rules, kind)
         if name in ("max_pixels", "min_pixels", "fps"):
             assert find(value, replace(rules, **{name: 3}), kind)
@@ -240,8 +240,8 @@ REFUSED = {
     "part without medium": ({"type": "image"}, "it is empty"),
     "too large": (b"x" * 10_001, "10001 bytes are more than the 10000"),
     "too many pixels": (Image.new("1", (300, 300)), "300 x 300 pixels; it must have 1 to 50000"),
-    "number": (7, "int is not a form"),
-    "list": ([PNG], "list is not a form"),
+    "number": (7, "int is not a known form"),
+    "list": ([PNG], "list is not a known form"),
     "missing": ("blue.png", r"'blue.png': no such file in .*--media_root"),
     "folder": ("more", "no such file"),
     "pipe": ("pipe.png", "no such file"),
@@ -261,7 +261,7 @@ REFUSED = {
     "data URL without base64": ("data:image/png,abc", "not a data URL"),
     "data URL cut off": (f"data:image/png;base64,{TEXT[:-3]}", "not a data URL"),
     "nested": ({"image": {"image": {"image": {"image": {"image": PNG}}}}}, "objects inside objects"),
-    "nested deeply": (deep([PNG]), "list is not a form"),
+    "nested deeply": (deep([PNG]), "list is not a known form"),
     "array of floats": (np.zeros((4, 4, 3)), "not a picture"),
     "array of five colours": (np.zeros((4, 4, 5), np.uint8), r"not a picture.*\[H, W, 1 to 4\]"),
 }  # yapf: disable
@@ -290,7 +290,7 @@ def test_messages_are_short(rules):
     ({"array": [40_000, 3], "sampling_rate": 8000}, "more than 16 bits"),
     ({"array": [0.5]}, "sampling_rate None"),
     ({"array": [0.5], "sampling_rate": -1}, "sampling_rate -1"),
-    ([0.5], "list is not a form"),
+    ([0.5], "list is not a known form"),
 ])  # yapf: disable
 def test_refused_sounds(value, message, rules):
     with pytest.raises(MediaError, match=message):
@@ -299,13 +299,14 @@ def test_refused_sounds(value, message, rules):
 
 def test_refused_videos(rules):
     for value, message in (([], "0 pictures.* Write its frames"), ([PNG] * 4, "4 pictures; a video has 1 to 3"),
-                           ([PNG, None], "frame 2.*empty"), ([PNG, [PNG]], "list is not a form.*a column of videos")):
+                           ([PNG, None], "frame 2.*empty"), ([PNG,
+                                                              [PNG]], "list is not a known form.*a column of videos")):
         with pytest.raises(MediaError, match=message):
             find(value, replace(rules, max_frames=3), "video")
 
 
 def test_paths_without_a_root():
-    with pytest.raises(MediaError, match="in no file.*--media_root"):
+    with pytest.raises(MediaError, match="from no file.*--media_root"):
         find("red.png", MediaRules())
 
 

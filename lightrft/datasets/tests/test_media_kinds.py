@@ -79,7 +79,7 @@ def test_a_prompt_of_text_has_no_place_for_media(tokenizer):
     rows = [{"prompt": "1+1?", "response": "2", "images": [b"x"]}]
     with pytest.raises(DataError, match="row 1: the column 'images' .* takes text only"):
         demonstrations(rows, tokenizer)
-    with pytest.raises(MediaError, match="row 1: the column 'images' .* no place for them. Write the row as messages"):
+    with pytest.raises(MediaError, match="row 1: the column 'images' .* cannot hold them. Write the row as messages"):
         find_row_media(rows[0], DataConfig(), [], MediaRules(), "row 1")
 
 

@@ -158,7 +158,7 @@ def test_other_keys_of_a_turn_stay():
     (ask([{"type": "image"}, "<image>"], images=[RED]), "1 images for 2 placeholders"),
     (ask([{"type": "image", "image": BLUE}], images=[RED]), "1 images for 0 placeholders"),
     (ask("<image>", images=[None]), "image None: it is empty"),
-    (ask("<image>", images=[[RED]]), "image list: list is not a form"),
+    (ask("<image>", images=[[RED]]), "image list: list is not a known form"),
     (ask("<image>", images=[b"x", 7]), "2 images for 1 placeholders"),
     (ask([{"type": "img", "img": RED}]), "which is no text, image, video, audio"),
     (ask([{"type": "text", "text": 7}], image=RED), "which is no text"),
@@ -251,6 +251,6 @@ def test_paths_start_at_the_media_root(data, tmp_path):
     with pytest.raises(MediaError, match="no such file in .*media"):
         find_media(data.pick([0]), chats, MediaConfig(media_root=str(tmp_path / "media")))
     held = Rows(data.rows[:1], [("memory:1", 1)])
-    with pytest.raises(MediaError, match="in no file"):
+    with pytest.raises(MediaError, match="from no file"):
         find_media(held, chats, MediaConfig())
     assert find_media(held, chats, MediaConfig(media_root=str(tmp_path)))[0][1]

@@ -194,7 +194,7 @@ def test_rows_that_are_not_of_the_source_are_refused(tmp_path, capsys):
     with pytest.raises(DataError, match="row 1: videogen-rewardbench: Overall is 'C'"):
         load_entry(f"videogen-rewardbench:{tmp_path / 'x.csv'}")
     (tmp_path / "x.csv").write_text("prompt,path_A,path_B,Overall\na,b,c,\n")
-    with pytest.raises(DataError, match="none of 1 rows says which one is better"):
+    with pytest.raises(DataError, match="none of 1 rows says which candidate is better"):
         load_entry(f"videogen-rewardbench:{tmp_path / 'x.csv'}")
     load_entry(f"videogen-rewardbench:{videogen(tmp_path)}")
     assert "1 of 4 rows do not say which one is better" in capsys.readouterr().err

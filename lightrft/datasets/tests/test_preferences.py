@@ -49,7 +49,7 @@ def test_chats_of_every_form(build, tokenizer, form):
     assert texts(pair.chosen, tokenizer)[0] == CHAT + again + "2<|im_end|>"
     assert texts(pair.chosen, tokenizer)[1] == "3<|im_end|>" * bool(again) + "2<|im_end|>"
     assert texts(pair.rejected, tokenizer) == (CHAT + "3<|im_end|>", "3<|im_end|>")
-    assert (pair.uid, pair.margin, pair.tie) == ("0:0", 0.0, False)
+    assert (pair.uid, pair.margin, pair.tie) == ("0:0", None, False)
 
 
 @pytest.mark.parametrize("row, options", [
@@ -103,10 +103,11 @@ BROKEN = {
                        [ASK | {"content": "2+2?"},
                         BAD]}, "the chosen answer begins with a turn of 'user', .* answer different questions"),
     "an end token alone": ({"prompt": "a", "chosen": "b", "rejected": "<|im_end|>\n"}, "rejected answer is missing"),
-    "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD | {"content": "<|im_end|>"}]},
-                                     "rejected answer is missing or empty"),
-    "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected": "b"}, "the chosen answer is the reject"),
-    "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen answer is the rejected one"),
+    "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected":
+                                      [BAD | {"content": "<|im_end|>"}]}, "rejected answer is missing or empty"),
+    "an end token more": ({"prompt": "a", "chosen": "b<|im_end|>", "rejected":
+                           "b"}, "the chosen and the rejected answer are equal"),
+    "equal answers": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen and the rejected answer are equal"),
 }
 
 
@@ -153,7 +154,8 @@ def test_media_of_the_rejected_answer(tokenizer):
     assert chosen == [(None, "cat", ["walk"])] * 2 and rejected == [(["dog"], None, ["walk"]), chosen[1]]
     assert pairs[0].chosen == pairs[0].rejected == [GOOD] and pairs[0].prompt == [ASK]
     for empty in ({}, {"images": ["dog"], "image": None}):
-        with pytest.raises(DataError, match="the chosen answer is the rejected" if empty else "the rejected answer is"):
+        with pytest.raises(DataError,
+                           match="the chosen and the rejected answer are equal" if empty else "the rejected answer is"):
             to_pair((row if empty else row | {"rejected_images": None}) | empty, cfg, "row 1")
     with pytest.raises(DataError, match="other media for the rejected candidate .*in the column 'images'"):
         to_judgement(FORMS["TRL, explicit prompt"] | {"rejected_images": ["dog"]}, JudgeDataConfig(), False, "row 1")
@@ -165,7 +167,7 @@ def test_answers_of_the_same_tokens_are_equal(build, tokenizer, monkeypatch, cap
     good, rows = FORMS["TRL, explicit prompt"], [{"chosen": "3\n", "rejected": "3"},
                                                  {"rejected": [GOOD | {"name": "x"}]}]  # yapf: disable
     for row in ({"prompt": [ASK], "chosen": [GOOD]} | row for row in rows):
-        with pytest.raises(DataError, match="row 1: the chosen answer is the rejected one in tokens"):
+        with pytest.raises(DataError, match="row 1: the chosen answer has the same tokens as the rejected"):
             build([row])
         pairs = build([row | {"tie": True}])
         assert [pair.tie for pair in pairs] == [True] and pairs[0].chosen.token_ids == pairs[0].rejected.token_ids

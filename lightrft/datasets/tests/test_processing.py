@@ -117,5 +117,5 @@ def test_no_sound_is_cut_to_a_window(name):
     if name == "voxtral":
         assert single.process("audio", longer).text == 2 * text
         return
-    with pytest.raises(ValueError, match="it lasts 2.5 s, and the model hears the first 1 s of a sound"):
+    with pytest.raises(ValueError, match="it lasts 2.5 s, and the model processes only the first 1 s of a sound"):
         single.process("audio", longer)

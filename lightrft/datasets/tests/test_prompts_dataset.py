@@ -174,7 +174,8 @@ def test_chat_without_a_question(build):
         build([{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}], "solution": "2"}])
 
 
-@pytest.mark.parametrize("rows, number", [([PLAIN, {"input": "x"}], 2), ([{"input": "x", "output": ""}, PLAIN], 1)])
+@pytest.mark.parametrize("rows, number", [([PLAIN, {"input": "x"}], 2), ([{"input": "x", "output": ""}, PLAIN], 1),
+                                          ([PLAIN, {"input": "x", "output": float("nan")}], 2)])
 def test_row_without_answer(build, rows, number):
     with pytest.raises(DataError, match=f"row {number}: the row has no answer, others have one.*--reference_key"):
         build(rows)

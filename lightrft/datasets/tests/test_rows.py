@@ -47,6 +47,16 @@ def test_arrow_streams_json_of_columns_and_lines_called_json(tmp_path):
         assert load_rows(str(tmp_path / name)).rows == ROWS
 
 
+def test_other_marks_between_fields(tmp_path):
+    """Those of spreadsheets whose decimal mark is a comma."""
+    for name, mark in (("a.csv", ";"), ("b.csv", "\t"), ("c.tsv", "\t")):
+        (tmp_path / name).write_text(f"prompt{mark}answer\nx, y{mark}3,5\n")
+        assert load_rows(str(tmp_path / name)).rows == [{"prompt": "x, y", "answer": "3,5"}]
+    (tmp_path / "d.csv").write_text("prompt;answer\nx;1;2\n")
+    with pytest.raises(DataError, match="line 2: more fields than the header, which has 2. Quote fields that hold ';'"):
+        load_rows(str(tmp_path / "d.csv"))
+
+
 def test_csv_keeps_leading_zeros(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,007\n")
     assert load_rows(str(tmp_path / "a.csv")).rows[0]["answer"] == "007"
@@ -80,7 +90,7 @@ def test_hub_id_without_a_network_is_a_clear_error():
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert out.returncode != 0
-    assert "DataError: nobody/no-such-data: no such file or folder, and it cannot be had from the hub" in out.stderr
+    assert "nobody/no-such-data: no such file or folder, and it cannot be downloaded from the hub" in out.stderr
 
 
 @pytest.mark.parametrize("name", ["/nowhere/train.parquet", "nowhere.jsonl", "no/such/folder"])

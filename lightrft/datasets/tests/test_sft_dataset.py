@@ -127,7 +127,7 @@ def test_generation_block_around_nothing(build):
                          [{"messages": MESSAGES[:2]}, {"prompt": "x", "response": " "}, {"input": "x"},
                           {"prompt": "x", "completion": "", "response": "y"}, {"prompt": MESSAGES, "answer": ""}])
 def test_row_without_answer(build, row):
-    with pytest.raises(DataError, match="rows.jsonl, row 1: the row has no answer to learn"):
+    with pytest.raises(DataError, match="rows.jsonl, row 1: the row has no answer to train on"):
         build([row])
 
 
@@ -234,7 +234,7 @@ def test_alpaca_and_sharegpt_are_chats(build, tokenizer, row, turns):
 @pytest.mark.parametrize("row",
                          [{"instruction": "Add.", "input": "1+1?"}, {"conversations": SHAREGPT["conversations"][:1]}])
 def test_a_chat_without_an_answer_is_refused(build, row):
-    with pytest.raises(DataError, match="no answer to learn"):
+    with pytest.raises(DataError, match="no answer to train on"):
         build([row])
 
 
@@ -242,7 +242,7 @@ def test_the_column_of_the_answer(build, tokenizer):
     row = {"q": "1+1?", "a": "2", "output": "3"}
     example = build([row], input_key="q", learning=Learning("a"))[0]
     assert tokenizer.decode(example.token_ids) == "1+1?2<|im_end|>"
-    with pytest.raises(DataError, match="row 2: .* no answer to learn .* in b\\). .* --output_key"):
+    with pytest.raises(DataError, match="row 2: .* no answer to train on .* in b\\). .* --output_key"):
         build([row | {"b": "4"}, row], input_key="q", learning=Learning("b"))
     for options, said in (({"learning": Learning("b")}, "--output_key 'b'"), ({"input_key": "p"}, "--input_key 'p'")):
         with pytest.raises(DataError, match=f"{said}: no row of .* has it. Its columns: q, a, output"):
@@ -273,7 +273,7 @@ def test_every_token_of_a_text(build, tokenizer, row, text):
     data = DataConfig(prompt_data=[hold_rows([row])], input_key="question")  # of the policy's prompts
     assert PretrainingDataset(data, tokenizer, 500, learning=Learning(whole=True))[0] == example
     if "response" not in row:
-        with pytest.raises(DataError, match="no demonstration|no answer to learn"):
+        with pytest.raises(DataError, match="no demonstration|no answer to train on"):
             build([row])
 
 

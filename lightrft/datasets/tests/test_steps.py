@@ -61,7 +61,7 @@ def test_chats_and_other_separators():
     (ROW | {"label": "1+1?\n2+\n3-"}, "the label is a text, but not the solution"),
     (ROW | {"input": "1+1? 2"}, "the solution has no step .no # in it"),
     (ROW | {"input": "1+1?\n2# #"}, "step 2 of 2 is empty"),
-    (TRL | {"completions": ["2#", "2"]}, "a step holds #, which is to follow every step"),
+    (TRL | {"completions": ["2#", "2"]}, "a step holds #, which marks the end of every step"),
     (TRL | {"completions": ["2", ""]}, "step 2 of 2 is empty"),
     (ROW | {"input": ["1#", "2#"]}, "the column 'input' is .'1#', '2#'., which is no text but list"),
     (TRL | {"completions": ["2", None]}, "step 2 of 2 is None, which is no text but NoneType"),

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.config.schema import DataConfig, SUITE_LABEL
+from lightrft.config.reward_schema import SUITE_LABEL
+from lightrft.config.schema import DataConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.suites import BOXED, CHOICE, load_suite, SUITES
@@ -142,5 +143,5 @@ def test_without_a_network_the_remedy_is_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path,
                           env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)})  # yapf: disable
     last = done.stderr.strip().splitlines()[-1]
-    assert "--eval_suite gpqa: Idavidrein/gpqa: it cannot be had from the hub" in last
+    assert "--eval_suite gpqa: Idavidrein/gpqa: it cannot be downloaded from the hub" in last
     assert "hf download --repo-type dataset Idavidrein/gpqa" in last and "--eval_suite gpqa=gpqa" in last

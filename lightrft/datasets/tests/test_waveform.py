@@ -44,8 +44,8 @@ def test_float_wav_and_extensible_wav():
             assert np.abs(decoded(file.getvalue(), "audio").samples - SINE).max() < 1e-6
 
 
-@pytest.mark.parametrize("kind, subtype", [("FLAC", None), ("OGG", None), ("MP3", None), ("WAV", "ULAW"),
-                                           ("AIFF", None), ("AU", None), ("W64", None), ("RF64", None),
+@pytest.mark.parametrize("kind, subtype", [("FLAC", None), ("OGG", None), ("MP3", None),
+                                           ("WAV", "ULAW"), ("AIFF", None), ("AU", None), ("W64", None), ("RF64", None),
                                            ("AU", "PCM_S8"), ("W64", "PCM_U8"), ("RF64", "PCM_U8"), ("CAF", None)])
 def test_what_soundfile_reads(kind, subtype):
     soundfile = pytest.importorskip("soundfile")

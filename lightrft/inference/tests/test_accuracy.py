@@ -3,7 +3,7 @@ from itertools import combinations, product
 
 import pytest
 
-from lightrft.config.schema import RewardConfig, SUITE_LABEL
+from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
 from lightrft.inference import accuracy
 from lightrft.inference.accuracy import differences, final_answer, group_answers, maj_at_k, measures, results, sign_test
 from lightrft.inference.generation import scored

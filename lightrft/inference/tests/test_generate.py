@@ -263,7 +263,7 @@ BAD = [
     ({"post_processor": "iter_dpo", "score": "exact"}, "a pair needs two responses"),
     ({"score": "nothing.py"}, "--score nothing.py: no such file"),
     ({"score": "./nothing=2"}, "--score ./nothing: no such folder"),
-    ({"score": "recipe,math"}, "recipe is that of each row"),
+    ({"score": "recipe,math"}, "recipe means the recipe of each row"),
     ({"post_processor": "csft", "score": "exact", "reward_template": "{input}"}, "must hold {reward}"),
     ({"csft_prompt": "good"}, "has no effect without --enable_csft"),
     ({"eval_task": "generate_vllm", "engine_type": "sglang"}, "--eval_task generate_vllm is for vllm"),
@@ -322,7 +322,7 @@ def test_the_commands_of_the_manual_run(home, tmp_path, capsys):
     assert all(row["chosen_reward"] > row["rejected_reward"] for row in made["rm"])
     assert re.search(r" <rm_score>: -?\d\.\d\d $", made["csft"][0]["input"])
     assert made["conditioned"][0]["input"] == "What is 50+50? <rm_score>: 5.00 "
-    for flag in ("--enable_prefix_caching", "--micro_batch_size"):
-        with pytest.raises(SystemExit):
-            main([*MANUAL["rm"].split(), flag])
-        assert f"{flag} is not an option here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*MANUAL["rm"].split(), "--enable_prefix_caching", "--micro_batch_size", "4"])
+    told = capsys.readouterr().err
+    assert "--enable_prefix_caching has no effect" in told and "--micro_batch_size is not an option here" in told

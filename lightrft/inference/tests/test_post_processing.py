@@ -49,7 +49,7 @@ def test_conditional_sft_puts_rewards_into_prompts():
 def test_rewards_are_normalised_over_all_scored_rows():
     found = [row["reward"] for row in normalise_rewards(rows(("a", "x", 1.0), ("b", "x", 3.0), ("c", "x", None)))]
     assert found == [pytest.approx(-(0.5**0.5)), pytest.approx(0.5**0.5), None]
-    with pytest.raises(UserError, match="the 2 rewards do not differ"):
+    with pytest.raises(UserError, match="the 2 rewards are all equal"):
         normalise_rewards(rows(("a", "x", 1.0), ("b", "x", 1.0)))
 
 

@@ -110,7 +110,7 @@ def test_what_a_strategy_shards():
 def test_a_model_that_mixes_sequences_is_noticed():
     model = actor()
     model.hf_model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="mixes packed sequences"):
+    with pytest.raises(ValueError, match="would mix packed sequences"):
         model(naive_model.experience())
 
 

@@ -203,7 +203,7 @@ def test_a_reward_model_writes_nothing(path, tmp_path, changes):
     config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "config.json"
     file.write_text(json.dumps(config | changes))
     for train in (True, False):
-        with pytest.raises(UserError, match="scores texts and writes none .* lightrft rm trains a reward model"):
+        with pytest.raises(UserError, match="scores texts and does not generate .* lightrft rm trains a reward model"):
             load_actor(ModelConfig(pretrain=str(tmp_path)), train=train)
     file.write_text(json.dumps(config))
     assert load_reward_model(RewardModelConfig(pretrain=str(tmp_path))).hf_model.score.weight.any()

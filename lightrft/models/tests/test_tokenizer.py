@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 
 import pytest
@@ -98,3 +99,17 @@ def test_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot load the tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_end_tokens_that_the_model_does_not_have(broken, caplog, monkeypatch):
+    """That of the tokenizer is refused, one of the generation config warned of; the last token is one."""
+    monkeypatch.setattr(logging.getLogger("lightrft"), "propagate", True)
+    eos = load_tokenizer(str(broken)).eos_token_id
+    for declared, told in ((eos, ""), ([eos, 259], ""), ([eos, 260], "names the end token 260, which the model with")):
+        tiny.change_json(broken / "generation_config.json", eos_token_id=declared)
+        caplog.clear()
+        load_tokenizer(str(broken))
+        assert told in caplog.text and bool(told) is bool(caplog.text)
+    tiny.change_json(broken / "config.json", vocab_size=eos)
+    with pytest.raises(UserError, match=f"token {eos}, which the model with its {eos} tokens can neither draw"):
+        load_tokenizer(str(broken))

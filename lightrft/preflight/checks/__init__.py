@@ -27,7 +27,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
         yield Finding("fail", name, str(error))
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         yield Finding("fail", name, f"cannot be checked: {type(error).__name__}: {first_line(error)}",
-                      "mend what the lines above name, or reinstall: pip install -e . in the checkout of lightrft")
+                      "fix the failures above, or reinstall: pip install -e . in the checkout of lightrft")
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -89,7 +89,7 @@ def check_threads(ranks: int) -> Iterator[Finding]:
         return
     remedy = f"set OMP_NUM_THREADS={fair}, or start with lightrft train --nproc {ranks}"
     if ranks * threads > max(cores, ranks):
-        yield Finding("warn", "threads", f"{text}, more than there are (OMP_NUM_THREADS={given})", remedy)
+        yield Finding("warn", "threads", f"{text}, more than the machine has (OMP_NUM_THREADS={given})", remedy)
     elif 2 * threads <= fair:
         which = f"OMP_NUM_THREADS={given}{', which torchrun sets by itself' if given == '1' and ranks > 1 else ''}"
         yield Finding("warn", "threads", f"{text}, the others idle ({which})", remedy)

@@ -28,8 +28,9 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
     try:
         needed = [Requirement(text) for text in requires(PACKAGE) or []]
     except PackageNotFoundError:
-        yield Finding("warn", PACKAGE, "runs from its folder and is not installed, so its ranges are not known",
-                      "pip install -e .")
+        yield Finding(
+            "warn", PACKAGE, "runs from its folder and is not installed, so the version ranges of its "
+            "requirements are not known", "pip install -e .")
         return
     if SUMMARY not in (metadata(PACKAGE)["Summary"] or ""):
         yield Finding("fail", PACKAGE, "the installed distribution of this name is another project of the public index",
@@ -129,7 +130,7 @@ def check_engine(chosen: str) -> Iterator[Finding]:
     """
     for name in (name for name, facts in ENGINES.items() if facts.install and installed(name)):
         if conflicts := list(_conflicts(name)):
-            yield Finding("warn", name, "; ".join(conflicts), f"in an environment of its own: {ENGINES[name].install}")
+            yield Finding("warn", name, "; ".join(conflicts), f"in a separate environment: {ENGINES[name].install}")
         else:
             yield Finding("ok", name, "fits the other packages")
     if ENGINES[chosen].probe and installed(chosen):

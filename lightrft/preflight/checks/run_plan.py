@@ -2,7 +2,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from functools import singledispatch
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import ModelShape
+from lightrft.preflight.base import preflight
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.machine import existing
 from lightrft.preflight.cost import GIB, batch_summary, model_size
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory, peak, uncounted
 from lightrft.preflight.overhead import overhead
-from lightrft.rollout.engines import ByPhase, engine_cache, engine_weights, largest_hf_cache, PHASES
+from lightrft.rollout.engines import PHASES
 from lightrft.strategy.memory import ModelSize, moment_width
 
 REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
@@ -31,8 +32,8 @@ ZERO_OFFLOADS: tuple[dict[str, Any],
                      ...] = ({"adam_offload":
                               True}, {"zero_stage": 3, "gradient_checkpointing":
                                       True}, {"zero_stage": 3, "gradient_checkpointing": True, "adam_offload": True})
-SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib":
-                                                                 64}, {"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
+SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64})
+ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
@@ -57,94 +58,73 @@ def _lacking(folder: Path) -> list[str]:
     return sorted(name for name in set(named) if not (folder / name).is_file())
 
 
-def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Device], critic: bool = False,
+def check_memory(config: Config, ranks: int, size: ModelSize, devices: list[Device],
                  shape: ModelShape | None = None) -> Iterator[Finding]:
     """Report the batch, and one verdict per device."""
     yield Finding("ok", "batch", batch_summary(config, ranks))
     for device in devices:
-        yield memory_verdict(config, ranks, size, device, critic, shape)
+        yield memory_verdict(config, ranks, size, device, shape)
 
 
-def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool,
-                   shape: ModelShape | None) -> Finding:
+def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> Finding:
     """Compare the plan with a device: fail if what is counted exceeds what is free; warn if it does together with the
     :func:`~lightrft.preflight.overhead.overhead`, or if that comes near."""
-    name = f"memory {device.name}"
-    for text, remedy in no_cache(config, ranks, size, device):
-        return Finding("fail", name, text, remedy)
-    counted = memory(config, ranks, size, device, critic, shape)
+    name, plan = f"memory {device.name}", preflight(config)
+    for text in plan.no_cache(ranks, size, device):
+        return Finding("fail", name, text, _remedy(config, ranks, size, device, shape))
+    counted = memory(config, ranks, size, device, shape)
     held = counted | overhead(config, ranks, device, shape)
     verdict, words = ("fail", "does") if device.free < peak(counted)[1] else ("warn", "by what is estimated does")
     phase, together, largest = peak(counted if verdict == "fail" else held)
     text = (f"it takes {together / GIB:.2f} GiB per rank in the phase {phase}{uncounted(shape)}, and "
             f"{device.free / GIB:.2f} are free; largest: {largest} {held[largest][PHASES.index(phase)] / GIB:.2f} GiB")
     if device.free < together:
-        return Finding(verdict, name, f"{words} not fit: {text}", _remedy(config, ranks, size, device, critic, shape))
-    for lacking, remedy in short_cache(config, ranks, shape, device, held):
+        return Finding(verdict, name, f"{words} not fit: {text}", _remedy(config, ranks, size, device, shape))
+    for lacking, remedy in plan.short_cache(ranks, shape, device, held):
         return Finding("warn", name, f"fits, but not with {lacking}: {text}", remedy)
     if shape and device.free - together < MARGIN * together:
         return Finding("warn", name, f"fits by less than {MARGIN:.0%}: {text}",
-                       "fragmentation takes more: lower --max_tokens_per_micro_batch")
+                       "fragmentation takes additional memory: lower --max_tokens_per_micro_batch")
     return Finding("ok", name, f"fits: {text}")
 
 
-@singledispatch
-def no_cache(config: Tree, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
-    """Yield the error, and its remedy, of an engine without room for a key-value cache; each tree registers its own."""
-    yield from ()
-
-
-@no_cache.register
-def _(config: Config, ranks: int, size: ModelSize, device: Device) -> Iterator[tuple[str, str]]:
-    r, weights = config.rollout, engine_weights(config, ranks, size)
-    if r.engine_type != "hf" and not engine_cache(config, ranks, size, device.total, device.cuda):
-        yield (f"has no room for a key-value cache: the engine's weights take {weights / GIB:.2f} of the "
-               f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}",
-               "raise it, or spread the engine over more ranks with --engine_tp_size")  # yapf: disable
-
-
-@singledispatch
-def short_cache(config: Tree, ranks: int, shape: ModelShape | None, device: Device,
-                held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:
-    """Yield the cache for which what is ``held`` may leave no room, and the remedy; each tree registers its own."""
-    yield from ()
-
-
-@short_cache.register
-def _(config: Config, ranks: int, shape: ModelShape | None, device: Device,
-      held: dict[str, ByPhase]) -> Iterator[tuple[str, str]]:
-    cache = largest_hf_cache(config, ranks, shape, device.total) if "key-value cache" not in held else 0
-    fullest = PHASES.index("log-probs" if config.rollout.overlap_passes else "generation")  # with the engine awake
-    room = device.free - sum(values[fullest] for values in held.values())
-    if room < cache:
-        yield (f"the key-value cache of up to {cache / GIB:.2f} GiB",
-               f"--engine_kv_mib {max(1, int(room / 2) >> 20)} leaves as much for activations")
-
-
-def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, critic: bool, shape: ModelShape | None) -> str:
-    """Name the first change with which the run fits; if there is none, the one that saves most."""
+def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> str:
+    """Name the first change with which the run fits, and adapters beside one that keeps all weights in host memory; if
+    there is none, the one that saves most."""
 
     def needed_by(plan: Tree) -> float:
-        return peak(memory(plan, ranks, size, device, critic, shape) | overhead(plan, ranks, device, shape))[1]
+        if any(preflight(plan).no_cache(ranks, size, device)):
+            return inf
+        return peak(memory(plan, ranks, size, device, shape) | overhead(plan, ranks, device, shape))[1]
 
-    together = needed_by(config)
-    plans = [(words, needed_by(changed)) for words, changed in _changes(config, ranks, device)]
-    for words, needed in plans:
+    slow, least, best = "", needed_by(config), ""
+    for words, changed in _changes(config, ranks, device):
+        if slow and not changed.model.lora_rank:
+            continue
+        needed = needed_by(changed)
         if needed <= device.free:
-            return f"{words} brings it to {needed / GIB:.2f} GiB"
-    words, needed = min(plans, key=lambda plan: plan[1])
-    if needed >= together:
-        return "take a smaller model, more GPUs or larger ones"
-    return (f"{words} brings it to {needed / GIB:.2f} GiB, which is still too much: take a smaller model, more GPUs or "
-            "larger ones")
+            found = f"{slow}{words} brings it to {needed / GIB:.2f} GiB"
+            if slow or changed.model.lora_rank or not changed.strategy.fsdp_cpu_offload:
+                return found
+            slow = f"{found}, with the weights in host memory, which is slow; "
+        elif needed < least:
+            least, best = needed, words
+    if slow:
+        return slow.removesuffix("; ")
+    too_much = f"{best} brings it to {least / GIB:.2f} GiB, which is still too much: " if best else ""
+    return f"{too_much}take a smaller model, more GPUs or larger ones"
 
 
 def _changes(config: Tree, ranks: int, device: Device) -> Iterator[tuple[str, Tree]]:
-    """Yield changes that save memory, the least intrusive first. On a CPU, offloading saves nothing."""
+    """Yield changes that save memory, the least intrusive first: of training, of the engine, of both, then adapters in
+    place of the whole model. On a CPU, offloading saves nothing."""
     before = flatten(config)
     offloads = ZERO_OFFLOADS if config.strategy.strategy == "deepspeed" else OFFLOADS
     sums = REDUCED_EARLY if config.strategy.resolved(ranks) == "fsdp" else ()
-    for change in (*LESS, *sums, *(offloads if device.cuda else ()), *SMALLER):
+    training = (*LESS, *sums, *(offloads if device.cuda else ()))
+    engine = [*preflight(config).engine_changes(ranks)] if device.cuda else []
+    both, adapters = ([one | other for other in options for one in engine] for options in (training, ADAPTERS))
+    for change in (*training, *engine, *SMALLER, *both, *ADAPTERS, *adapters):
         new = {name: value for name, value in change.items() if (before.get(name, value) or False) != value}
         words = " ".join(f"--{name}" if value is True else f"--{name} {show(value)}" for name, value in new.items())
         if new:

@@ -53,10 +53,10 @@ def test_the_hf_engine_does_not_read_it(name, monkeypatch):
         "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "max_lora_rank",
         "speculative_config", "spec_tokens", "logits_processors", "hf_overrides")],
     ({"engine_args": ["enable_lora=true"]}, ["--engine_args enable_lora=true", "set --lora_sync"]),
-    ({"top_p": 0.9, "min_p": 0.05}, ["--min_p 0.05: vLLM restricts to it before --top_p 0.9", "drop one"]),
+    ({"top_p": 0.9, "min_p": 0.05}, ["--min_p 0.05: vLLM applies it before --top_p 0.9", "drop one"]),
     ({"engine_quantization": "fp8", "cuda": False}, ["--engine_quantization fp8", "CUDA"]),
     ({"engine_sleep": False, "cuda": False}, ["--no_engine_sleep", "CUDA"]),
-    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes merged weights"]),
+    ({"engine": "hf", "lora_rank": 2, "lora_sync": "adapter"}, ["--lora_sync adapter", "hf takes only merged weights"]),
     ({"lora_rank": 2, "lora_sync": "adapter", "engine_quantization": "fp8"}, ["--lora_sync adapter", "drop one"]),
     ({"engine": "sglang", "installed": False}, ["not installed", "pip install -e '.[sglang]'"]),
     ({"engine": "sglang", "temperature": 1e-7}, ["SGLang does not sample", "nearest valid value: 1e-06"]),
@@ -113,7 +113,7 @@ def test_groups_of_ranks_are_of_one_size():
 def test_an_engine_does_not_reach_over_two_machines():
     config = parse_config([], defaults=BASE | {"engine_type": "vllm", "engine_tp_size": 4}).config
     with pytest.raises(
-            ConfigError, match="--engine_tp_size 4: .* share a machine, and each has 2 of the run; "
+            ConfigError, match="--engine_tp_size 4: .* be on one machine, and each machine has 2 of the run; "
             "nearest valid value: 2, or another --nproc-per-node"):
         validate(config, 8, planned=True, local_ranks=2)
     assert not list(engine_rules.shared_engine(4, 8, 4)) and not list(engine_rules.shared_engine(4, 8, 8))
@@ -128,7 +128,7 @@ def test_plans_and_runs_know_the_ranks_of_a_machine(gpus, refused, monkeypatch):
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
     options = ["--engine_type", "vllm", "--engine_tp_size", "4", *(["--dry_run", "--plan_gpus", gpus] if gpus else [])]
     parsed = parse_config(options, defaults=BASE)
-    with pytest.raises(ConfigError, match="each has 2 of the run") if refused else nullcontext():
+    with pytest.raises(ConfigError, match="each machine has 2 of the run") if refused else nullcontext():
         settled(parsed)
 
 

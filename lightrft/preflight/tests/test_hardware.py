@@ -71,7 +71,7 @@ def test_this_machine(gpus):
     (16, None, "ok", "16 ranks x 1 thread on 16 cores"),
     (4, "1", "warn", "4 ranks x 1 thread on 16 cores, the others idle (OMP_NUM_THREADS=1, which torchrun sets"),
     (16, "1", "ok", "16 ranks x 1 thread on 16 cores (OMP_NUM_THREADS=1)"),
-    (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than there are"),
+    (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than the machine has"),
 ])
 def test_threads_of_each_rank(ranks, given, verdict, text, monkeypatch):
     monkeypatch.setattr("lightrft.utils.env.count_cores", lambda: 16)

@@ -11,12 +11,13 @@ from lightrft.strategy.memory import ModelSize, STEP_BYTES
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 GPU, HOST = Device("cuda:0", 10_000, 10_000), Device("cpu", 10_000, 10_000)
+CRITIC = {"advantage_estimator": "gae"}
 VLLM = {"engine_type": "vllm", "engine_tp_size": 2}
 
 
-def held(world_size=2, room=GPU, critic=False, **values):
+def held(world_size=2, room=GPU, **values):
     """Bytes in generation, log-probs, backward, optimizer and weight sync, without what counts in MiB."""
-    found = memory(build(Config, values), world_size, SIZE, room, critic)
+    found = memory(build(Config, values), world_size, SIZE, room)
     return {name.partition(",")[0]: bytes for name, bytes in found.items() if "chunk" not in name}
 
 
@@ -48,7 +49,7 @@ def test_sharded_over_two_ranks():
     assert found["bucket of full weights"] == (0, 0, 0, 0, 4000)
     assert found["copy in the rollout engine"] == (4000, 0, 0, 0, 4000), "asleep the copy of hf is freed"
     assert held(room=HOST)["copy in the rollout engine"] == (4000, 0, 0, 0, 4000)
-    assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, critic=True)["weights"]
+    assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, **CRITIC)["weights"]
     assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 5 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
     assert not {"weights", "Adam state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
 
@@ -61,7 +62,8 @@ def test_full_gradients_wait_for_the_last_micro_batch_where_there_is_room():
         found = memory(config, 2, SIZE, room)
         assert found.get(key, (0, 0, 0, 0, 0)) == (0, 0, kept, 0, 0)
         assert found["gradients on their way to other ranks"] == (0, 0, 4 * 200 * (1 if kept else 2), 0, 0)
-        assert memory(config, 2, SIZE, room, critic=True).get(key) == found.get(key), "one model steps after the other"
+        config.algorithm.advantage_estimator = "gae"
+        assert memory(config, 2, SIZE, room).get(key) == found.get(key), "one model steps after the other"
 
 
 @pytest.mark.parametrize("stage,weights,gradients,moments", [(0, 4000, 4000, 8000), (1, 4000, 4000, 2000),
@@ -83,14 +85,14 @@ def test_zpg_divides_the_weights_once_more_within_its_group():
     once, twice = held(4, **zero), held(4, zpg=2, **zero)
     for key in ("weights", "reference"):
         assert (once[key], twice[key]) == ((1000, ) * 5, (1000 + 4000 / 2, ) * 5), key
-    assert held(4, critic=True, zpg=2, **zero)["weights"] == (2 * 3000, ) * 5
+    assert held(4, zpg=2, **zero | CRITIC)["weights"] == (2 * 3000, ) * 5
     assert held(4, zpg=2, **zero | {"zero_stage": 2})["weights"] == (4000, ) * 5
 
 
 def test_zero_gathers_in_float32_and_casts():
     zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
     key, large = "weights gathered or cast for computing", ModelSize(10**10, 10**8, 10**9)
-    assert held(**zero)[key] == held(critic=True, **zero)[key] == (0, 6 * 400, 6 * 400, 0, 0), "one model at a time"
+    assert held(**zero)[key] == held(**zero | CRITIC)[key] == (0, 6 * 400, 6 * 400, 0, 0), "one model at a time"
     zero["gradient_checkpointing"] = False
     assert memory(build(Config, zero), 2, large, GPU)[key][2] == 4 * 1.2e9 + 2 * 10**10, "autograd keeps what is cast"
     assert memory(build(Config, zero | {"bf16": False}), 2, large, GPU)[key][2] == 4 * 1.2e9
@@ -166,5 +168,5 @@ def test_the_table():
     assert rows["together"] == ["17.34", "10.53", "14.13", "10.62", "17.84"], "1.34 and, while it sleeps, graphs"
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")
     lines = memory_lines(build(Config, VLLM | {"offload_during_rollout": True}), 2, size, GPU)
-    assert lines[-1].endswith("--sync_proof fingerprint spares it")
+    assert lines[-1].endswith("--sync_proof fingerprint avoids this")
     assert "unknown" in memory_lines(build(Config, {}), 2, None, GPU)[0]

@@ -1,9 +1,11 @@
 """Plans for a machine: its name, the defaults that depend on it, and the refusal of what does not fit."""
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from lightrft.cli.main import as_first_of
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
@@ -19,6 +21,7 @@ from lightrft.preflight.memory import memory, micro_batch_tokens
 from lightrft.preflight.planned import refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit, settle
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
+from lightrft.trainer.session import settled
 from lightrft.utils.errors import UserError
 
 SHAPE = ModelShape(layers=3, hidden=64, mlp=256, queries=64, keys=32, heads=4)
@@ -58,6 +61,17 @@ def test_only_a_dry_run_is_planned_for_other_gpus(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--plan_gpus", "8x80"])
     assert "--plan_gpus 8x80: plans a run for GPUs that are not here; add --dry_run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ranks, gpus, told",
+    [("8", "4xH100", "--plan_gpus 4xH100 has 4 GPUs on a machine, and --nproc .* starts 8 processes there"),
+     ("8", "2x8xH100", ""), ("", "4xH100", ""), ("1", "2x1x80", ""), ("16", "2x8x80", "has 8 GPUs")])
+def test_processes_and_gpus_of_a_plan_agree(ranks, gpus, told):
+    parsed = parse_config(["--pretrain", "x", "--prompt_data", "x", "--dry_run", "--plan_gpus", gpus])
+    refused = pytest.raises(ConfigError, match=told) if told else nullcontext()
+    with as_first_of(ranks) if ranks else nullcontext(), refused:
+        settled(parsed)
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
@@ -160,12 +174,12 @@ def test_activations_in_the_plan():
                "logprob_chunk_mib": 1}  # yapf: disable
     several, single = (build(Config, options | {"train_batch_size": size}) for size in (8, 2))
     for config, tokens in ((several, 1000), (single, 800)):
-        found = memory(config, 1, SIZE, GPU, False, SHAPE)
+        found = memory(config, 1, SIZE, GPU, SHAPE)
         assert found["activations"] == row(Activations(SHAPE, tokens, 4), 1)
         assert found["gradients, float32"][2:4] == (4000 if config is several else 0, 4000)
     beside = build(Config, flatten(single) | {"pretrain_data": ["a.txt"], "pretrain_max_len": 300, "ptx_batch_size": 6})
     for ranks, tokens in ((1, 1000), (2, 900)):
-        found, before = (memory(each, ranks, SIZE, GPU, False, SHAPE) for each in (beside, single))
+        found, before = (memory(each, ranks, SIZE, GPU, SHAPE) for each in (beside, single))
         assert found["activations"][2:] == row(Activations(SHAPE, tokens, 4), 1)[2:], "of three rows per rank"
         assert found["activations"][1] == before["activations"][1], "no pass without gradients reads them"
         assert found["gradients, float32"][2] > before["gradients, float32"][2] == 0, "a step has two micro-batches"
@@ -173,7 +187,7 @@ def test_activations_in_the_plan():
     for mib in (1, 16):
         lora = {"bf16": True, "gradient_checkpointing": True, "lora_rank": 4, "logprob_chunk_mib": mib}
         config = build(Config, flatten(several) | lora)
-        assert memory(config, 1, SIZE, GPU, False, SHAPE)["activations"] == row(one, mib)
+        assert memory(config, 1, SIZE, GPU, SHAPE)["activations"] == row(one, mib)
     assert row(one, 16) == (0, 0, one.kept, 0, 0) and row(one, 1)[2] > one.kept
     assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
 
@@ -198,7 +212,7 @@ def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
     teacher = {"teacher_model": path} if tree is KDConfig else {}
     config = build(tree, {"pretrain": path, "gradient_checkpointing": False} | options | teacher)
     size, shape = known_model(path)
-    needed = max(map(sum, zip(*memory(config, 2, size, GPU, False, shape).values())))
+    needed = max(map(sum, zip(*memory(config, 2, size, GPU, shape).values())))
     enough = int(needed) + 1
     refuse_what_does_not_fit(config, Machine(2, Device("H100", enough, enough)))
     refuse_what_does_not_fit(config, Machine(2, Device("cpu", 1, 1)))

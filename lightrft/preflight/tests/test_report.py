@@ -10,12 +10,13 @@ from lightrft.config.cli import parse_config
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build, options
+from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import (GIB, batch_sizes, batch_summary, count_parameters, model_size, step_flops,
                                      time_line)
 from lightrft.preflight.hardware import Machine, UNKNOWN
 from lightrft.preflight.memory import memory_lines
 from lightrft.strategy.memory import ModelSize
-from lightrft.preflight.report import estimates, option_table, report, resolved, summary
+from lightrft.preflight.report import option_table, report, resolved
 from lightrft.utils.gpu import peak_flops
 from lightrft.utils.errors import UserError
 
@@ -122,9 +123,10 @@ def test_report_with_a_known_model() -> None:
 
 def test_report_says_what_it_leaves_to_the_engine() -> None:
     for engine, name in {"vllm": "vLLM", "sglang": "SGLang"}.items():
-        lines = estimates(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]}), Machine.here(1))
+        lines = preflight(build(Config, {"engine_type": engine, "engine_args": ["foo=1"]})).estimates(Machine.here(1))
         assert lines[-1] == f"--engine_args: {name} checks names and values when it starts, not here"
-        assert "when it starts" not in "".join(estimates(build(Config, {"engine_type": engine}), Machine.here(1)))
+        bare = preflight(build(Config, {"engine_type": engine})).estimates(Machine.here(1))
+        assert "when it starts" not in "".join(bare)
 
 
 def test_every_tree_has_a_report() -> None:
@@ -133,10 +135,11 @@ def test_every_tree_has_a_report() -> None:
     batch, memory = sft.splitlines()[-2:]
     assert batch.endswith("128 conversations of at most 2,048 tokens, in micro-batches of at most 16,384 tokens "
                           "per rank; 2 ranks")  # yapf: disable
-    assert memory == "memory per rank: unknown, --pretrain is no folder with a model, and the hub gave none"
+    assert memory == ("memory per rank: unknown, because --pretrain is neither a model folder nor a model that the hub "
+                      "could provide")
     loss = build(Config, {"policy_loss": "gpg", "max_epochs": 2})
     assert "\nwarning: --policy_loss gpg has no ratio" in report(loss, {}, Machine.here(1))
-    assert summary(loss, 2) == [batch_summary(loss, 2)] and "2 ranks" in summary(SFTConfig(), 2)[0]
+    assert preflight(loss).summary(2) == [batch_summary(loss, 2)] and "2 ranks" in preflight(SFTConfig()).summary(2)[0]
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

@@ -1,17 +1,25 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import Advantage
+from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.inference_schema import ChatConfig
+from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.options import ConfigError, show
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
 from lightrft.config.schema import Config
-from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.serve_schema import ServeConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import build, options
 from lightrft.preflight import shared_rules
+from lightrft.preflight.base import preflight
 from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
 from lightrft.tests.support.option_values import every_option
@@ -228,6 +236,24 @@ def test_a_correction_by_a_restricted_distribution_is_told(values: dict[str, Any
     assert all(f"--rollout_correction {values['rollout_correction']}" in text for text in found)
 
 
+TRAINERS = (Config, SFTConfig, KDConfig, RMConfig, PRMConfig, GRMConfig, DPOConfig, KTOConfig)
+
+
+@pytest.mark.parametrize("tree", [*TRAINERS, GenerateConfig, EvaluateConfig, ChatConfig, ServeConfig])
+def test_a_tree_names_the_class_of_its_checks(tree):
+    """Its own, or that of a tree that it derives from."""
+    known = get_type_hints(type(preflight(tree())))["config"]
+    assert known is tree or tree is RMConfig and known is OfflineConfig
+
+
+@pytest.mark.parametrize("tree", TRAINERS)
+def test_every_model_of_a_run_is_looked_for(tree):
+    names = [option.name for option in every_option(tree) if option.model]
+    assert "pretrain" in names and all(name.endswith(("pretrain", "_model")) for name in names)
+    found = list(preflight(build(tree, dict.fromkeys(names, "/no/such"))).problems(1, False, 1))
+    assert {f"--{name} /no/such: no such folder" for name in names} <= {*found}
+
+
 def test_what_nothing_reads_is_told() -> None:
     """Names for trackers, sampling of evaluations and the number of checkpoints without any; the head of no critic."""
     for tree, given in ((Config, GOOD), (SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]})):
@@ -267,7 +293,7 @@ JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model"
     ({"judge_url": ["host/v1"]}, "did you mean http://host/v1?"),
     ({"judge_url": ["http://host/v1/chat/completions"]}, "give the base URL, http://host/v1"),
     ({"judge_score": "score"}, "needs exactly one group"),
-    ({"judge_score": "(score"}, "is no regular expression"),
+    ({"judge_score": "(score"}, "is not a regular expression"),
     ({"judge_key_env": "sk-123"}, "--judge_key_env: expected the name of an environment variable"),
     ({"judge_args": ["stream"]}, "--judge_args stream: expected name=value"),
     ({"judge_template": "/no/such.txt"}, "no such file"),

@@ -106,8 +106,8 @@ def test_a_run_with_a_judge_has_its_verdicts(judge, scorers, tmp_path):
 @pytest.mark.parametrize("given,said", [
     ({"judge_template": "ask.txt"}, "--judge_template ask.txt: no model of --reward_pretrain is a language model"),
     ({"normalize_reward": True}, "is a generative reward model, which has no mean and std"),
-    ({"advantage_estimator": "remax"}, "remax subtracts the reward of a response outside of it"),
-    ({"reward_shard": True}, "--reward_shard: --strategy single on 1 rank divides no weights"),
+    ({"advantage_estimator": "remax"}, "remax subtracts the reward of a response outside the group"),
+    ({"reward_shard": True}, "--reward_shard: --strategy single on 1 rank shards no weights"),
 ])
 def test_options_that_do_not_fit_a_judge(judge, given, said):
     values = {"pretrain": judge, "prompt_data": ["memory:x"], "reward_pretrain": [judge], **given}
@@ -121,7 +121,7 @@ def test_kinds_are_told_apart(judge, scorers):
         validate(parse_config([], defaults={"reward_pretrain": [scorers[0]], "judge_max_len": 9}).config, 1)
     with pytest.raises(ConfigError, match="has no effect without --reward_pretrain; add it, or drop --judge_max_len"):
         validate(parse_config([], defaults={"judge_max_len": 9}).config, 1)
-    with pytest.raises(ConfigError, match="tells of a generative model, and this command serves"):
+    with pytest.raises(ConfigError, match="it is a generative model, and this command serves"):
         validate(parse_config([], defaults={"reward_pretrain": [judge]}, tree=ServeConfig).config, 1)
     with pytest.raises(UserError, match="--judge_max_len 512: .* has 512 positions for a request and its answer"):
         scores(judge, [], judge_max_len=512)

@@ -132,7 +132,7 @@ def test_nothing_is_asked_of_workers_that_have_ended(make_manager, tmp_path):
 
 def test_the_budget_of_a_group_shrinks_and_ends():
     reward = RewardBudget(10.0)
-    group = GroupBudget(10.0, reward)
+    group = GroupBudget(reward)
     limits = []
     for timeouts in range(18):
         group.timeouts = timeouts
@@ -142,7 +142,7 @@ def test_the_budget_of_a_group_shrinks_and_ends():
 
 def test_a_reward_without_answers_ends_the_budget_of_every_group_until_it_answers():
     reward = RewardBudget(10.0)
-    groups = [GroupBudget(10.0, reward) for _ in range(8)]
+    groups = [GroupBudget(reward) for _ in range(8)]
     for group in groups:
         assert group.deadline_s() == 10.0, "each may be the first that is answered"
         reward.lose(10.0)

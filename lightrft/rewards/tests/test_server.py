@@ -268,7 +268,7 @@ def test_options_that_do_not_fit_are_refused(scorers, served, capsys):
     for given, said in (
         ({}, "--reward_pretrain is missing"),
         ({"reward_pretrain": "/nowhere"}, "--reward_pretrain /nowhere: no such folder"),
-        ({"reward_pretrain": scorers[0], "reward": "rm2=1"}, "--reward rm2=1: a server scores with its models alone"),
+        ({"reward_pretrain": scorers[0], "reward": "rm2=1"}, "--reward rm2=1: a server scores only with its models"),
         ({"reward_pretrain": scorers[0], "reward": "rm=x"}, "the weight after = must be a number"),
         ({"reward_pretrain": scorers[0], "batch_size": 16}, "here: --max_tokens_per_micro_batch"),
         ({"reward_pretrain": scorers[0], "port": taken.server_port}, "cannot listen there"),

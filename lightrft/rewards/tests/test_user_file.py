@@ -106,7 +106,8 @@ def test_an_unfit_file_stops_before_training(scores, source, function, expected)
     ("1 / 0 if {bad} else 1.0", "exception"),
     ("None if {bad} else 1.0", "none"),
     ("float('nan') if {bad} else 1.0", "not_finite"),
-    ("float('inf') if {bad} else 1.0", "not_finite"), ("-1e20 if {bad} else 1.0", "not_finite"),
+    ("float('inf') if {bad} else 1.0", "not_finite"),
+    ("-1e20 if {bad} else 1.0", "not_finite"),
     ("'good' if {bad} else 1.0", "wrong_type"),
     ("__import__('sys').exit(1) if {bad} else 1.0", "exception"),
     ("__import__('time').sleep(9) if {bad} else 1.0", "timeout"),
@@ -117,10 +118,8 @@ def test_only_the_guilty_response_is_unscored(scores, caplog, body, error):
     many = "def f(completions):\n    return [" + body.format(bad="c == 'bad'") + " for c in completions]\n"
     for source in (one, many):
         caplog.clear()
-        result, manager = scores(source, reward_timeout_s=1.0)
+        result, _ = scores(source, reward_timeout_s=1.0)
         assert [(s.total, s.error) for s in result] == [(1.0, None), (1.0, None), (None, error), (1.0, None)], source
-        manager.collect(manager.submit([]))
-        assert manager.counters == {error: 1}, "counted"
         assert sum("left unscored" in record.message for record in caplog.records) == 1, "logged once"
 
 
@@ -145,8 +144,8 @@ def test_what_cannot_be_sent_to_a_worker_is_unscored(scores):
 
 
 def test_none_for_the_whole_batch_is_unscored(scores):
-    result, manager = scores("def reward_func(queries, prompts, labels):\n    pass\n")
-    assert [s.error for s in result] == ["none"] * 4 and manager.counters == {"none": 4}, result
+    result, _ = scores("def reward_func(queries, prompts, labels):\n    pass\n")
+    assert [s.error for s in result] == ["none"] * 4, result
 
 
 def test_a_traceback_is_logged(scores, caplog):
@@ -156,10 +155,9 @@ def test_a_traceback_is_logged(scores, caplog):
 
 def test_always_hanging_is_bounded(scores):
     start = time.perf_counter()
-    result, manager = scores(
-        "import time\ndef compute_score(data_source, solution_str, ground_truth):\n    time.sleep(9)\n",
-        [RewardInput("", "")] * 60, reward_timeout_s=0.3)
-    assert manager.counters == {"timeout": 60}, manager.counters
+    result, _ = scores("import time\ndef compute_score(data_source, solution_str, ground_truth):\n    time.sleep(9)\n",
+                       [RewardInput("", "")] * 60, reward_timeout_s=0.3)
+    assert [s.error for s in result] == ["timeout"] * 60, result
     assert time.perf_counter() - start < 10.0, "60 responses of 0.3 s are not waited for one by one"
 
 

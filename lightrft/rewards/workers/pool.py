@@ -95,10 +95,11 @@ class Worker:
 
 
 class WorkerPool:
-    """``count`` worker processes behind one queue, ``limit_s`` seconds per response (or per batch in one call)."""
+    """``count`` worker processes behind one queue; a budget gives the seconds per response (or per batch in one call).
+    """
 
-    def __init__(self, count: int, limit_s: float) -> None:
-        self.count, self.limit_s = count, limit_s
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._backlog: Backlog[Task] = Backlog(count)
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}
@@ -203,7 +204,7 @@ class WorkerPool:
         try:
             while len(scored) < len(sent):
                 budget = sent[len(scored)][1]
-                deadline = budget.deadline_s() or budget.limit_s / 10
+                deadline = budget.deadline_s() or budget.reward.limit_s / 10
                 outcomes = worker.receive(deadline)
                 for _, budget in sent[len(scored):len(scored) + len(outcomes)]:
                     budget.answered()

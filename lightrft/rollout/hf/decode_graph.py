@@ -1,7 +1,7 @@
-"""CUDA graphs of the decode step: one launch in place of one per kernel.
+"""CUDA graphs of the decode step: one launch instead of one per kernel.
 
-A decode step of a small model takes the host longer than the GPU. A graph replays the kernels of a step on the same
-memory, so it is valid as long as a step has the same shapes and addresses.
+For a small model, launching a decode step takes the host longer than the GPU needs to compute it. A graph replays the
+kernels of a step on the same memory, so it is valid as long as a step has the same shapes and addresses.
 """
 from collections.abc import Callable, Hashable
 from contextlib import suppress

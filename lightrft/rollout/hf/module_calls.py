@@ -1,4 +1,4 @@
-"""The calls of modules that make up a decode step, without what Hugging Face computes around them.
+"""Module calls of a decode step, without the code of Hugging Face around them.
 
 On a CPU a step of few rows of a small model spends almost half of its time between the layers: Hugging Face reads
 options from its configuration, finds that no mask is needed and builds outputs. All that is the same in every step.

@@ -101,7 +101,7 @@ class SGLangNative:
         """
         answer = self.run(lambda: self.manager.flush_cache(timeout_s=_REST_S))
         if not answer.success:
-            raise RuntimeError(f"SGLang does not finish its work within {_REST_S:g} s: {answer.message}")
+            raise RuntimeError(f"SGLang did not finish its work within {_REST_S:g} s: {answer.message}")
 
     def _reported(self) -> str:
         """Error that ended a scheduler, the first one where several failed; empty where one was killed."""

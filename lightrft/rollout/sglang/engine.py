@@ -229,8 +229,8 @@ def _native(arguments: dict[str, Any], weights: WeightManifest, device: torch.de
     try:
         check_window(config, longest, native.info["window"])
         if (room := native.info["max_total_num_tokens"]) <= longest:
-            raise UserError(f"SGLang has room for {room} tokens, and a prompt with its response may have {longest}; "
-                            "raise --engine_mem_util or --engine_kv_mib")
+            raise UserError(f"SGLang's cache holds {room} tokens, but prompt and response may have {longest}; raise "
+                            "--engine_mem_util or --engine_kv_mib")
     except UserError:
         native.shutdown()
         raise

@@ -180,8 +180,8 @@ def check_allocator() -> None:
     """
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in (value := os.environ.get(name, "")).lower():
-            raise UserError(f"{name}={value}: SGLang cannot release its memory, nor take the trainer's weights, with "
-                            "expandable_segments; take it out, or use --engine_type vllm")
+            raise UserError(f"{name}={value}: SGLang can neither release its memory nor receive the trainer's weights "
+                            "with expandable_segments; remove it, or use --engine_type vllm")
 
 
 @contextmanager
@@ -288,6 +288,7 @@ def check_window(config: PretrainedConfig, longest: int, known: int | None) -> N
     window = getattr(text, "sliding_window", None)
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
     if window and slides and window < longest and known is None:
-        raise UserError(f"this model's attention reaches back {window} tokens (sliding_window), which SGLang does not "
-                        f"do for {text.model_type}, and a prompt with its response may have {longest}; shorten "
-                        f"--prompt_max_len or --generate_max_len, or {_REMEDY}")
+        raise UserError(
+            f"this model's attention reaches back {window} tokens (sliding_window), which SGLang does "
+            f"not implement for {text.model_type}, and a prompt with its response may have {longest}; shorten "
+            f"--prompt_max_len or --generate_max_len, or {_REMEDY}")

@@ -21,8 +21,8 @@ _LEVELS = 3  # layers of Qwen3-VL with experts to which SGLang adds features
 _PATCH = 1176  # numbers in a patch; of others SGLang's Qwen2.5-VL takes the pixels for features
 _OTHERWISE = {
     "gemma3": "SGLang hides the later tokens of a picture from the earlier ones",
-    "gemma4": "SGLang has no attention for Gemma-4 on a CPU, so that it was never compared",
-    "qwen2_audio": "SGLang takes the silence after a sound for a part of it",
+    "gemma4": "SGLang has no attention for Gemma-4 on a CPU, so it could not be compared with the trainer",
+    "qwen2_audio": "SGLang treats the silence after a sound as part of it",
     "voxtral": "SGLang reads Voxtral in Mistral's own format",
 }
 
@@ -44,7 +44,7 @@ def _reason(config: PretrainedConfig) -> str:
         return _OTHERWISE.get(family, f"SGLang has no own code for {family}")
     eye: Any = config.vision_config
     if family == "llava" and eye.model_type != "pixtral":
-        return f"SGLang runs no LLaVA with a tower of type {eye.model_type}"
+        return f"SGLang does not run LLaVA with a tower of type {eye.model_type}"
     if family in ("llava", "mistral3") and eye.hidden_act != "silu":
         return f"SGLang's tower computes silu, and the model's {eye.hidden_act} (hidden_act)"
     if family == "qwen2_5_vl" and (size := eye.in_channels * eye.temporal_patch_size * eye.patch_size**2) != _PATCH:

@@ -1,4 +1,4 @@
-"""Patches of SGLang's scheduler processes, which then draw tokens and show their weights as the trainer needs."""
+"""Patches of SGLang's scheduler processes, for the trainer's sampling and for fingerprints of the weights."""
 import os
 import sys
 import traceback

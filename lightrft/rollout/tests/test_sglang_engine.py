@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_come_to_rest_is_an_error():
     native.engine = SimpleNamespace(tokenizer_manager=SimpleNamespace(flush_cache=lambda timeout_s: SimpleNamespace(
         success=False, message=f"waited {timeout_s:g} s")))  # yapf: disable
     native.run = lambda call: call()
-    with pytest.raises(RuntimeError, match="does not finish its work within 60 s: waited 60 s"):
+    with pytest.raises(RuntimeError, match="did not finish its work within 60 s: waited 60 s"):
         native.come_to_rest()
 
 
@@ -168,7 +168,7 @@ def test_memory_that_sglang_cannot_share_is_refused(name, monkeypatch):
     monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* take it out"):
+    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* remove it"):
         engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
     assert engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())

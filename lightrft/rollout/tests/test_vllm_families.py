@@ -98,7 +98,7 @@ def rig(engine, monkeypatch):
 
 def test_a_family_without_code_in_vllm_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, "olmo2", ("olmo2", SIZES))
-    with pytest.raises(UserError, match="no own code for this model.*--engine_type hf"):
+    with pytest.raises(UserError, match="does not implement this model.*--engine_type hf"):
         Rig(tiny.save_model(tmp_path, "olmo2"))
 
 
@@ -125,7 +125,7 @@ def test_a_wrong_expert_is_named(family, monkeypatch):
     names_faults_of_experts(family)
     load = family.vllm.model.load_weights
     family.vllm.model.load_weights = without("model.layers.0.mlp.experts.down_proj", load)
-    with pytest.raises(ValueError, match="the trainer has not, e.g. 'model.layers.0.mlp.experts.*w2_weight'"):
+    with pytest.raises(ValueError, match="the trainer does not have, e.g. 'model.layers.0.mlp.experts.*w2_weight'"):
         family.sync()
     family.vllm.model.load_weights = load
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_a_tensor_that_never_comes(rig):
 
 def test_a_tensor_that_vllm_passes_over(rig):
     rig.vllm.model.load_weights = without(LONE, rig.vllm.model.load_weights)
-    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer has not, e.g. '{re.escape(LONE)}'"):
+    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer does not have, e.g. '{re.escape(LONE)}'"):
         rig.sync()
 
 
@@ -184,7 +184,7 @@ def test_no_engine_without_a_place_for_every_weight(rig):
 def test_a_prefix_cache_that_outlives_the_update(rig, monkeypatch):
     """All weights are right; keys and values of the canaries' prompts are those of the old ones."""
     monkeypatch.setattr(rig.vllm.native, "reset_prefix_cache", lambda: True)
-    with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
+    with pytest.raises(WeightSyncError, match="canaries differ .* a cache survived the update"):
         rig.sync()
     monkeypatch.undo()
     assert rig.sync() < 1e-5

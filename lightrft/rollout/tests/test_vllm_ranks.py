@@ -48,7 +48,7 @@ def test_a_rank_whose_engine_fails(case, broken):
     """Rank 0 waits at the next barrier of the trainer or, with one engine of both, in a collective inside vLLM."""
     codes, what = {
         "raise": ([1, 1], "rank 1 raised RuntimeError: vLLM's model is broken, in phase rollout"),
-        "kill": ([1, -9], "rank 1 died without a word (killed, crashed, or out of memory), in phase"),
+        "kill": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory), in phase"),
         "long": ([2, 2], "rank 1 stopped the run: request 3: 1188 prompt + 6 new tokens are more than the 70 that"),
     }[case.partition("@")[0]]
     run = broken[case]

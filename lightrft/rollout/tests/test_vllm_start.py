@@ -156,7 +156,7 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
 @pytest.mark.parametrize("engine, family, kinds, message", [
     ("sglang", "gemma3", ("image", ), "hides the later tokens"),
     ("sglang", "internvl", ("image", ), "no own code for internvl"),
-    ("sglang", "llava", ("image", ), "no LLaVA with a tower of type clip_vision_model"),
+    ("sglang", "llava", ("image", ), "does not run LLaVA with a tower of type clip_vision_model"),
     ("sglang", "mistral3", ("image", ), "computes silu, and the model's gelu"),
     ("sglang", "qwen2_5_vl", ("image", ), "patches of 1176 numbers of Qwen2.5-VL, and the model has 384"),
     ("sglang", "qwen2_audio", ("audio", ), "the silence after a sound"),
@@ -165,7 +165,7 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch):
     ("vllm", "smolvlm", ("image", "video"), "pictures of SmolVLM alone, and the prompts have media of kind video:"),
     ("vllm", "gemma3", ("image", ), "on a CPU vLLM hides the later tokens"),
     ("vllm", "glm46v", ("image", ), "no own code for GLM-4.6V"),
-    ("vllm", "qwen2_audio", ("audio", ), "in windows of 30 s at most"),
+    ("vllm", "qwen2_audio", ("audio", ), "windows of at most 30 s"),
     ("vllm", "qwen2_5_omni_thinker", ("image", "audio"), "no thinker without its talker"),
     ("vllm", "voxtral", ("audio", ), "with Mistral's own tokenizer"),
 ])

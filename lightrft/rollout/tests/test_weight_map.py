@@ -161,7 +161,7 @@ def test_a_parameter_that_nothing_fills_is_refused():
     model.head = nn.Parameter(torch.zeros(2))
     shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in FUSED.items()}
     assert WeightMap(model.load, shapes,
-                     model=model).fault("X").startswith("X has head, which the trainer sends nothing")
+                     model=model).fault("X").startswith("X has head, for which the trainer sends no weight")
 
 
 @pytest.mark.parametrize("family", [Qwen3MoeForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM])

@@ -59,7 +59,7 @@ def refuse_families(config: PretrainedConfig, most: Mapping[str, int], causal: b
         refuse_media("vllm", ["video"], f"vLLM takes one video of GLM-4.1V in a prompt, a row has {most['video']}")
     ear: Any = config_value(config, "audio_config", None)
     if config.model_type == "qwen2_audio" and ear.max_source_positions > _HALF_MINUTE:
-        refuse_media("vllm", most, "vLLM takes sounds of Qwen2-Audio in windows of 30 s at most")
+        refuse_media("vllm", most, "vLLM takes windows of at most 30 s for sounds of Qwen2-Audio")
     if causal:
         refuse_media("vllm", most, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
 
@@ -99,7 +99,7 @@ class VLLMEngine:
         self._ready = self._holds = self._asleep = self._cache_asleep = False
         if vllm_weights.is_borrowed(self.model):
             raise UserError(
-                "vLLM has no own code for this model. It would run that of transformers, and change it in this "
+                "vLLM does not implement this model. It would run the transformers code, and patch it in this "
                 "process for the trainer too: use --engine_type hf")
         if not any(name.endswith("lm_head.weight") for name in weights.shapes):
             vllm_weights.tie_head(self.model)

@@ -49,8 +49,8 @@ class VLLMMedia:
             kinds = ", ".join(dict.fromkeys(key.partition(":")[0] for key in request.media))
             raise UserError(
                 f"vLLM makes {len(found['prompt_token_ids'])} tokens of a prompt with {kinds} that has "
-                f"{len(request.token_ids)} for the trainer: it processes media of this model in another way; "
-                "use --engine_type hf")
+                f"{len(request.token_ids)} for the trainer: it processes media of this model differently; use "
+                "--engine_type hf")
         return found
 
     def tensors(self, request: Request) -> dict[str, list[Tensor]]:

@@ -82,8 +82,8 @@ _NO_MAPPER = {"model.language_model.": "language_model.model.", "lm_head.": "lan
 
 
 def under_native_names(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of ``stream`` under the names that vLLM's loader of ``model`` reads, which for some models that
-    see or hear are older than those of transformers' modules."""
+    """Yield the tensors of ``stream`` under the names that vLLM's loader of ``model`` reads, which for some vision
+    and audio models are older than those of transformers' modules."""
     modules, prefixes = {name for name, _ in model.named_modules()}, {}
     if "vision_tower.vision_model" in modules:
         prefixes = _INNER_TOWER
@@ -141,7 +141,7 @@ def load(engine: "LLMEngine", model: nn.Module, named_tensors: Iterable[tuple[st
         raise UserError(f"vLLM cannot load the weights of this model: it has no {error}; use another --engine_type") \
             from error
     if whole and expected - filled:
-        raise ValueError(f"vLLM has weights that the trainer has not, e.g. {min(expected - filled)!r}")
+        raise ValueError(f"vLLM has weights that the trainer does not have, e.g. {min(expected - filled)!r}")
 
 
 @torch.no_grad()

@@ -72,8 +72,8 @@ def trace_loader(load: Load, shapes: Shapes) -> dict[str, list[Copy]]:
         with watch:
             load(stream())
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"the engine cannot load {next(reversed(found), 'weights')}: {error}; it does not "
-                        "hold the weights of this model as the trainer does, use another --engine_type") from error
+        raise UserError(f"the engine cannot load {next(reversed(found), 'weights')}: {error}; its weights of this "
+                        "model differ in form from the trainer's; use another --engine_type") from error
     return {
         name: [Copy(view, part, weight) for view, part in _once(copies)] for name, (weight, copies) in found.items()
     }

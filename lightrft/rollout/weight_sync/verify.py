@@ -70,7 +70,7 @@ class Fingerprints:
         """Return the ``names`` that can be compared; log once how many cannot."""
         unread = [name for name in names if name not in self.dtypes]
         if unread and not self._announced:
-            get_logger().info(f"sync proof: the engine holds {len(unread)} weights, {unread[0]} the first, in a form "
+            get_logger().info(f"sync proof: {len(unread)} weights of the engine (the first: {unread[0]}) are in a form "
                               "that cannot be compared; only canaries cover them (--sync_proof both)")
         self._announced = True
         return [name for name in names if name in self.dtypes]
@@ -134,7 +134,8 @@ class Fingerprints:
         others = [other for other, fingerprint in self.trainer.items() if fingerprint == value]
         if others:
             return f"it has the values of {others[0]}"
-        return "it has neither the values of the previous sync nor another weight's (transposed, scaled, cut, mixed?)"
+        return ("it has neither its previous values nor those of another weight (transposed, scaled, truncated or "
+                "mixed?)")
 
 
 def _with_layer(name: str) -> str:
@@ -191,8 +192,8 @@ class WeightSyncVerifier:
         named = self.fingerprints.fault()
         return (
             f"log-probs of canaries differ between engine and trainer by more than {limit:.3g} nats (mean: {large}); " +
-            (named or "every weight that can be compared is equal to what was sent, so a cache outlived the update "
-             "(prefixes, keys and values), the engine computes something else (type, attention, quantization)" +
+            (named or "every comparable weight equals the one that was sent, so either a cache survived the update "
+             "(prefixes, keys and values), or the engine computes differently (dtype, attention, quantization)" +
              (", or adapters were gathered or merged wrongly" if self.fingerprints.merges else "")))
 
 

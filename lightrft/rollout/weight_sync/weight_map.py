@@ -154,13 +154,13 @@ class WeightMap:
 
     def fault(self, engine: str) -> str:
         """Reason why no run can use an ``engine`` that skips a weight, or a part of one, or has an extra one."""
-        fault = f"{engine} has {self.empty[0]}, which the trainer sends nothing for" if self.empty else ""
+        fault = f"{engine} has {self.empty[0]}, for which the trainer sends no weight" if self.empty else ""
         for name, count in list(self.lost.items())[:1]:
             others = f", nor all of {len(self.lost) - 1} others" if len(self.lost) > 1 else ""
             fault = f"{engine} does not hold {count} of the {self.shapes[name].numel()} elements of {name}{others}"
         return fault and (
-            f"{fault}: it would generate with random values. This release does not load the model as the trainer holds "
-            "it; see lightrft doctor for the versions that fit together, or use another --engine_type")
+            f"{fault}: it would generate with random values. This release of the engine stores the model in another "
+            "form than the trainer; see lightrft doctor for matching versions, or use another --engine_type")
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Current fingerprints of the whole weights: int64 [names] on the CPU. A collective of the ranks of the group.

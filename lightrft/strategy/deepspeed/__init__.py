@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: what others read of it without importing torch or the package deepspeed."""
+"""DeepSpeed ZeRO: constants for other modules, without importing torch or the package deepspeed."""
 from dataclasses import dataclass
 
 NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; run: pip install deepspeed==0.19.8"

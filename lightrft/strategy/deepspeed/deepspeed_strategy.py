@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: ranks divide optimizer state (stage 1), gradients (2) and weights (3) among them."""
+"""DeepSpeed ZeRO: optimizer state (stage 1), gradients (2) and weights (3) are sharded over ranks."""
 import logging
 import os
 import warnings
@@ -162,7 +162,7 @@ class DeepspeedStrategy(DistributedStrategy):
             return Prepared(self._engine(model, None, config).module if divided else model)
         kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
         offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
-        optimizer = kind(model.named_parameters(), optim, fused=True, offloaded=offloaded)
+        optimizer = kind(model.named_parameters(), optim, offloaded)
         scheduler, self.reads[model] = create_scheduler(optimizer, optim), ReadParams(optimizer.owners)
         engine = self._engine(model, optimizer, config)
         if isinstance(optimizer, ZeroAdamW):

@@ -14,7 +14,7 @@ import torch
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared
-from lightrft.strategy.checkpoint import CheckpointManager, folders, MARKER, newest
+from lightrft.strategy.checkpoint import CheckpointManager, fault, folders, MARKER, newest
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 
@@ -81,7 +81,7 @@ def _flipped(path: Path) -> None:
     (path / "rank_00000.pt").write_bytes(data)
 
 
-@pytest.mark.parametrize("harm, text", [(_no_marker, "not written to its end"), (_bad_marker, "cannot be read"),
+@pytest.mark.parametrize("harm, text", [(_no_marker, "the checkpoint is incomplete"), (_bad_marker, "cannot be read"),
                                         (_lost_file, "global.pt is missing"), (_cut, "damaged or cut short"),
                                         (_flipped, "rank_00000.pt is damaged")])
 def test_incomplete_is_skipped_for_the_one_before(harm, text, tmp_path, actor, caplog) -> None:
@@ -93,8 +93,9 @@ def test_incomplete_is_skipped_for_the_one_before(harm, text, tmp_path, actor, c
     with caplog.at_level(logging.WARNING):
         assert one.latest() == tmp_path / "step_000001"
     assert text in caplog.text and "step_000002" in caplog.text
+    save(one, actor, 3)  # a damaged one does not disturb the rotation
     save(one, actor, 2)  # the run gets there again
-    assert one.latest() == tmp_path / "step_000002"
+    assert one.latest() == tmp_path / "step_000003" and fault(tmp_path / "step_000002") is None
 
 
 def test_nothing_there(tmp_path: Path) -> None:

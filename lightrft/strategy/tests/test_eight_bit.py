@@ -10,9 +10,9 @@ from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build
 from lightrft.preflight.validate import validate
 from lightrft.strategy import optimizer as adam
-from lightrft.strategy.optimizer import (block_size, create_optimizer, decode_moment, encode_moment, LocalAdamW,
-                                         OptimSpec, SIGNED)
+from lightrft.strategy.optimizer import (block_size, decode_moment, encode_moment, LocalAdamW, OptimSpec, SIGNED)
 from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.fake_cuda import fake_cuda
 from lightrft.tests.support.strategy_case import Case
 from lightrft.tests.support.tiny_lm import SPEC
 
@@ -52,7 +52,7 @@ def trained(spec: OptimSpec, steps: int) -> tuple[list[float], LocalAdamW]:
     """Errors of a linear map that learns another one."""
     torch.manual_seed(0)
     goal, inputs, weight = torch.randn(48, 128), torch.randn(256, 128), torch.nn.Parameter(torch.zeros(48, 128))
-    optimizer, errors = create_optimizer([("weight", weight)], spec), []
+    optimizer, errors = LocalAdamW([("weight", weight)], spec), []
     for _ in range(steps):
         loss = (inputs @ (weight - goal).T).square().mean()
         loss.backward()
@@ -84,6 +84,19 @@ def test_host_memory_and_parts_change_nothing(tmp_path: Path, monkeypatch: pytes
         states.append(case.state(prepared))
     assert states[0].keys() == states[1].keys() == states[2].keys()
     assert all(torch.equal(value, other[name]) for other in states[1:] for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("offloaded, device", [(False, "cuda"), (True, "cpu")])
+def test_moments_rest_where_the_options_say(offloaded: bool, device: str) -> None:
+    """Between steps codes and scales are on the device, and in host memory with ``--adam_offload`` alone."""
+    pytest.importorskip("bitsandbytes")  # its import looks for a real GPU
+    with fake_cuda():
+        weight = torch.nn.Parameter(torch.zeros(48, 128, device="cuda"))
+        optimizer = LocalAdamW([("weight", weight)], OptimSpec(lr=0.02, eight_bit=True), offloaded)
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert {value.device.type for _, key, value in optimizer.moments() if key != "step"} == {device}
 
 
 @pytest.mark.parametrize("tree, data", [(Config, "prompt_data"), (SFTConfig, "train_data")])

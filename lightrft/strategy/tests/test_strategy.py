@@ -18,7 +18,7 @@ from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.distributed import local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
-from lightrft.strategy.optimizer import OptimSpec, create_optimizer
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 from lightrft.utils.env import set_threads
@@ -104,13 +104,13 @@ def test_init_context_is_float32_on_cpu_and_restores() -> None:
 def test_what_is_decayed() -> None:
     model = TinyLM()
     model.model.model.embed_tokens.weight.requires_grad_(False)
-    optimizer = create_optimizer(model.named_parameters(), SPEC)
+    optimizer = LocalAdamW(model.named_parameters(), SPEC)
     decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in others["params"])
     assert "model.model.embed_tokens.weight" not in optimizer.owners and len(optimizer.owners) == 25
     with pytest.raises(ValueError, match="no trainable parameter"):
-        create_optimizer(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
+        LocalAdamW(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
 
 
 @pytest.mark.parametrize("family, blocks", [

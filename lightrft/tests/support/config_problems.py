@@ -30,7 +30,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_batch_size": 1}, ["--train_batch_size 1", "2 ranks"]),
     ({"oversample": 0.5}, ["--oversample 0.5", "nearest valid value: 1"]),
     ({"oversample": 2.5}, ["--oversample 2.5", "--max_staleness", "nearest valid value: 2"]),
-    ({"oversample": 1.25, "max_staleness": 0}, ["--max_staleness 0", "one version behind", "nearest valid value: 1"]),
+    ({"oversample": 1.25, "max_staleness": 0}, ["--max_staleness 0", "one version old", "nearest valid value: 1"]),
     ({"max_staleness": 2}, ["--max_staleness 2", "no effect", "--oversample 1.25"]),
     ({"oversample": 1.25, "dynamic_sampling": True}, ["--oversample 1.25", "--dynamic_sampling", "drop one"]),
     ({"oversample": 1.25, "max_steps": 1}, ["--oversample 1.25", "no effect", "--max_steps 2"]),
@@ -97,7 +97,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_rank": 8, "target_modules": []}, ["--target_modules none", "all-linear"]),
     ({"lora_rank": 8, "freeze_prefix": ["model.embed"]}, ["--freeze_prefix model.embed", "--lora_rank"]),
     ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator":
-      "reinforce"}, ["--dynamic_sampling", "never differs", "--n_samples_per_prompt 2"]),
+      "reinforce"}, ["--dynamic_sampling", "no group has spread", "--n_samples_per_prompt 2"]),
     ({"use_fire": True, "first_token_temperature": 1.0}, ["--first_token_temperature 1", "above, e.g. 10"]),
     ({"use_fire": True, "first_token_temperature":
       0.5}, ["--first_token_temperature 0.5", "than the rest (1)", "above, e.g. 10"]),
@@ -168,13 +168,13 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"k3_max": 5.0}, ["--k3_max 5", "--init_kl_coef 0.01"]),
     (KL | {"k3_max": 5.0}, ["--k3_max 5: has no effect on k1", "--kl_estimator k3"]),
     ({"kl_in_outcome": True}, ["--kl_in_outcome", "--init_kl_coef 0.01"]),
-    (KL | {"kl_in_outcome": True, "use_kl_loss": True}, ["--kl_in_outcome true", "leaves the reward alone"]),
-    (KL | {"kl_in_outcome": True, "advantage_estimator": "reinforce"}, ["--kl_in_outcome true", "compares no group"]),
+    (KL | {"kl_in_outcome": True, "use_kl_loss": True}, ["--kl_in_outcome true", "does not change the reward"]),
+    (KL | {"kl_in_outcome": True, "advantage_estimator": "reinforce"}, ["--kl_in_outcome true", "no group statistics"]),
     (KL | {"kl_in_outcome": True, "advantage_estimator": "gdpo"}, ["--kl_in_outcome true", "no effect with gdpo"]),
     (KL | {"kl_in_outcome": True, "advantage_estimator": "maxrl"}, ["--kl_in_outcome true", "maxrl divides"]),
     ({"norm_group_std": True}, ["--norm_group_std true: group_norm does not use it"]),
     ({"std_eps": 0.5, "advantage_estimator":
-      "grpo_passk"}, ["--std_eps 0.5: grpo_passk divides by no deviation", "--norm_group_std"]),
+      "grpo_passk"}, ["--std_eps 0.5: grpo_passk does not divide by a standard deviation", "--norm_group_std"]),
     ({"whiten_flat_groups": True}, ["--whiten_flat_groups true: group_norm does not use it"]),
     ({"gdpo_whiten_tokens": True}, ["--gdpo_whiten_tokens true: group_norm does not use it", "gdpo"]),
     ({"loss_agg_all_seqs": True}, [

@@ -64,8 +64,8 @@ def check(strategy: StrategyBase, paths: list[str], **options: bool) -> None:
         total = sum(weight.numel() for weight in whole.neural[name].place.model.parameters())
         assert 0.4 * total < held < 0.6 * total, (name, held, total)
     if strategy.rank == 0:
-        with pytest.raises(RuntimeError, match="call flush.. on all of them before wait"):
-            divided.wait(divided.submit(mine[:1]))
+        with pytest.raises(RuntimeError, match="call flush.. on all ranks before collect"):
+            divided.collect(divided.submit(mine[:1]))
     strategy.barrier()
 
 

@@ -56,7 +56,7 @@ FAULTS = {
     "stale": (stale, "it still has the values of the previous sync"),
     "transposed": (changed(transposed), "transposed"),
     "scaled": (changed(lambda tensor: tensor * (1 + 1e-3)), "scaled"),
-    "one bit": (changed(one_bit), "cut"),
+    "one bit": (changed(one_bit), "truncated"),
     "rows": (changed(lambda tensor: tensor.roll(1, 0)), "mixed"),
     "swapped": (swapped, "it has the values of model."),
 }

@@ -53,6 +53,7 @@ SFT_SHOWN: dict[str, str] = {
 # reward models: what differs from supervised fine-tuning; pairs with margins and heads
 RM_FLIPS: dict[str, Flip] = {
     "loss": Flip("logexp", metric("rm/loss")),
+    "margin": Flip(0.5, metric("rm/loss"), {"heads_types": ["preference", "short"]}),
     "heads_types": Flip(["preference", "short"], weights),
     "pooling_method": Flip("attn", weights),
     "probing_layer": Flip(0, weights),

@@ -328,7 +328,7 @@ def test_a_prefix_cache_that_outlives_the_update(proven, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(manager, "update_weights_from_tensor", kept)
         patch.setattr(proven.engine.native, "come_to_rest", lambda: None)  # which drops the prefixes too
-        with pytest.raises(WeightSyncError, match="canaries differ .* a cache outlived the update"):
+        with pytest.raises(WeightSyncError, match="canaries differ .* a cache survived the update"):
             proven.sync()
     assert proven.sync() < 1e-5
 

@@ -63,7 +63,7 @@ def test_experts_arrive_and_a_wrong_one_is_named(tmp_path, monkeypatch):
 def test_a_weight_that_the_trainer_does_not_send(tmp_path, monkeypatch):
     """SGLang gives a Qwen3-MoE a separate head, although it is tied."""
     before = multiprocessing.active_children()
-    with pytest.raises(UserError, match="SGLang has lm_head.weight, which the trainer sends nothing for: it would"):
+    with pytest.raises(UserError, match="SGLang has lm_head.weight, for which the trainer sends no weight: it would"):
         started(tmp_path, monkeypatch, tied=True)
     assert multiprocessing.active_children() == before
 

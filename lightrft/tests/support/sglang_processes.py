@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
 SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
 CASES = {  # test_vllm_ranks has more, of what is the same code
     "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is broken"),
-    "die@1:2 1": ([1, -9], "rank 1 died without a word (killed, crashed, or out of memory)"),
+    "die@1:2 1": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory)"),
 }  # yapf: disable
 
 

@@ -71,7 +71,7 @@ def _same_tensors(rig, asked):
 def other_tokens_are_refused(rig):
     """A prompt that vLLM expands in another way than the trainer."""
     request = rig.asked([0])[0]
-    with pytest.raises(UserError, match="another way; use --engine_type hf"):
+    with pytest.raises(UserError, match="differently; use --engine_type hf"):
         rig.vllm.generate([dataclasses.replace(request, token_ids=request.token_ids + [7])], SamplingParams(2))
 
 
@@ -114,7 +114,7 @@ def old_and_missing_weights_are_named(rig, name):
     with pytest.raises(ValueError, match=f"1 weights did not arrive, the first is '{name}'"):
         rig.sync()
     rig.vllm.update_weights, rig.vllm.model.load_weights = update, without(name, load)
-    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer has not, e.g. '{name[6:]}'"):
+    with pytest.raises(ValueError, match=f"vLLM has weights that the trainer does not have, e.g. '{name[6:]}'"):
         rig.sync()
     rig.vllm.model.load_weights = load
     assert rig.sync() < 1e-5

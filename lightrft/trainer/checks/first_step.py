@@ -38,7 +38,7 @@ class Fact(NamedTuple):
 
 
 def step_facts(config: Config, fresh: bool, arithmetic: RunArithmetic, dropped: bool) -> list[Fact]:
-    """Return what must hold in the first step in which a process trains the policy.
+    """Return the facts that must hold in the first step in which a process trains the policy.
 
     Engine and trainer agree on the tokens of the policy in training (:class:`SamePolicy`). The ratio of the first
     optimizer step is 1 (not with dropout). In a ``fresh`` run with a reference the KL to it is 0 as well. The old
@@ -78,7 +78,7 @@ def check_step_facts(metrics: dict[str, float], config: Config, fresh: bool, ari
         message = f"step 1: {key} is {metrics[key]:.3g}, not within {most:g}: {meaning}"
         if stops or not math.isfinite(metrics[key]):
             raise StepFactError(message)
-        get_logger().warning(f"{message}, or the quantized engine rounds this much (compare with "
+        get_logger().warning(f"{message}, or this is rounding of the quantized engine (compare with "
                              "--engine_quantization none)")
     hold = [f"{fact.key} {metrics[fact.key]:.3g}" for fact in facts if fact not in exceeded]
     get_logger().info(f"step-1 facts hold: {', '.join(hold)}")

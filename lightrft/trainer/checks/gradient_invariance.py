@@ -1,8 +1,8 @@
 """Self-test before the first update: the gradient of the configured loss must not depend on how a batch is cut.
 
-A few samples of the first mini-batch go through the real model, strategy and loss twice, cut in two ways. A loss that
-divides by, or averages over, its own micro-batch or rank gives two gradients, and the run stops. The test has no side
-effects: gradients are dropped, dropout is off during the test, and random generators are restored.
+A few samples of the first mini-batch go through the real model, strategy and loss twice, cut in two ways. If a loss
+divides by, or averages over, its own micro-batch or rank, the two gradients differ and the run stops. The test has no
+side effects: gradients are dropped, dropout is off during the test, and random generators are restored.
 """
 import math
 from collections.abc import Callable, Iterable
@@ -133,7 +133,7 @@ def off_policy(exp: Experience, bypass: bool) -> Experience:
 def cuts(lens: list[int], world: int, limits: MicroBatchLimits, bound: list[int] | None = None) -> tuple[Cut, Cut]:
     """Return the cut of the planner, and a cut with one sample per micro-batch on every second rank.
 
-    If both would be equal, two samples share a micro-batch, where ``limits.tokens`` allows. Samples with the same
+    If both would be equal, two samples share a micro-batch, if ``limits.tokens`` allows. Samples with the same
     number in ``bound`` stay together.
     """
     samples = list(range(len(lens)))
@@ -195,7 +195,7 @@ class SelfTest:
         if not due:
             return self._postpone("every advantage is 0")
         if len(samples) < 2:
-            return self._postpone(f"the batch keeps {len(samples)} sample, and there is no second way to cut it")
+            return self._postpone(f"the batch keeps {len(samples)} sample, so there is no second way to cut it")
         bound = None if buffer.bound is None else [buffer.bound[i] for i in samples]
         planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits, bound)
         if planned == other:

@@ -48,7 +48,7 @@ def _one_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _compared(canary: Canary, model: PackedModel) -> str:
-    """Describe what both make of the one prompt of ``canary``.
+    """Describe the one prompt of ``canary`` as engine and trainer see it.
 
     Raises:
         UserError: they differ.

@@ -1,4 +1,4 @@
-"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend on the metrics alone."""
+"""Warnings about runs that continue but learn nothing, or the wrong thing. They depend only on metrics."""
 from collections.abc import Mapping
 from math import inf, isnan, nan
 from typing import Any
@@ -25,29 +25,38 @@ TRUNCATED = 0.9
 UNSCORED = 0.1
 HELD_OUT = 0.02  # total fall, so that one prompt more or less does not count
 
+_FLAT = ("The prompts are too hard or too easy for this policy, or the reward always says the same: look at a few "
+         "rollouts (--save_trajectories), take other prompts, raise --n_samples_per_prompt or --temperature")
+IDLE = {
+    "equal": f"every advantage was 0, because the rewards that are compared did not differ. {_FLAT}",
+    "unscored": "no response could be scored (the summary has the causes). Look at the reward and its server",
+    "masked": "every response was left out of the loss, as --mask_truncated does with those at the length limit. Raise "
+              "--generate_max_len, or check the end-of-text token and --stop",
+    "bad": "the loss or the gradient was not finite. Lower --actor_learning_rate, or look for broken weights",
+}  # yapf: disable
+"""Reasons why a step teaches the policy nothing."""
 WORDS = {
     "zero_spread":
     "in none of the last {steps} steps have the rewards of a group differed (mean reward now {reward:.3g}), so "
-    "every advantage is 0. The prompts are too hard or too easy for this policy, or the reward always says the same: "
-    "look at a few rollouts (--save_trajectories), take other prompts, raise --n_samples_per_prompt or --temperature",
+    f"every advantage is 0. {_FLAT}",
     "constant_reward":
     "every response of the last {steps} steps got the same reward, {m[reward/mean]:.3g}. If it is the best one, the "
-    "task is solved and the run can stop; if not, the reward does not see what the policy does: check it on a few "
+    "task is solved and the run can stop; if not, the reward does not depend on the response: check it on a few "
     "rollouts (--save_trajectories)",
     "unscored":
-    "no response of this step could be scored ({causes}), so nothing is learnt. Look at the reward and its server; "
-    "--reward_timeout_s is the time one response may take",
+    "no response of this step could be scored ({causes}), so the step trains on nothing. Check the reward and its "
+    "server; --reward_timeout_s is the time one response may take",
     "partly_unscored":
     "in each of the last {steps} steps at least {limit:.0%} of the responses could not be scored (now {unscored:.0%}: "
-    "{causes}). They are left out, so the run learns from the others alone, which may be the easier ones. Look at the "
-    "reward and its server; --reward_timeout_s is the time one response may take",
+    "{causes}). They are left out, so the run learns only from the others, which may be easier. Check the reward and "
+    "its server; --reward_timeout_s is the time one response may take",
     "entropy_collapse":
     "the entropy has been low for {steps} steps: {entropy:.3g} nats per token, {start:.3g} in the first "
     "step. The policy hardly explores: unless the reward is already good enough, lower --actor_learning_rate, raise "
     "--eps_clip_high or --temperature, or add --entropy_coef 0.001",
     "kl_explosion":
-    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or --max_epochs,"
-    " or hold it with --init_kl_coef",
+    "the policy has moved far for {steps} steps: KL {kl} (nats per token). Lower --actor_learning_rate or "
+    "--max_epochs, or restrain it with --init_kl_coef",
     "ratio_explosion":
     "the probability ratios have been far from 1 for {steps} steps (mean {m[policy/ratio]:.3g}, largest "
     "{m[policy/ratio_max]:.3g}). Lower --actor_learning_rate or --max_epochs, or raise --train_batch_size",
@@ -78,12 +87,13 @@ class Tripwires:
     Args:
         grouped: advantages compare the samples of a group, so groups without spread have no gradient.
         max_unscored_steps: number of steps in a row without a scored response that ends the run; 0: never.
-        taught: a teacher rewards every token, so that equal rewards of responses are no fault.
+        taught: a teacher rewards every token, so equal rewards of responses are no fault.
     """
 
     def __init__(self, grouped: bool, max_unscored_steps: int, taught: bool = False) -> None:
         self.grouped, self.max_unscored_steps, self.taught = grouped and not taught, max_unscored_steps, taught
         self.counts = dict.fromkeys(PATIENCE, 0)  # bad steps in a row
+        self.learnt, self.idle = False, dict.fromkeys(IDLE, 0)  # a step has taught the policy; steps that have not
         self.reported: list[str] = []
         self.entropy, self.reward = 0.0, nan  # entropy of the first step, reward of the last one
         self.rewards: list[float] = []  # mean rewards since the last evaluation
@@ -110,6 +120,7 @@ class Tripwires:
             found["kl_explosion"] = m["policy/kl_old"] > KL_OLD or _kl_ref(m) > KL_REF
             found["ratio_explosion"] = _ratio_explodes(m)
         self.reward = m["reward/max"]
+        self._count_idle(m)
         if not unscored and m["rollout/rounds"] != 0:
             self.rewards.append(_reward(m))
         for name, bad in found.items():
@@ -121,8 +132,34 @@ class Tripwires:
         if not 0 < self.max_unscored_steps <= self.counts["unscored"]:
             return None
         return (f"no response could be scored for {self.counts['unscored']} steps in a row "
-                f"({_causes(_Numbers(metrics))}). Mend the reward or its server, or allow more such steps "
+                f"({_causes(_Numbers(metrics))}). Repair the reward or its server, or allow more such steps "
                 "(--max_unscored_steps)")
+
+    def _count_idle(self, m: _Numbers) -> None:
+        """Count a step that has taught the policy nothing, unless it is frozen (``--freezing_actor_steps``)."""
+        if m["policy/optimizer_steps"] > 0 and not m["advantage/min"] == m["advantage/max"] == 0:
+            self.learnt = True
+        elif m["policy/skipped_steps"] > 0:
+            self.idle["bad"] += 1
+        elif _unscored(m):
+            self.idle["unscored"] += 1
+        elif m["rollout/samples"] > 0 and m["rollout/kept_samples"] == 0:
+            self.idle["masked"] += 1
+        elif m["rollout/samples"] == 0 or "policy/optimizer_steps" in m:
+            self.idle["equal"] += 1
+
+    @property
+    def only_bad_steps(self) -> bool:
+        """Return True if nothing was learnt, because no step was finite."""
+        return not self.learnt and 0 < self.idle["bad"] == sum(self.idle.values())
+
+    def nothing_learnt(self) -> str | None:
+        """Return why the run has taught the policy nothing; None if it has, or was not meant to."""
+        steps, cause = sum(self.idle.values()), max(self.idle, key=lambda name: self.idle[name])
+        if self.learnt or not steps:
+            return None
+        found = "" if self.idle[cause] == steps else f"{self.idle[cause]} of "
+        return f"the run has learnt nothing: in {found}{steps} step{'s' * (steps > 1)} {IDLE[cause]}"
 
     def evaluation(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Return ``tripwire/held_out`` of an evaluation, and its new warnings."""
@@ -159,8 +196,9 @@ class Tripwires:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a wire that an older release did not have starts."""
-        vars(self).update(state | {"counts": self.counts | state["counts"]})
+        """Continue from :meth:`state_dict`; a wire that an older release did not have starts, and its steps may have
+        taught something."""
+        vars(self).update({"learnt": True} | state | {"counts": self.counts | state["counts"]})
 
 
 def _unscored(m: _Numbers) -> bool:

@@ -1,4 +1,4 @@
-"""Training on pairs: direct preference optimization and its relatives."""
+"""Training on pairs: direct preference optimization and related losses."""
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
     @classmethod
     def read(cls, config: PairConfig, tokenizer: PreTrainedTokenizerBase, split: str,
              media: MediaStore | None) -> Sequence[Pair]:
-        """Read pairs; one without a better answer is none.
+        """Read pairs, without ties.
 
         Raises:
             DataError: answers that hold different media; a tie, unless ``--pair_policy skip`` leaves it out.
@@ -40,11 +40,12 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         rows = super().read(config, tokenizer, split, media)
         drawn = [row.uid for row in rows if row.shown and row.chosen.media != row.rejected.media]
         if drawn:
-            raise DataError(f"{place_of(drawn[0], split)}: its answers hold different media, of which a policy of "
-                            "texts learns nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
+            raise DataError(
+                f"{place_of(drawn[0], split)}: its answers hold different media, from which a policy that writes text "
+                "learns nothing. Train a reward model on such rows: lightrft rm or lightrft grm")
         ties = [row.uid for row in rows if row.tie]
         if ties and config.data.pair_policy == "error":
-            raise DataError(f"{place_of(ties[0], split)}: a tie, of which no answer is better. Remove {len(ties)} such "
+            raise DataError(f"{place_of(ties[0], split)}: a tie: neither answer is better. Remove {len(ties)} such "
                             "rows, or use --pair_policy skip")
         if ties:
             get_logger().warning(f"{len(ties)} of {len(rows)} pairs are ties: left out")
@@ -56,7 +57,8 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         return self.config.preference.needs_reference
 
     def fill(self, batch: Batch, parts: list[list[int]]) -> None:
-        """Add log-probs of the reference; where the loss compares pairs with each other, also those it meets."""
+        """Add log-probs of the reference; for a loss that compares pairs with each other, also those of the matched
+        pairs."""
         exp = batch.exp
         with self.timer("ref"):
             exp.ref_sums = self.reference.sums(exp, parts)

@@ -1,4 +1,4 @@
-"""Training of generative judges: supervised fine-tuning on judgements, and an evaluation by what the judge says."""
+"""Training of generative judges: supervised fine-tuning on judgements, evaluated by the judge's generated answers."""
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ ORDERS = {0: "first", 1: "second"}
 
 class GRMTrainer(SFTTrainer):
     """Extends :class:`SFTTrainer` by ``eval/accuracy``: the share of held-out rows on which the answer that the judge
-    generates (greedily) is the right one, told apart by the place of the better candidate."""
+    generates (greedily) is the right one, also reported by the position of the better candidate."""
     config: GRMConfig
 
     @classmethod
@@ -79,7 +79,7 @@ class GRMTrainer(SFTTrainer):
                        "judging")
 
     def _limits(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Return how long each judgement may be: as the option says, or as its prompt leaves positions of the model.
+        """Return the limit of each judgement in tokens: the option, or the positions that its prompt leaves.
 
         Those are rounded down to four binary digits, so that few calls of the engine serve all prompts.
         """

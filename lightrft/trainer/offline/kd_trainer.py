@@ -1,4 +1,4 @@
-"""Distillation: a student learns the next-token distributions of a teacher, and the words of the data."""
+"""Distillation: a student learns the next-token distributions of a teacher, and the tokens of the data."""
 from collections.abc import Sequence
 from functools import partial
 
@@ -42,7 +42,7 @@ class KDTrainer(SFTTrainer):
             self.teacher = live()
         else:
             cache = TeacherCache(cfg.teacher_cache_dir, path, cfg.kd_top_k, self.vocab, bool(config.model.bf16),
-                                 strategy)
+                                 strategy, media.settings if media else "")
             self.teacher = CachedTeacher(cache, live, strategy)
 
     def before_loop(self, fresh: bool) -> None:

@@ -1,4 +1,4 @@
-"""Training on answers that are good or bad, each on its own: KTO."""
+"""Training on unpaired good and bad answers: KTO."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class KTOTrainer(PreferenceTrainer[Judged]):
         return JudgedDataset(config.data, tokenizer, split, media)
 
     def pack(self, rows: Sequence[Judged]) -> JudgedBatch:
-        """Pack the answers, and their prompts with other answers apart."""
+        """Pack the answers and, separately, their prompts with other answers."""
         exp = pack_rows([row.answer for row in rows])
         exp.labels = torch.tensor([float(row.desirable) for row in rows])
         return JudgedBatch(exp, len(rows), "answers", mismatched=pack_rows([row.mismatched for row in rows]))

@@ -1,4 +1,5 @@
-"""Core of the trainers on fixed data: the batches, strategies and checkpoints of reinforcement learning, no rollout."""
+"""Core of the trainers on fixed data: same batches, strategies and checkpoints as reinforcement learning, no
+rollout."""
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache, open_media
-from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, schedule_of, step_metrics
+from lightrft.trainer.optimizer_step import none_applied, OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
 from lightrft.trainer.session import training_session
@@ -95,7 +96,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
 
     @classmethod
     def describe(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> None:
-        """Write to the config of ``model`` what exports say of it: here nothing more than it has.
+        """Add entries to the config of ``model`` for its exports; the base class adds none.
 
         Args:
             state: of :meth:`extra_state`, or a part of it.
@@ -117,7 +118,8 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """
 
     def fill(self, batch: Batch, parts: list[list[int]]) -> None:
-        """Compute what the loss needs of the whole batch, without gradients; ``parts``: micro-batches of this rank."""
+        """Compute the statistics of the whole batch that the loss needs, without gradients; ``parts``: micro-batches of
+        this rank."""
 
     def train_step(self) -> dict[str, float]:
         """Run one optimizer step on the next batch."""
@@ -181,18 +183,16 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         return loss
 
     def _means(self, name: str, sums: MetricSums) -> dict[str, float]:
-        """Average the metrics over all ranks; those of which the batch has no item are left out."""
+        """Average the metrics over all ranks; metrics without an item in the batch are left out."""
         if not sums.keys():
             return {}
         sums.reduce(self.strategy)
         return {f"{name}/{key}": sums.mean(key) for key in sums.counted()}
 
     def _finish(self) -> None:
-        """Extend :meth:`BaseTrainer._finish`: a run that has changed nothing is none."""
+        """Extend :meth:`BaseTrainer._finish`: a run that has applied no step is an error."""
         if 0 < self.optimizer_step.bad_in_a_row == self.step >= self.total_steps:
-            raise NonFiniteTraining(f"the loss or the gradient of all {self.step} steps was not finite, and none was "
-                                    "applied: the model is the one of --pretrain. Lower the learning rate, or look for "
-                                    "broken weights")
+            raise none_applied(self.step)
         super()._finish()
 
     def extra_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bases of the trainers on preferences: a policy with a reference whose log-probs come first; pairs of two answers."""
+"""Base classes of preference training: a policy with precomputed log-probs of a reference; pairs of two answers."""
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Generic
@@ -59,12 +59,13 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
         live = partial(LiveReference, self.config, self.strategy, self.actor, media)
         if cfg.ref_cache_dir is None:
             return live()
-        cache = ReferenceCache(cfg.ref_cache_dir, cfg.ref_pretrain or cfg.pretrain, bool(cfg.bf16), self.strategy)
+        cache = ReferenceCache(cfg.ref_cache_dir, cfg.ref_pretrain or cfg.pretrain, bool(cfg.bf16), self.strategy,
+                               media.settings if media else "")
         return CachedReference(cache, live, self.strategy)
 
 
 def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Part values [B, ...] of the sequences of a micro-batch into those of the chosen and the rejected ones, [P, ...].
+    """Split values [B, ...] of the sequences of a micro-batch into those of the chosen and the rejected ones, [P, ...].
 
     The single sequence of a rank without pairs is in neither.
     """
@@ -86,7 +87,7 @@ def _prompt_lens(pair: Pair) -> list[int]:
 class PairTrainer(OfflineTrainer[Pair]):
     """Packs pairs: sequence 2 i is the chosen one of pair i, 2 i + 1 the rejected one; the loss is a mean over pairs.
 
-    ``margins`` and ``labels`` (0.5 for a tie, else 1) of a batch have the numbers of the pair at both of its sequences.
+    ``labels`` (0.5 for a tie, else 1) of a batch have the number of the pair at both of its sequences.
     """
 
     @classmethod
@@ -99,6 +100,5 @@ class PairTrainer(OfflineTrainer[Pair]):
         """Divide the loss by the number of pairs, and keep the sequences of each in one micro-batch."""
         exp = pack_rows([answer for pair in rows for answer in (pair.chosen, pair.rejected)])
         exp.prompt_lens = [length for pair in rows for length in _prompt_lens(pair)]
-        exp.margins = torch.tensor([pair.margin for pair in rows]).repeat_interleave(2)
         exp.labels = torch.tensor([0.5 if pair.tie else 1.0 for pair in rows]).repeat_interleave(2)
         return Batch(exp, len(rows), "pairs", [i // 2 for i in range(exp.num_seqs)])

@@ -79,7 +79,7 @@ class LiveReference:
 
     @contextmanager
     def _model(self) -> Iterator[nn.Module]:
-        """Context in which the reference is where it computes."""
+        """Context in which the reference is on the device."""
         if self.frozen is not None:
             with self.frozen.here() as model:
                 yield model
@@ -104,7 +104,7 @@ class CachedReference:
         return self.cache.read(exp)
 
     def fill(self, batches: Iterator[Experience], plan: Planner) -> None:
-        """Compute what the cache lacks of ``batches``; a collective."""
+        """Compute the missing entries of ``batches``; a collective."""
         live: LiveReference | None = None
         for exp in batches:
             lacking = self.cache.lacking(exp)

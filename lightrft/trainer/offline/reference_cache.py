@@ -27,7 +27,7 @@ def model_digest(path: str, quick: bool = False) -> str:
     """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
 
     Args:
-        quick: read no weights: outside the cache of the hub their files count by name, size and time of change.
+        quick: read no weights: outside the cache of the hub, files are identified by name, size and modification time.
     """
     folder = model_folder(path) or Path(str(cached_file(path, "config.json"))).parent
     digest = hashlib.blake2b(digest_size=16)
@@ -49,14 +49,15 @@ def _content(file: Path, quick: bool) -> str:
     return digest.hexdigest()
 
 
-def digests(exp: Experience) -> Iterator[bytes]:
-    """Hash every sequence: its tokens, which of them are in the loss, and its media."""
+def digests(exp: Experience, settings: str) -> Iterator[bytes]:
+    """Hash every sequence: its tokens, which of them are in the loss, and its media with the ``settings`` of their
+    processing (:attr:`lightrft.types.MediaSource.settings`)."""
     cu, media = exp.cu_seqlens.tolist(), exp.media or [()] * exp.num_seqs
     tokens, drawn = exp.token_ids.numpy(), exp.drawn.numpy()
     for start, end, keys in zip(cu, cu[1:], media):
         digest = hashlib.blake2b(tokens[start:end].tobytes(), digest_size=16)
         digest.update(drawn[start:end].tobytes())
-        digest.update("\0".join(keys).encode())
+        digest.update("\0".join((*keys, settings) if keys else ()).encode())
         yield digest.digest()
 
 
@@ -67,12 +68,14 @@ class ReferenceCache:
         folder: of the files.
         path: folder or hub id of the reference model.
         bf16: it computes in bfloat16.
+        settings: of the media, see :func:`digests`.
 
     Raises:
         UserError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase) -> None:
+    def __init__(self, folder: str, path: str, bf16: bool, strategy: StrategyBase, settings: str = "") -> None:
+        self.settings = settings
         self.file, known = Path(), dict[bytes, float]()
         if strategy.is_main:
             name = f"reference-{_FORMAT}-{model_digest(path)}{'-bf16' * bf16}.npz"
@@ -81,19 +84,19 @@ class ReferenceCache:
         self.known: dict[bytes, float] = strategy.all_gather_object(known)[0]
 
     def lacking(self, exp: Experience) -> list[int]:
-        """Return the sequences that are not known."""
-        return [i for i, digest in enumerate(digests(exp)) if digest not in self.known]
+        """Return the sequences that are not in the cache."""
+        return [i for i, digest in enumerate(digests(exp, self.settings)) if digest not in self.known]
 
     def add(self, exp: Experience, sums: Tensor) -> None:
         """Add the sums [B] of all sequences."""
-        self.known.update(zip(digests(exp), sums.tolist()))
+        self.known.update(zip(digests(exp, self.settings), sums.tolist()))
 
     def read(self, exp: Experience) -> Tensor:
         """Return the sums of all sequences, float64 [B]."""
-        return torch.tensor([self.known[digest] for digest in digests(exp)], dtype=torch.float64)
+        return torch.tensor([self.known[digest] for digest in digests(exp, self.settings)], dtype=torch.float64)
 
     def write(self) -> None:
-        """Write the file, which appears whole."""
+        """Write the file atomically."""
         keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, 16)
         part = part_of(self.file)
         with open(part, "wb") as opened:
@@ -118,7 +121,7 @@ def made_folder(option: str, folder: str) -> Path:
 
 
 def _read(file: Path) -> dict[bytes, float]:
-    """Read a file; one that is damaged or not there has nothing."""
-    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
+    """Read a file; a damaged or missing one is empty."""
+    with suppress(OSError, EOFError, ValueError, KeyError, BadZipFile), np.load(file) as stored:
         return {key.tobytes(): value for key, value in zip(stored["keys"], stored["sums"].tolist())}
     return {}

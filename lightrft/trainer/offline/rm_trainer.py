@@ -61,17 +61,20 @@ class RMTrainer(PairTrainer):
         scorer.head.write(scorer.hf_model.config)
 
     def pack(self, rows: Sequence[Pair]) -> Batch:
-        """Extend :meth:`PairTrainer.pack`: ``labels`` [B, K] of all heads; NaN where a row has none."""
+        """Extend :meth:`PairTrainer.pack`: ``margins`` [B], and ``labels`` [B, K] of all heads; NaN where a row has
+        none."""
         batch, names = super().pack(rows), self.config.model.heads_types[1:]
+        default = self.config.train.margin
+        margins = torch.tensor([default if pair.margin is None else pair.margin for pair in rows])
         others = torch.tensor([[pair.heads.get(name, torch.nan) for name in names] for pair in rows])
         labels = torch.cat([batch.exp.labels[:, None], others.view(len(rows), -1).repeat_interleave(2, 0)], 1)
-        return replace(batch, exp=replace(batch.exp, labels=labels))
+        return replace(batch, exp=replace(batch.exp, labels=labels, margins=margins.repeat_interleave(2)))
 
     def loss_of(self, exp: Experience, total: float) -> Loss:
-        """Return the mean over heads of :func:`pair_loss`; only the first head has margins."""
+        """Return the mean over heads of :func:`pair_loss`; margins of rows are those of the first head."""
         chosen, rejected = pairs_of(self.scorer(exp))
         labels, margins = pairs_of(exp.labels)[0], pairs_of(exp.margins)[0]
-        by_head = torch.zeros_like(labels)
+        by_head = torch.full_like(labels, self.config.train.margin)
         by_head[:, 0] = margins
         losses = pair_loss(chosen, rejected, labels, by_head, self.config.train.loss)
         if not torch.is_grad_enabled():

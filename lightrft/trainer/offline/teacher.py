@@ -1,4 +1,4 @@
-"""The teacher of a student on fixed data: a model that computes alongside, or its likeliest tokens from files."""
+"""Teacher of a student on fixed data: a live model, or its most probable tokens from files."""
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from lightrft.utils.tensors import upload
 
 
 class Teacher(Protocol):
-    """Source of the distributions that a student learns."""
+    """Source of the teacher's distributions."""
 
     def taught(self, exp: Experience) -> tuple[Tensor, ...]:
         """Return log-probs [N, V] at ``exp.actions``; of a sparse teacher those of its ``k`` likeliest tokens and, in
@@ -67,7 +67,7 @@ class CachedTeacher:
         return tuple(upload(values, self.strategy.device) for values in self.cache.read(exp.host))
 
     def fill(self, batches: Iterator[Experience], plan: Planner) -> None:
-        """Compute what the cache lacks of ``batches``; a collective."""
+        """Compute the missing entries of ``batches``; a collective."""
         live: LiveTeacher | None = None
         for exp in batches:
             if lacking := self.cache.lacking(exp):

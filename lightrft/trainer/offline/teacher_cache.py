@@ -1,4 +1,4 @@
-"""Files that keep the likeliest tokens of a teacher per position, by the contents of model and sequences."""
+"""Cache files with a teacher's most probable tokens per position, keyed by the contents of model and sequences."""
 import hashlib
 import os
 from collections.abc import Iterable
@@ -40,12 +40,15 @@ class TeacherCache:
         k: tokens per position.
         vocab: tokens that count.
         bf16: the teacher computes in bfloat16.
+        settings: of the media, see :func:`digests`.
 
     Raises:
         UserError: the folder cannot be made.
     """
 
-    def __init__(self, folder: str, path: str, k: int, vocab: int, bf16: bool, strategy: StrategyBase) -> None:
+    def __init__(self, folder: str, path: str, k: int, vocab: int, bf16: bool, strategy: StrategyBase,
+                 settings: str = "") -> None:
+        self.settings = settings
         name = f"teacher-{_FORMAT}-{model_digest(path)}-k{k}-v{vocab}{'-bf16' * bf16}" if strategy.is_main else ""
         self.folder = made_folder("teacher_cache_dir", folder) / strategy.all_gather_object(name)[0]
         self.folder.mkdir(exist_ok=True)
@@ -55,10 +58,10 @@ class TeacherCache:
         self.open()
 
     def open(self) -> None:
-        """Index the files of all ranks, after they were written; a damaged one has nothing. A collective.
+        """Index the files of all ranks, after they were written; a damaged one counts as empty. A collective.
 
         Raises:
-            UserError: ranks do not see the same files, so that they would not compute the same rows.
+            UserError: the ranks see different files, so they would compute different rows.
         """
         self.strategy.barrier()
         self.known: dict[bytes, tuple[Any, int, int]] = {}
@@ -70,13 +73,13 @@ class TeacherCache:
                 self.known.update(zip(keys, ((stored, *span) for span in zip([0, *ends], ends))))
         seen = hashlib.blake2b(b"".join(sorted(self.known)), digest_size=16).digest()
         if len({*self.strategy.all_gather_object(seen)}) > 1:
-            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank does not see what another one has "
-                            "written. Name a folder that all ranks share")
+            raise UserError(f"--teacher_cache_dir {self.folder.parent}: a rank cannot see the files of another rank. "
+                            "Name a folder that all ranks share")
 
     def lacking(self, exp: Experience) -> list[int]:
         """Return the sequences that are neither known nor were lacking before; the same on all ranks."""
         found = []
-        for i, (digest, count) in enumerate(zip(digests(exp), positions(exp))):
+        for i, (digest, count) in enumerate(zip(digests(exp, self.settings), positions(exp))):
             if count and digest not in self.known and digest not in self.asked:
                 self.asked.add(digest)
                 found.append(i)
@@ -85,12 +88,12 @@ class TeacherCache:
     def add(self, exp: Experience, found: TopTokens) -> None:
         """Add the tokens of all sequences."""
         parts = (values.split(positions(exp)) for values in found)
-        self._new += zip(digests(exp), *parts)
+        self._new += zip(digests(exp, self.settings), *parts)
         if sum(logprobs.nbytes + ids.nbytes for _, logprobs, ids in self._new) > _FILE_BYTES:
             self.write()
 
     def write(self) -> None:
-        """Write what was added in one file, which appears whole."""
+        """Write the added entries to one file, atomically."""
         if not self._new:
             return
         keys, logprobs, ids = zip(*self._new)
@@ -105,7 +108,7 @@ class TeacherCache:
 
     def read(self, exp: Experience) -> TopTokens:
         """Return the tokens of all sequences."""
-        wanted = [digest for digest, count in zip(digests(exp), positions(exp)) if count]
+        wanted = [digest for digest, count in zip(digests(exp, self.settings), positions(exp)) if count]
         logprobs, ids = (self._column(name, wanted) for name in ("logprobs", "ids"))
         return (torch.cat([torch.zeros(0, self.k + 1), *logprobs]),
                 torch.cat([torch.zeros(0, self.k, dtype=torch.long), *(each.long() for each in ids)]))

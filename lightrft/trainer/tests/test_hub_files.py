@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.config.schema import DataConfig
+from lightrft.config.schema import Config, DataConfig
+from lightrft.config.tree import build
 from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import ROOT
 from lightrft.trainer import hub_files
@@ -96,7 +97,7 @@ def test_names_of_the_hub_are_told_from_files(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     values = {"pretrain": "org/policy", "ref_pretrain": "here", "critic_pretrain": "org/policy",
               "teacher_model": "org/teacher", "reward_pretrain": ["help=org/judge", "here"]}  # yapf: disable
-    assert hub_files._models(values) == ["org/policy", "org/teacher", "org/judge"]
+    assert hub_files._models(build(Config, values)) == ["org/policy", "org/teacher", "org/judge"]
     data = DataConfig(prompt_data=["org/rows@main", "here", "./gone.jsonl", "memory:1", "a/b/c"],
                       eval_data=["org/held", "org/rows@main"], eval_suite=["gsm8k", "math500=here"])
     assert hub_files._entries(data) == ["org/rows@main", "org/held"]

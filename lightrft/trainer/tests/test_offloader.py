@@ -3,6 +3,7 @@ from unittest.mock import patch
 
 import pytest
 
+from lightrft.strategy.fsdp import units
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import runs
 from lightrft.trainer import spmd_ppo_trainer
@@ -37,6 +38,23 @@ def traced(home, folder, offload=True, **options):
         prepared.model.register_forward_pre_hook(lambda *_: events.append("pass"))
     trainer.fit()
     return runs.Run(trainer, folder), events
+
+
+def test_a_rank_holds_no_more_than_its_part_of_the_reference_in_the_update(home, tmp_path):
+    cfg = runs.config_of(home, tmp_path, strategy="fsdp", init_kl_coef=0.1, max_steps=1)
+    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    actor, reference, seen = trainer.prepared["actor"].model, trainer.maker.logprobs.reference.model, []
+
+    def whole(*_):
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units(reference)]
+        seen.append((actor.training, any(group.is_unsharded for group in groups if group)))
+
+    for model in (actor, reference):
+        model.register_forward_hook(whole)
+    trainer.fit()
+    trainer.strategy.teardown()
+    assert (False, True) in seen, "its pass gathers it"
+    assert {held for training, held in seen if training} == {False}
 
 
 OPTIONS = {"advantage_estimator": "gae", "init_kl_coef": 0.1, "max_steps": 2, "sync_proof": "both"}

@@ -57,4 +57,4 @@ def test_a_teacher_that_lacks_tokens_of_the_policy_is_refused(home, tmp_path, ca
     words = f"--pretrain {tmp_path}/wide --teacher_model {home}/base --prompt_data {home}/copy.jsonl {RL}"
     with pytest.raises(SystemExit):
         train.main(f"{words} --save_path {tmp_path}/run --eval_steps 0 --no_eval_at_start".split())
-    assert f"it has {width} logits, and the policy may draw {width + 16} different tokens" in capsys.readouterr().err
+    assert f"it has {width} logits, but the policy can sample {width + 16} different tokens" in capsys.readouterr().err

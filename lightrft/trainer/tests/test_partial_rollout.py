@@ -194,7 +194,7 @@ def test_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
     again = trainer_of(home, tmp_path).source
     again.load_state_dict(state)
     assert again.groups == made.source.groups and again.groups, "the state does not hold the groups"
-    cases = [({"n_samples_per_prompt": 2, "train_batch_size": 8}, state, "of 3 samples under way"),
+    cases = [({"n_samples_per_prompt": 2, "train_batch_size": 8}, state, "of 3 samples carried over"),
              ({"oversample": 1.0}, state, "without --oversample the 2 groups"),
              ({"oversample": 1.0, "dynamic_sampling": True}, state, "without --oversample the 2 groups"),
              ({}, {"rows": [{}] * 6, "size": 3}, "without --dynamic_sampling the 6 samples")]  # yapf: disable

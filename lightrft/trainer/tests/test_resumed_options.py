@@ -54,7 +54,7 @@ def test_two_ranks_tell_it_once(home, tmp_path):
                                             "train_batch_size": 4}, ranks=2)  # yapf: disable
     assert good.wait() == [0, 0], good.output
     assert good.output.count(TOLD) == 1 and "--seed 7 (was 42)" in good.output, good.output
-    assert good.output.count("but other ones: the run continues after the first 8 rows") == 1, good.output
+    assert good.output.count("but other rows: the run continues after the first 8 rows") == 1, good.output
     assert bad.wait() == [2, 2] and len(errors(bad.output)) == 1 and "Traceback" not in bad.output, bad.output
 
 

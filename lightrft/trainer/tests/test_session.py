@@ -1,6 +1,7 @@
 """Around a run: what ends it before any process group exists, and what is left beside it."""
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -122,6 +123,28 @@ def test_a_dry_run_warns_of_what_ends_the_run_at_its_start(home, tmp_path, capsy
     assert ("the run would end at its start" in said) is bool(told) and told in said
 
 
+@pytest.mark.parametrize("given,told", [
+    ({"chat_template": "chatmml"}, "unknown chat template 'chatmml'"),
+    ({"chat_template": "bad.jinja"}, "chat template 'bad.jinja' does not render"),
+    ({"prompt_max_len": 1}, "all 6 prompts are longer than --prompt_max_len 1"),
+    ({"pretrain": "model"}, "token 3000, which the model with its 260 tokens can neither draw nor read"),
+])
+def test_a_dry_run_has_the_errors_of_templates_and_prompts(home, tmp_path, capsys, no_strategy, monkeypatch, given,
+                                                           told):
+    """Those of the run; a tokenizer that is not on this machine is none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jinja").write_text("{% for m in %}")
+    shutil.copytree(home / "model", tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    content["added_tokens"] = [one | {"id": 3000 if one["content"] == "<|im_end|>" else one["id"]}
+                               for one in content["added_tokens"]]  # yapf: disable
+    content["model"]["vocab"]["<|im_end|>"] = 3000
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit) as error:
+        train.main([*words(home, tmp_path / "run", reward="exact", **given), "--dry_run"])
+    assert error.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_a_dry_run_leaves_what_is_elsewhere_to_the_run(home, tmp_path, capsys, no_strategy):
     """Data of the hub is not fetched; rewards are resolved all the same, a server need not run yet, and a function may
     decline an answer."""
@@ -195,7 +218,7 @@ def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, n
             train_sft.main([*sft, gpus])
         said = capsys.readouterr()
         assert error.value.code == code and re.search("^ +log-probs +backward +optimizer$", said.out, re.M), said
-        assert ("data: not read, which takes the tokenizer: " in said.out) == (code == 0)
+        assert ("data: not tokenized, for lack of a tokenizer: " in said.out) == (code == 0)
         assert "fits: " in said.out if code == 0 else "--gradient_checkpointing" not in said.err, said
     assert "the run does not fit" in said.err and re.search("--.* brings it to ", said.err), said.err
 

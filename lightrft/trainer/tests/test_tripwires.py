@@ -162,9 +162,11 @@ def test_the_share_of_unscored_responses_is_told():
 
 def test_a_state_of_a_release_without_a_wire_is_read():
     wires, old = Tripwires(True, 0), Tripwires(True, 0).state_dict()
-    wires.load_state_dict(old | {"counts": {"zero_spread": 3}})
+    wires.load_state_dict({name: value
+                           for name, value in old.items() if name != "learnt"} | {"counts": {"zero_spread": 3}})
     assert wires.counts["zero_spread"] == 3 and wires.counts["partly_unscored"] == 0
-    watched([GOOD], wires)
+    watched([GOOD | FAILED], wires)
+    assert wires.nothing_learnt() is None, "the steps before may have taught something"
 
 
 def evaluated(pairs, wires=None):
@@ -242,7 +244,9 @@ def test_a_reward_that_always_fails_stops_the_run(home, tmp_path, capsys):
     assert [line["tripwire/unscored"] for line in runs.read_lines(tmp_path / "a" / "metrics.jsonl")] == [1, 1]
     done = run(home, tmp_path / "b", failing, max_steps=4, max_unscored_steps=0)
     assert [line["tripwire/unscored"] for line in done.lines] == [1.0] * 4
-    assert capsys.readouterr().err.count("tripwire unscored: no response of this step could be scored") == 2
+    text = capsys.readouterr().err
+    assert text.count("tripwire unscored: no response of this step could be scored") == 2
+    assert text.count("the run has learnt nothing: in 4 steps no response could be scored") == 1
 
 
 def test_a_reward_that_fails_under_dynamic_sampling_stops_the_run(home, tmp_path):
@@ -298,7 +302,9 @@ def test_the_command_ends_and_tells_the_cause_once(home, tmp_path):
 def test_a_reward_that_never_differs(home, tmp_path, capsys):
     done = run(home, tmp_path, lambda item: Outcome(0.5), max_steps=6)
     assert [line["tripwire/zero_spread"] for line in done.lines] == [0, 0, 0, 0, 1, 1]
-    assert capsys.readouterr().err.count("in none of the last 5 steps have the rewards of a group differed") == 1
+    text = capsys.readouterr().err
+    assert text.count("in none of the last 5 steps have the rewards of a group differed") == 1
+    assert text.count("the run has learnt nothing: in 6 steps every advantage was 0, because the rewards that ") == 1
 
 
 def test_responses_at_the_limit_and_the_state_in_a_checkpoint(home, tmp_path, capsys):
@@ -321,6 +327,22 @@ def spoken(done):
             if name.startswith("tripwire/") and value}  # yapf: disable
 
 
+@pytest.mark.parametrize("history,told", [
+    ([{"policy/optimizer_steps": 1, "advantage/min": 0, "advantage/max": 0}], "in 1 step every advantage was 0"),
+    ([{"policy/optimizer_steps": 1, "advantage/min": 0, "advantage/max": 1}, {"policy/skipped_steps": 1}], ""),
+    ([{"policy/optimizer_steps": 0, "rollout/kept_samples": 0}], "--mask_truncated"), ([{}], ""),
+    ([NOTHING_ACCEPTED, FAILED, NOTHING_ACCEPTED], "in 2 of 3 steps every advantage was 0"),
+    ([FAILED, {"policy/optimizer_steps": 0, "policy/skipped_steps": 1}, {"policy/skipped_steps": 2}], "not finite"),
+])  # yapf: disable
+def test_why_a_run_has_learnt_nothing(history, told):
+    """The most frequent cause; a frozen policy is meant. A resumed run knows of the steps before."""
+    wires, resumed = Tripwires(True, 0), Tripwires(True, 0)
+    watched([GOOD | metrics for metrics in history], wires)
+    resumed.load_state_dict(copy.deepcopy(wires.state_dict()))
+    assert wires.nothing_learnt() == resumed.nothing_learnt() and not wires.only_bad_steps
+    assert (told in str(wires.nothing_learnt())) and bool(told) is bool(wires.nothing_learnt())
+
+
 def test_a_run_that_learns_hears_nothing(home, tmp_path, capsys):
     """Long enough for every wire."""
     vowels = lambda item: Outcome(sum(x in "aeiou" for x in item.response) / max(len(item.response), 1))  # noqa: E731
@@ -329,7 +351,7 @@ def test_a_run_that_learns_hears_nothing(home, tmp_path, capsys):
                actor_learning_rate=6e-3, eval_data=[str(home / "test.jsonl")], eval_steps=steps // 3)  # yapf: disable
     rewards = [line["reward/mean"] for line in done.lines]
     assert sum(rewards[-6:]) > 1.5 * sum(rewards[:6]), "it does not learn"
-    assert spoken(done) == set() and "tripwire" not in capsys.readouterr().err
+    assert spoken(done) == set() and not re.search("tripwire|learnt nothing", capsys.readouterr().err)
     assert {f"tripwire/{name}" for name in PATIENCE} <= done.metrics.keys() | done.lines[steps // 3 * 3 - 1].keys()
 
 

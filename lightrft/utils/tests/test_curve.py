@@ -54,7 +54,7 @@ def test_the_legend_has_the_last_held_out_number():
 
 
 def test_the_picture_is_a_png_and_needs_no_display(tmp_path):
-    path = plot_curve(write(tmp_path / "metrics.jsonl", rows()), tmp_path / "learning_curve.png", "GRPO")
+    path = plot_curve(write(tmp_path / "metrics.jsonl", rows()), tmp_path / "learning_curve.png")
     assert path == tmp_path / "learning_curve.png", path
     with Image.open(path) as picture:
         assert picture.format == "PNG" and picture.width > 1200 and len(set(picture.convert("L").tobytes())) > 50
@@ -76,7 +76,7 @@ def runs():
 @pytest.mark.parametrize("name", runs())
 def test_labels_do_not_overlap_and_axes_contain_the_data(name):
     lines = runs()[name]
-    figure = draw(lines, panels(lines), "a title above")
+    figure = draw(lines, panels(lines))
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]

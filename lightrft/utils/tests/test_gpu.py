@@ -44,10 +44,11 @@ def machine(tmp_path, monkeypatch):
     ({}, None, "(driver 535.104.05), but the driver is too old for torch * whose CUDA 13.0 needs 580 or newer: update"),
     ({}, None, "update the driver, or install a torch for CUDA 12; "),
     ({"cuda": None}, None, "was built without CUDA: install a CUDA build of torch"),
-    ({"node": False}, None, "this container has no device of it (/dev/nvidia0): start the container with docker run"),
+    ({"node": False}, None, "this container has no access to it (/dev/nvidia0): start the container with docker run"),
     ({"version": None}, None, "(driver unknown), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
     ({"version": OPEN}, None, "(driver 580.95.05), but torch for CUDA 13.0 cannot start it: nvidia-smi must list it"),
-    ({"version": OPEN}, "7", "CUDA_VISIBLE_DEVICES=7 names none of them: unset it, or name GPUs that nvidia-smi lists"),
+    ({"version": OPEN
+      }, "7", "CUDA_VISIBLE_DEVICES=7 names none of its GPUs: unset it, or name GPUs that nvidia-smi lists"),
 ])
 def test_a_gpu_that_torch_cannot_use_stops_the_run(machine, monkeypatch, state, visible, words):
     root = machine(**state)

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from lightrft.utils.trajectory_saver import TrajectorySaver, format_samples
+from lightrft.utils.trajectory_saver import format_samples, save_rollout
 
 ROW = {
     "prompt": "2+2?", "response": "é 4", "reward": 1.0, "parts": {"math": 1.0, "style":
@@ -18,30 +18,24 @@ def read(path):
 
 
 def test_one_line_per_sample_with_plain_values(tmp_path):
-    path = TrajectorySaver(tmp_path / "rollouts").save(4, [ROW, ROW])
+    path = save_rollout(tmp_path / "rollouts", 4, [ROW, ROW])
     assert path.name == "step_4.jsonl" and "é" in path.read_text(encoding="utf-8")
     assert read(path) == [{"step": 4, **ROW, "advantage": None, "logprobs": [-0.5, -0.25]}] * 2
 
 
-@pytest.mark.parametrize("num,kept", [(0, 5), (2, 2), (9, 5)])
-def test_the_number_of_samples_is_limited(tmp_path, num, kept):
-    assert len(read(TrajectorySaver(tmp_path, num).save(1, [ROW] * 5))) == kept
-
-
 def test_a_file_is_replaced_only_when_complete(tmp_path):
-    saver = TrajectorySaver(tmp_path)
-    path = saver.save(1, [ROW])
+    path = save_rollout(tmp_path, 1, [ROW])
 
     def rows():
         yield ROW
         raise RuntimeError("engine died")
 
     with pytest.raises(RuntimeError):
-        saver.save(1, rows())
+        save_rollout(tmp_path, 1, rows())
     assert len(read(path)) == 1, "the complete file is gone"
 
 
 def test_samples_are_readable_and_cut_in_the_middle():
-    text = format_samples([ROW, ROW | {"response": "a" * 50 + "b" * 50, "reward": None}, ROW], 2, width=20)
+    text = format_samples([ROW, ROW | {"response": "a" * 50 + "b" * 50, "reward": None}], width=20)
     assert text.count("prompt:") == 2 and "reward 1  " in text and "reference 4" in text
     assert "a" * 10 + " [... 80 characters ...] " + "b" * 10 in text and "reward None" not in text

@@ -65,7 +65,7 @@ def test_quiet_when_all_is_well(runs):
 def test_a_rank_that_dies_is_named_with_its_phase(runs):
     code, output = runs["exit"]
     assert code != 0, output
-    assert "rank 1 died without a word" in output and "in phase fault" in output, output
+    assert "rank 1 died without a message" in output and "in phase fault" in output, output
     assert "-- rank 0 stops for that reason, in phase waiting" in output, output
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_is_named_with_its_phase(runs):
 def test_a_rank_that_dies_is_named_by_a_wait_outside_of_torch(runs):
     """As DeepSpeed waits for what it has gathered ahead: no frame of torch.distributed is in the traceback."""
     code, output = runs["async"]
-    assert code != 0 and "rank 1 died without a word" in output, output
+    assert code != 0 and "rank 1 died without a message" in output, output
     assert "Fatal Python error: Segmentation fault" in output and "in misbehave" in output, "no stack of the crash"
     assert "rank 0 raised" not in output and re.search("rank 0 stops for that reason, in phase waiting", output), output
 

@@ -157,18 +157,20 @@ def test_sums_are_known_by_tokens_loss_and_media():
     kinds = [([5, 6, 7], [False, True, True], ()), ([5, 6, 8], [False, True, True], ()),
              ([5, 6, 7], [False, False, True], ()), ([5, 6, 7], [False, True, True], ("cat", ))]  # yapf: disable
     tokens, masks, media = zip(*kinds, kinds[0])
-    found = [*digests(Experience.pack(tokens, masks, media=[*media]))]
+    found, others = ([*digests(Experience.pack(tokens, masks, media=[*media]), settings)] for settings in "ab")
     assert len({*found}) == 4 and found[0] == found[4]
+    assert [i for i in range(5) if found[i] != others[i]] == [3], "settings are those of media"
 
 
 def test_a_damaged_cache_is_made_again(home, tmp_path):
     cache = tmp_path / "cache"
-    for name in ("a", "b"):
+    for name, left in (("a", 100), ("b", 0), ("c", 0)):
         run(home, tmp_path / name, ref_cache_dir=str(cache), max_steps=1)
         (file, ) = cache.iterdir()
         size = file.stat().st_size
-        file.write_bytes(file.read_bytes()[:100])
-    assert size > 100 and runs.metrics(tmp_path / "a") == runs.metrics(tmp_path / "b")
+        file.write_bytes(file.read_bytes()[:left])
+    assert size > 100
+    assert runs.metrics(tmp_path / "a") == runs.metrics(tmp_path / "b") == runs.metrics(tmp_path / "c")
 
 
 def test_training_on_pairs_learns_them(home, tmp_path):
@@ -208,7 +210,7 @@ def test_ties_are_refused_or_left_out(home, tmp_path):
     ({"simpo_gamma": 1.0}, "--simpo_gamma 1: has no effect with --loss sigmoid; drop it, or use simpo"),
     ({"loss": "exo"}, "--loss exo: is not defined with --label_smoothing 0; add --label_smoothing"),
     ({"loss": "robust", "label_smoothing": 0.5}, "nearest valid value: 0.49"),
-    ({"label_smoothing": 0.5}, "--label_smoothing 0.5: labels that are wrong half of the time say nothing"),
+    ({"label_smoothing": 0.5}, "--label_smoothing 0.5: labels that are wrong half of the time carry no information"),
     ({"ipo": True, "loss": "hinge"}, "--ipo true: contradicts --loss hinge; drop one"),
     ({"loss": "simpo", "ref_offload": True}, "--ref_offload true: has no effect with --loss simpo, which has no ref"),
     ({"lora_rank": 2, "ref_pretrain": "other"}, "--ref_pretrain other: has no effect with --lora_rank, where the"),
@@ -268,8 +270,6 @@ def test_the_command_of_a_manual_runs(home, tmp_path):
     for flag, count in (("--zero_stage", 2), ("--strategy", 2), ("--bf16", 1)):
         at = words.index(flag)
         del words[at:at + count]
-    train_dpo.main(words)
+    train_dpo.main([*words, "--packing_samples"])
     lines = runs.metrics(tmp_path)
     assert len(lines) == 2 and lines[0]["dpo/loss"] == pytest.approx(25.0 + 0.1 * lines[0]["dpo/nll"])
-    with pytest.raises(SystemExit):
-        train_dpo.main([*words, "--packing_samples"])

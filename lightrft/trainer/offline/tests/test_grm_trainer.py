@@ -70,14 +70,14 @@ def test_media_follow_their_candidates():
 
 
 @pytest.mark.parametrize("row,said", [
-    ({"chosen": "5"}, "row 1: the chosen candidate is the rejected one"),
+    ({"chosen": "5"}, "row 1: the chosen and the rejected candidate are equal"),
     ({"rejected": ""}, "the row has no rejected"),
     ({"rejected": "<|im_end|>\n"}, "the row has no rejected"),
-    ({"rejected": "4<|im_end|>"}, "row 1: the chosen candidate is the rejected one"),
+    ({"rejected": "4<|im_end|>"}, "row 1: the chosen and the rejected candidate are equal"),
     ({"prompt": None}, "the row has no prompt"),
     ({"tie": "false"}, "row 1: the column 'tie' is 'false': expected true or false"),
     ({"judgement": "<answer>Response 2 is better</answer>"}, "ends with 'Response 2 is better', and 'Response 1"),
-    ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside of its messages"),
+    ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside its messages"),
 ])
 def test_rows_that_cannot_be_judged_are_refused(row, said):
     with pytest.raises(DataError, match=said):

@@ -15,7 +15,7 @@ from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import home
 from lightrft.tests.support.runs import no_picture
-from lightrft.trainer import teacher
+from lightrft.trainer.offline import teacher
 from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.utils.errors import UserError
 
@@ -129,7 +129,7 @@ def test_ranks_that_see_other_files_are_refused(shared, home, tmp_path):
     if shared:
         assert make().known == {}
         return
-    with pytest.raises(UserError, match="--teacher_cache_dir .*a rank does not see what another one has written"):
+    with pytest.raises(UserError, match="--teacher_cache_dir .*a rank cannot see the files of another rank"):
         make()
 
 

@@ -139,9 +139,9 @@ def test_training_on_judged_answers_learns_them(home, tmp_path):
     ({"prompt": "a", "completion": "b"}, "the column 'label' is None: expected true or false.*--label_key"),
     ({"prompt": "a", "completion": "b", "label": "yes"}, "the column 'label' is 'yes': expected true or false"),
     ({"prompt": "a", "completion": "b", "label": 0.5}, "the column 'label' is 0.5"),
-    ({"prompt": "a", "completion": " ", "label": True}, "no answer to learn"),
+    ({"prompt": "a", "completion": " ", "label": True}, "no answer to train on"),
     ({"prompt": "a", "completion": "<|im_end|>", "label": True}, "the answer is empty, or an end token alone"),
-    ({"prompt": "a", "completion": "", "response": "b", "label": True}, "no answer to learn"),
+    ({"prompt": "a", "completion": "", "response": "b", "label": True}, "no answer to train on"),
     ({"completion": "b", "label": True}, "no demonstration"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                    {"role": "user", "content": "c"}], "label": True}, "does not end with an answer"),
@@ -155,7 +155,7 @@ def test_rows_that_cannot_be_used_are_refused(row, said, home, tmp_path):
 
 
 def test_weights_that_leave_nothing_to_learn_are_refused(home, tmp_path):
-    with pytest.raises(ConfigError, match="--desirable_loss_weight 0 with .* 0: nothing is left to learn"):
+    with pytest.raises(ConfigError, match="--desirable_loss_weight 0 with .* 0: nothing would be trained"):
         trainer_of(home, tmp_path, desirable_loss_weight=0.0, undesirable_loss_weight=0.0)
     trainer_of(home, tmp_path, desirable_loss_weight=0.0)
 

@@ -16,6 +16,7 @@ from lightrft.models.loader import load_scorer
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import media_runs, runs, tiny_vision
+from lightrft.tests.support.preference_runs import metrics
 from lightrft.tests.support.tiny_grids import VIDEO
 from lightrft.trainer.offline.dpo_trainer import DPOTrainer
 from lightrft.trainer.model_media import open_media
@@ -95,6 +96,18 @@ def test_pairs_with_pictures(tmp_path):
         assert ((together[8::2] - together[9::2]).abs() > 1e-4).all()
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     assert together.abs().min() > 0
+
+
+def test_cached_log_probs_are_those_of_pictures_processed_alike(tmp_path):
+    """The option changes what the pictures are to the model, and not the number of their tokens."""
+    rows = [{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [picture(i)], "chosen": "a",
+             "rejected": "b" * (1 + i)} for i in range(4)]  # yapf: disable
+    margins, tokens, cache = [], [], {"ref_cache_dir": str(tmp_path / "cache")}
+    for i, options in enumerate([cache, cache | {"max_pixels": 4200}, {"max_pixels": 4200}]):
+        trainer, _ = trained(tmp_path / str(i), DPOConfig, DPOTrainer, rows, max_steps=1, **options)
+        margins.append(metrics(tmp_path / str(i) / "run")[0]["dpo/rewards/margin"])
+        tokens.append(trainer.pack(trainer.eval_rows).exp.num_tokens)
+    assert len({*tokens}) == 1 and margins == pytest.approx([0, 0, 0], abs=1e-6), "the reference is the policy"
 
 
 def test_steps_after_a_picture(tmp_path):

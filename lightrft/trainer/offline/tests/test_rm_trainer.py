@@ -35,7 +35,7 @@ no_picture = runs.no_picture
 
 BY_LENGTH = ("chosen", "rejected", "tie", None)
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "chosen": f"{a}+{b} is {a + b}.",
-         "rejected": "I do not know" + "!" * (1 + a), "margin": b / 10, "tie": a == b == 1,
+         "rejected": "I do not know" + "!" * (1 + a), "margin": b / 10 if b else None, "tie": a == b == 1,
          "heads": {"short": BY_LENGTH[b]}} for a in range(6) for b in range(4)]  # yapf: disable
 
 
@@ -92,7 +92,7 @@ def test_loss_gradient_and_evaluation_are_those_of_hugging_face(base, straight, 
     trainer.loader.position = 0
     chosen, rejected = (alone(hf, [getattr(pair, name) for pair in batch])[:, 0] for name in ("chosen", "rejected"))
     labels = torch.tensor([0.5 if pair.tie else 1.0 for pair in batch])
-    margins = torch.tensor([pair.margin for pair in batch])
+    margins = torch.tensor([pair.margin or 0.0 for pair in batch])
     loss = pair_loss(chosen, rejected, labels, margins).mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None]).item()
@@ -230,11 +230,12 @@ def two_head_loss(trainer):
     """The mean over pairs of the mean over their known heads, one head of one pair at a time."""
     with torch.no_grad():
         gaps = trainer.scorer.eval()(trainer.pack(trainer.eval_rows).exp).unflatten(0, (-1, 2)).diff(dim=1)[:, 0].neg()
-    losses = []
+    losses, default = [], trainer.config.train.margin
     for pair, gap in zip(trainer.eval_rows, gaps.tolist(), strict=True):
-        one = [(gap[0], 0.5, 0.0) if pair.tie else (gap[0], 1.0, pair.margin)]
+        one = [(gap[0], 0.5, 0.0) if pair.tie else (gap[0], 1.0, pair.margin or default)]
         if "short" in pair.heads:
-            one += [(gap[1], pair.heads["short"], 0.0)]  # the margin is of the first head
+            known = pair.heads["short"]  # the margin of a row is of the first head
+            one += [(gap[1], known, 0.0 if known == 0.5 else default)]
         losses += [mean(-p * log_sigmoid(d - m) - (1 - p) * log_sigmoid(-d - m) for d, p, m in one)]
     return mean(losses)
 
@@ -244,7 +245,8 @@ def log_sigmoid(number):
 
 
 def test_several_heads_learn_from_their_labels(base, tmp_path):
-    trainer = trainer_of(config_of(base, tmp_path, heads_types=["preference", "short"], value_head_prefix="value_head"))
+    trainer = trainer_of(
+        config_of(base, tmp_path, heads_types=["preference", "short"], value_head_prefix="value_head", margin=0.25))
     labels = trainer.pack(trainer.eval_rows).exp.labels[::2]
     assert labels[:4, 1].nan_to_num(9.0).tolist() == [1.0, 0.0, 0.5, 9.0] and labels[5].tolist()[0] == 0.5
     trainer.fit()

@@ -18,7 +18,7 @@ from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.preference_runs import exported, metrics
-from lightrft.trainer import offline_trainer
+from lightrft.trainer.offline import offline_trainer
 from lightrft.trainer.offline.sft_trainer import SFTTrainer, pack_rows
 
 no_picture = runs.no_picture

@@ -1,37 +1,119 @@
-"""Checks of the options of scoring, post-processing and output of the commands that generate without training."""
+"""Checks of the commands that generate or score without training: models, engine, scoring, post-processing, output."""
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
-from lightrft.config.inference_schema import RECIPE, ScoreConfig
+from lightrft.config.inference_schema import ChatConfig, InferenceTree, RECIPE, ScoreConfig
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import Config
-from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import if_set, writable
+from lightrft.config.serve_schema import ServeConfig
+from lightrft.preflight.base import Preflight
+from lightrft.preflight.engine_rules import engine_problems, missing_engine, shared_engine
+from lightrft.preflight.reward_rules import reward_problems, served_problems
+from lightrft.preflight.shared_rules import (chat_template, folder, if_set, prompts, rendering, sources, suites,
+                                             writable)
 
 NEEDS_BOTH = ("{input}", "{reward}")
 
 
-def score_problems(c: ScoreConfig) -> Iterator[str]:
+class InferencePreflight(Preflight):
+    """Checks of a command that generates."""
+    config: InferenceTree
+
+    def missing_packages(self) -> Iterator[str]:
+        """Yield the missing package of the engine."""
+        yield from missing_engine(self.config.as_config())
+
+    def engine_problems(self, models: list[str | None], world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of the models, and of the engine that runs them."""
+        rl = self.config.as_config()
+        if not all(models or [None]):
+            yield "--pretrain is missing: give an HF folder or hub id of the model"
+        for path in models:
+            yield from folder("pretrain", path)
+        yield from engine_problems(rl, world_size, cuda)
+        yield from shared_engine(rl.rollout.engine_tp_size, world_size, local_ranks)
+
+
+class GeneratePreflight(InferencePreflight):
+    """Checks of batch inference."""
+    config: GenerateConfig
+
+    def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of scoring, output, prompts and engine."""
+        c = self.config
+        yield from super().problems(world_size, cuda, local_ranks)
+        yield from _scores(c.scoring)
+        yield from _output(c)
+        yield from prompts(c.as_config().data)
+        if c.generates:
+            yield from _engine_of_task(c)
+            yield from self.engine_problems([c.model.pretrain], world_size, cuda, local_ranks)
+
+
+class EvaluatePreflight(InferencePreflight):
+    """Checks of the evaluation of checkpoints."""
+    config: EvaluateConfig
+
+    def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of prompts, scoring, numbers and engine."""
+        c = self.config
+        yield from super().problems(world_size, cuda, local_ranks)
+        yield from sources("eval_data", c.data.eval_data)
+        yield from suites(c.data.eval_suite)
+        yield from rendering(c.data)
+        yield from _scores(c.score)
+        yield from _evaluation(c)
+        yield from self.engine_problems([*c.model.pretrain], world_size, cuda, local_ranks)
+
+
+class ChatPreflight(InferencePreflight):
+    """Checks of a chat."""
+    config: ChatConfig
+
+    def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of the template, the process and the engine."""
+        yield from super().problems(world_size, cuda, local_ranks)
+        yield from chat_template(self.config.chat.chat_template)
+        if world_size > 1:
+            yield f"lightrft chat runs in one process, not on {world_size} ranks; drop --nproc or torchrun"
+        yield from self.engine_problems([self.config.model.pretrain], world_size, cuda, local_ranks)
+
+
+class ServePreflight(Preflight):
+    """Checks of a server of reward models."""
+    config: ServeConfig
+
+    def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of the process and of the models."""
+        yield from super().problems(world_size, cuda, local_ranks)
+        if world_size > 1:
+            yield (f"lightrft serve_rm runs in one process, not on {world_size} ranks; start one per GPU, each with a "
+                   "--port of its own, and give --remote_rm_url all of them")
+        yield from served_problems(self.config)
+
+
+def _scores(c: ScoreConfig) -> Iterator[str]:
     """Yield the problems of what scores responses, under the name that it has here."""
     for text in reward_problems(Config(reward=c.as_reward_config())):
         yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
     if RECIPE in c.score and len(c.score) > 1:
-        yield f"--score {' '.join(c.score)}: {RECIPE} is that of each row, and nothing is added to it; drop one of them"
+        yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
+               "rewards; drop one of them")
 
 
-def engine_of_task(c: GenerateConfig) -> Iterator[str]:
+def _engine_of_task(c: GenerateConfig) -> Iterator[str]:
     """Yield the problem of a task that names another engine than the options."""
     chosen = dict(changed(c, ["engine_type"])).get("engine_type", "vllm")
     if c.output.eval_task == "generate_vllm" and chosen != "vllm":
         yield f"--engine_type {chosen}: --eval_task generate_vllm is for vllm; set --eval_task generate"
 
 
-def output_problems(c: GenerateConfig) -> Iterator[str]:
+def _output(c: GenerateConfig) -> Iterator[str]:
     """Yield the problems of the output, and of what is made of the responses."""
     s, out = c.scoring, c.out
     if out.is_dir():
@@ -76,7 +158,7 @@ def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     yield from if_set(c, read, "has no effect with --eval_task rm, which generates nothing; drop it")
 
 
-def evaluation_problems(c: EvaluateConfig) -> Iterator[str]:
+def _evaluation(c: EvaluateConfig) -> Iterator[str]:
     """Yield the problems of the models, the prompts and the numbers of an evaluation."""
     e, n = c.evaluation, c.engine.n_samples
     yield from writable("output_path", e.output_path)

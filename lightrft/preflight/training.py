@@ -1,0 +1,50 @@
+"""Checks and estimates that all trainers have."""
+from collections.abc import Iterator
+
+from lightrft.preflight.base import Preflight
+from lightrft.preflight.checks import Finding
+from lightrft.preflight.checks.run_plan import memory_verdict
+from lightrft.preflight.cost import known_model
+from lightrft.preflight.hardware import Machine
+from lightrft.preflight.memory import memory_lines
+from lightrft.preflight.shared_rules import missing_optimizer, training_problems
+from lightrft.strategy.memory import ModelSize
+
+
+class TrainingPreflight(Preflight):
+    """Checks and estimates of a trainer."""
+
+    def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of the options that all trainers have."""
+        yield from super().problems(world_size, cuda, local_ranks)
+        yield from training_problems(self.config, world_size, cuda)
+
+    def missing_packages(self) -> Iterator[str]:
+        """Yield the missing package of the optimizer."""
+        yield from missing_optimizer(self.config.train)
+
+    def estimates(self, machine: Machine) -> list[str]:
+        """List the contents of a step, the memory, and what the tree estimates besides."""
+        size, shape = known_model(self.config.model.pretrain, machine.device.cuda)
+        return [
+            *self.summary(machine.ranks), *memory_lines(self.config, machine.ranks, size, machine.device, shape),
+            *self._verdict_lines(machine), *self.further_estimates(machine, size)
+        ]
+
+    def further_estimates(self, machine: Machine, size: ModelSize | None) -> list[str]:
+        """List what is estimated besides the memory; ``size``: of the trained model, if it is known."""
+        return []
+
+    def verdict(self, machine: Machine) -> Finding | None:
+        """Compare the estimate with the memory of a GPU."""
+        size, shape = known_model(self.config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
+        if size is None:
+            return None
+        return memory_verdict(self.config, machine.ranks, size, machine.device, shape)
+
+    def _verdict_lines(self, machine: Machine) -> list[str]:
+        """Say that a plan fits on a GPU, and warn if it leaves little; one that does not fit is an error."""
+        found = self.verdict(machine)
+        if found is None or found.verdict == "fail":
+            return []
+        return [found.text if found.verdict == "ok" else f"warning: {found.text}; {found.remedy}"]
