@@ -48,7 +48,7 @@ class Renderer:
 
     @cached_property
     def opening(self) -> str:
-        """What the chat template writes before an answer."""
+        """Text that the chat template writes before an answer."""
         asked, opened = (self.chat_text([[_ASK]], generation_prompt=each)[0] for each in (False, True))
         return opened.removeprefix(asked)
 
