@@ -174,7 +174,10 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
                  shape: ModelShape | None = None) -> list[str]:
     """Format the estimate as lines of text; the phases of a rollout are shown where there is one."""
     if size is None:
-        return ["memory per rank: unknown, because --pretrain is neither a model folder nor a model of the hub"]
+        return [
+            "memory per rank: unknown, because --pretrain is neither a model folder nor a model that the hub "
+            "could provide"
+        ]
     held = memory(config, world_size, size, device, shape) | overhead(config, world_size, device, shape)
     together = tuple(map(sum, zip(*held.values())))
     tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""

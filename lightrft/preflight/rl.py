@@ -160,7 +160,7 @@ class RLPreflight(TrainingPreflight):
         if r.engine_type == "hf" and not r.engine_kv_mib:
             yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
         elif r.offload_during_rollout and r.sync_proof in ("canary", "both"):
-            yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint spares it"
+            yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint avoids this"
 
 
 def nearest_multiples(value: int, step: int) -> str:

@@ -38,7 +38,7 @@ def launches(layers):
 
 def test_a_graph_saves_the_launches_that_the_docs_name():
     page = (Path(__file__).parents[2] / "docs" / "host_syncs.md").read_text(encoding="utf-8")
-    said = int(re.search(r"one launch in place of (\d+) or so per layer", page.replace("\n  ", " "))[1])
+    said = int(re.search(r"one launch instead of about (\d+) per layer", page.replace("\n  ", " "))[1])
     assert launches(2) - launches(1) == pytest.approx(said, rel=0.1)
 
 

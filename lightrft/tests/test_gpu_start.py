@@ -106,7 +106,7 @@ def test_what_the_page_says_of_gradient_checkpointing(tmp_path: Path, capsys: py
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
     words = [*words_of(COMMANDS[0][0], tmp_path), "--plan_gpus", COMMANDS[0][1]]
     without, recomputed = (plan([*words, *more], capsys)[1]["backward"] for more in ([], ["--gradient_checkpointing"]))
-    assert f"the plan has {without - recomputed:.1f} GiB less" in PAGE
+    assert f"reduces the plan by {without - recomputed:.1f} GiB" in PAGE
 
 
 def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
     for moment in moments:
         slabs.like(moment)
     plain, pinned = (sum(sizes) / 2**30 for sizes in ([moment.nbytes for moment in moments], taken))
-    assert f"They are {plain:.0f} GiB,\nin {pinned:.0f} GiB of pinned host memory" in PAGE
+    assert f"They take {plain:.0f} GiB,\nin {pinned:.0f} GiB of pinned host memory" in PAGE
 
 
 def test_every_machine_of_the_page_has_a_plan() -> None:

@@ -168,7 +168,7 @@ def test_memory_that_sglang_cannot_share_is_refused(name, monkeypatch):
     monkeypatch.setattr(launch, "total_memory", lambda device: 24 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 24 << 30))
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang cannot .* remove it"):
+    with pytest.raises(UserError, match=f"{name}=max_split.*True: SGLang can neither .* remove it"):
         engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
     assert engine_arguments(RolloutConfig(), tiny.config(), CUDA, False, World())
@@ -188,7 +188,7 @@ def test_attention_that_sglang_would_compute_otherwise_is_refused(monkeypatch):
     for family, longest, known in (("mistral", 8, None), ("gemma3", 9, 7), ("qwen2", 999, None)):
         check_window(tiny.config(family), longest, known)
     with pytest.raises(UserError,
-                       match=r"reaches back 8 tokens \(sliding_window\), .* not do for mistral, .* have 9; "):
+                       match=r"reaches back 8 tokens \(sliding_window\), .* not implement for mistral, .* have 9; "):
         check_window(tiny.config("mistral"), 9, None)
 
 

@@ -195,8 +195,8 @@ def test_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
     again.load_state_dict(state)
     assert again.groups == made.source.groups and again.groups, "the state does not hold the groups"
     cases = [({"n_samples_per_prompt": 2, "train_batch_size": 8}, state, "of 3 samples carried over"),
-             ({"oversample": 1.0}, state, "without --oversample the 2 groups"),
-             ({"oversample": 1.0, "dynamic_sampling": True}, state, "without --oversample the 2 groups"),
+             ({"oversample": 1.0}, state, "without --oversample the 2 unfinished groups"),
+             ({"oversample": 1.0, "dynamic_sampling": True}, state, "without --oversample the 2 unfinished groups"),
              ({}, {"rows": [{}] * 6, "size": 3}, "without --dynamic_sampling the 6 samples")]  # yapf: disable
     for options, old, words in cases:
         source = trainer_of(home, tmp_path, **options).source

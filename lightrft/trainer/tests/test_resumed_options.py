@@ -91,7 +91,7 @@ def test_a_fixed_coefficient_is_that_of_the_options(home, tmp_path):
 
 def test_another_batch_of_prompts(home, tmp_path, capsys):
     """The position in the data counts prompts, so it goes on there; without --max_steps the run has no length."""
-    with pytest.raises(UserError, match="--rollout_batch_size 2: .* of 4, .* --max_steps"):
+    with pytest.raises(UserError, match="--rollout_batch_size 2: .* with 4, .* --max_steps"):
         resumed(home, tmp_path / "a", rollout_batch_size=2, max_steps=0, train_batch_size=4)
     assert len(runs.read_lines(tmp_path / "a" / "metrics.jsonl")) == 2
     done = resumed(home, tmp_path / "b", rollout_batch_size=2, train_batch_size=4)
