@@ -49,7 +49,7 @@ def test_equals_a_loop_forward_and_backward(lens, options):
                               softcap=options.get("softcap"))
     expected = loop(*inputs, lens, **options)
     assert out.shape == (1, sum(lens), 4, 16) and layout.calls == 1
-    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
     weight = torch.randn_like(out)
     for got, want in zip(torch.autograd.grad((out * weight).sum(), inputs),
                          torch.autograd.grad((expected * weight).sum(), inputs)):
@@ -102,7 +102,7 @@ def test_a_prefix_is_seen_by_all_that_continue_it(case, options):
     out, _ = packed_attention(MODULE, *inputs, None, scaling=0.3, packing=layout, sliding_window=options.get("window"),
                               softcap=options.get("softcap"))
     expected = loop(*(x[:, :, tokens] for x in inputs), copied, **options)[:, own]
-    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
     weight = torch.randn_like(out)
     for got, want in zip(torch.autograd.grad((out * weight).sum(), inputs),
                          torch.autograd.grad((expected * weight).sum(), inputs)):
