@@ -6,9 +6,10 @@ one unit: they land in one micro-batch, whatever its limits.
 """
 import heapq
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 
 import torch
@@ -98,14 +99,42 @@ def _divide(units: list[list[int]], lens: list[int], near: Near | None, parts: i
     return [[units[i] for i in part] for part in karmarkar_karp(weights, parts)]
 
 
+def _fill(units: list[list[int]], weights: list[int], rows: int, parts: int) -> list[list[list[int]]]:
+    """Divide units into ``parts`` lists: the heaviest first, each to the lightest list with room among its ``rows``.
+
+    0 rows: no limit. Where no list has room, one gets too many.
+    """
+    heap, found, used = [(0, part) for part in range(parts)], [list[int]() for _ in range(parts)], [0] * parts
+    for index in sorted(range(len(units)), key=lambda each: -weights[each]):
+        size, full = len(units[index]), []
+        while rows and len(heap) > 1 and found[heap[0][1]] and used[heap[0][1]] + size > rows:
+            full.append(heapq.heappop(heap))
+        weight, part = heap[0]
+        found[part].append(index)
+        used[part] += size
+        heapq.heapreplace(heap, (weight + weights[index], part))
+        for each in full:
+            heapq.heappush(heap, each)
+    return [[units[index] for index in sorted(part)] for part in found]
+
+
 def _cut(units: list[list[int]], lens: list[int], near: Near | None, limits: MicroBatchLimits,
          parts: int) -> list[list[list[int]]]:
-    """Return the fewest balanced parts (at least ``parts``) that respect the limits."""
-    while True:
-        cut = _divide(units, lens, near, parts)
-        if all(limits.fit(part, lens, near) for part in cut):
-            return cut
-        parts += 1
+    """Return the fewest balanced parts (at least ``parts``) that respect the limits.
+
+    Counts are tried in growing steps, then between the last two: a batch may need hundreds more than the first one.
+    """
+    weights = [pass_tokens([unit], lens, near) for unit in units]
+    cut = cache(partial(_fill, units, weights, limits.rows))
+
+    def fits(count: int) -> bool:
+        return all(limits.fit(part, lens, near) for part in cut(count))
+
+    step = 1
+    while not fits(parts + step - 1):
+        step *= 2
+    between = range(parts + step // 2, parts + step - 1)
+    return cut(between.start + bisect_left(between, True, key=fits))
 
 
 def keep_near(units: list[list[int]], near: Near | None, lens: list[int], limits: MicroBatchLimits,
