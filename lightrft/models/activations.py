@@ -26,6 +26,7 @@ class ModelShape:
     heads: int
     towers: "tuple[TowerShape, ...]" = ()
     vocabulary: int = 0
+    windows: int = 0  # layers whose tokens see a window alone
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
@@ -40,7 +41,15 @@ class ModelShape:
         return cls(values["num_hidden_layers"], hidden, width * experts, heads * head,
                    (values.get("num_key_value_heads") or heads) * head, heads,
                    TowerShape.all_of(config) if config.get_text_config() is not config else (),
-                   values.get("vocab_size") or 0)
+                   values.get("vocab_size") or 0,
+                   sum(kind != "full_attention" for kind in values.get("layer_types") or ()))
+
+    @property
+    def attention(self) -> float:
+        """Cost of causal attention: a pass over n tokens multiplies as one over ``n + attention * n**2`` tokens that
+        attend to nothing. Layers with a window do not count."""
+        weights = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.mlp)
+        return (self.layers - self.windows) * self.queries / (self.layers * weights + self.hidden * self.vocabulary)
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from lightrft.models.activations import ModelShape
 from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.lora import ADAPTER, apart_params, base_model, has_adapters, hf_name, merged_params, trained_names
 from lightrft.models.routing import read_routing, Routing
@@ -45,6 +46,12 @@ class PackedModel(nn.Module):
     def config(self) -> object:
         """The Hugging Face config."""
         return self.hf_model.config
+
+    @property
+    def attention(self) -> float:
+        """Cost of attention (:attr:`ModelShape.attention`); 0 if the config does not tell."""
+        shape = ModelShape.of(self.hf_model.config)
+        return shape.attention if shape else 0.0
 
     def action_hidden_states(self, exp: Experience) -> tuple[Tensor, Tensor]:
         """Return ``(index [N], hidden [N, H])``: tokens of ``exp.drawn`` with a predecessor, and its hidden state.

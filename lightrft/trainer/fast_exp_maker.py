@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
+from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.base import Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
@@ -361,7 +362,8 @@ class FastExperienceMaker:
         train = self.config.train
         return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, self.strategy.rank,
                             self.strategy.world_size, f"{train.seed}/{step}",
-                            near=shards.near(self.config.shares_prompts))
+                            near=shards.near(self.config.shares_prompts),
+                            attention=cast(PackedModel, self.logprobs.actor.model).attention)
 
     def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float, steps: Tensor | None) -> dict[str, float]:
         batch = shards.batch()

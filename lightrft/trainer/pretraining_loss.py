@@ -6,6 +6,7 @@ policy plus ``gamma * E[log pi(x)]`` over the pretraining distribution.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
 from lightrft.models.loader import check_context
 from lightrft.models.loss import GPTLMLoss
+from lightrft.models.packed_model import PackedModel
 from lightrft.ops.aggregate import Denominators
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.metric_sums import MetricSums
@@ -73,7 +75,8 @@ class PretrainingLoss:
     def draw(self, actor: Prepared, sums: MetricSums) -> PretrainingPasses:
         """Return the passes over the next batch; their loss adds :data:`METRIC` to ``sums``."""
         exp = pack_rows(next(self.loader))
-        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, self.strategy.world_size, self.limits)
+        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, self.strategy.world_size, self.limits,
+                               attention=cast(PackedModel, actor.model).attention)
         total = Denominators(exp.loss_mask.sum().item(), exp.num_seqs)
         return PretrainingPasses(partial(take, exp), plan[self.strategy.rank],
                                  lambda part: self._loss(actor, part, total, sums), exp.num_tokens)

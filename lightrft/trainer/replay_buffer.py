@@ -91,11 +91,22 @@ def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
     return list(units.values())
 
 
-def _divide(units: list[list[int]], lens: list[int], near: Near | None, parts: int) -> list[list[list[int]]]:
-    """Divide units into ``parts`` lists of nearly equally many tokens."""
+def pass_cost(units: Iterable[list[int]], lens: list[int], near: Near | None, attention: float) -> int:
+    """Estimate the time of a forward pass over ``units``, in tokens: a token takes longer the more tokens it sees.
+
+    ``attention``: cost of the tokens that a sequence of one token sees, as in :func:`plan_mini_batch`.
+    """
+    units = list(units)
+    pairs = sum(lens[i]**2 for i in chain.from_iterable(units)) if attention else 0
+    return pass_tokens(units, lens, near) + round(attention * pairs)
+
+
+def _divide(units: list[list[int]], lens: list[int], near: Near | None, parts: int,
+            attention: float) -> list[list[list[int]]]:
+    """Divide units into ``parts`` lists of nearly equal cost."""
     if parts == 1:
         return [units]
-    weights = [pass_tokens([unit], lens, near) for unit in units]
+    weights = [pass_cost([unit], lens, near, attention) for unit in units]
     return [[units[i] for i in part] for part in karmarkar_karp(weights, parts)]
 
 
@@ -157,20 +168,22 @@ def keep_near(units: list[list[int]], near: Near | None, lens: list[int], limits
 
 
 def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits,
-                    bound: list[int] | None = None, near: Near | None = None) -> Plan:
-    """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch, with tokens balanced over ranks.
+                    bound: list[int] | None = None, near: Near | None = None, attention: float = 0.0) -> Plan:
+    """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch, with the cost balanced over ranks.
 
     Args:
         bound: a number per sequence of the batch; those with the same number share a micro-batch, whatever its limits.
         near: what shares a micro-batch as far as its limits allow, unless the busiest rank then computes more.
+        attention: a sequence of n tokens costs ``n + attention * n**2``; 0 balances tokens.
     """
     units = bind(samples, bound)
     merged = keep_near(units, near, lens, limits, world)
-    plan = _cut_shares(_divide(merged, lens, near, world), lens, limits, near)
+    plan = _cut_shares(_divide(merged, lens, near, world, attention), lens, limits, near)
     if near is None or not any(near.prompts) or len(merged) == len(units):
         return plan
-    apart = _cut_shares(_divide(units, lens, near, world), lens, limits, near)
-    return min(plan, apart, key=lambda each: max(rank_tokens(each, lens, near)))
+    apart = _cut_shares(_divide(units, lens, near, world, attention), lens, limits, near)
+    return min(plan, apart,
+               key=lambda each: max(sum(pass_cost([part], lens, near, attention) for part in parts) for parts in each))
 
 
 def rank_tokens(plan: Plan, lens: list[int], near: Near | None) -> list[int]:
@@ -263,11 +276,12 @@ class ReplayBuffer:
         seed: seed of the shuffles.
         bound: a number per sequence; those with the same number stay together (:func:`plan_mini_batch`).
         near: what stays together where limits and balance allow.
+        attention: cost of attention, as in :func:`plan_mini_batch`.
     """
 
     def __init__(self, seq_lens: torch.Tensor, mini_batch_size: int, limits: MicroBatchLimits, rank: int, world: int,
-                 seed: str, bound: list[int] | None = None, near: Near | None = None) -> None:
-        self.lens, self.bound, self.near = seq_lens.tolist(), bound, near
+                 seed: str, bound: list[int] | None = None, near: Near | None = None, attention: float = 0.0) -> None:
+        self.lens, self.bound, self.near, self.attention = seq_lens.tolist(), bound, near, attention
         self.size, self.limits, self.rank, self.world, self.seed = mini_batch_size, limits, rank, world, seed
         self._epochs: dict[int, list[MiniBatch]] = {}
 
@@ -278,7 +292,7 @@ class ReplayBuffer:
             chosen = mini_batches(len(units), self.size, f"{self.seed}/{number}")
             # no method: mini-batches must not refer to their buffer, or both wait for the garbage collector
             cut = partial(plan_mini_batch, lens=self.lens, world=self.world, limits=self.limits, bound=self.bound,
-                          near=self.near)  # yapf: disable
+                          near=self.near, attention=self.attention)  # yapf: disable
             self._epochs[number] = [MiniBatch([units[i] for i in part], cut, self.rank) for part in chosen]
         return self._epochs[number]
 

@@ -1,13 +1,17 @@
 """The estimate of activations against the tensors that autograd really saves, and against the peak of a backward
 pass."""
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import profile, ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
+from lightrft.models.packed_model import PackedModel
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.saved_bytes import saved_bytes
 
@@ -28,6 +32,21 @@ def estimate(actor: ActorLanguage, dtype: torch.dtype, recompute: bool, lora: bo
     shape = ModelShape.of(actor.hf_model.config)
     assert shape is not None
     return Activations(shape, EXP.num_tokens, dtype.itemsize, recompute, lora)
+
+
+@pytest.mark.parametrize("family,options", [("qwen2", {}), ("llama", {"num_key_value_heads": 1}),
+                                            ("gemma3", {"layer_types": ["full_attention"] * 4})])
+def test_cost_of_attention(family: str, options: dict[str, Any]) -> None:
+    """The share of multiplications that grows with the square of the length; torch counts masked ones too."""
+    model = tiny.model(family, attn_implementation="eager", **SIZES | options)
+    flops = {}
+    for length in (64, 128):
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.ones(1, length, dtype=torch.long))
+        flops[length] = counter.get_total_flops()
+    square = (flops[128] - 2 * flops[64]) / (128**2 - 2 * 64**2)
+    linear = flops[64] / 64 - 64 * square
+    assert PackedModel(model).attention == pytest.approx(square / linear / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

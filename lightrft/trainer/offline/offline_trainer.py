@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, cast, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightrft.config.offline_schema import OfflineConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.models.loader import check_context
+from lightrft.models.packed_model import PackedModel
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
@@ -33,7 +34,7 @@ from lightrft.utils.timer import Timer
 
 Row = TypeVar("Row")
 Loss = tuple[Tensor, dict[str, Tensor]]
-HELD_OUT = 1024  # rows that are evaluated at once: a plan of micro-batches takes the square of their number
+HELD_OUT = 1024  # rows that are packed and evaluated at once
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         limits = MicroBatchLimits(train.micro_train_batch_size * self.config.SEQUENCES,
                                   train.max_tokens_per_micro_batch)
         plan = plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), self.strategy.world_size, limits,
-                               bound)
+                               bound, attention=cast(PackedModel, self.actor.model).attention)
         return plan[self.strategy.rank]
 
     def _counted(self, exp: Experience, total: float, sums: MetricSums) -> Tensor:

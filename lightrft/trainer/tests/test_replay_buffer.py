@@ -69,6 +69,16 @@ def test_many_passes_are_planned_with_few_tries(monkeypatch):
     assert len(plan) > min(tries) + 20 and len(tries) < 30
 
 
+def test_attention_to_long_sequences_is_balanced():
+    """Ranks have equal costs, not equal tokens: the long sequence counts for more than its tokens."""
+    lens, cost = [3000, *[100] * 60], 1e-3
+    tokens, costs = (plan_mini_batch(list(range(61)), lens, 2, MicroBatchLimits(0, 4000), attention=attention)
+                     for attention in (0.0, cost))  # yapf: disable
+    spread = [[sum(lens[i] + cost * lens[i]**2 for part in rank for i in part) for rank in plan]
+              for plan in (tokens, costs)]  # yapf: disable
+    assert max(spread[0]) > 1.5 * max(spread[1]) and sorted(map(len, sum(costs, [])))[:1] == [1]
+
+
 def test_mini_batches_do_not_depend_on_ranks_and_reshuffle_per_epoch():
     lens = torch.randint(5, 50, (24, ))
     limits = MicroBatchLimits(0, 100)

@@ -122,6 +122,7 @@ def test_a_few_sequences_can_be_everywhere():
 
 class Tenth(torch.nn.Module):
     """A policy whose log-probs are a tenth of the tokens."""
+    attention = 0.0
 
     def forward(self, exp, temperature):
         return exp.token_ids / 10.0, None
