@@ -74,17 +74,6 @@ class TestEngine(EngineContract):
     """What vLLM shares with other engines."""
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20},
-                                      {"top_p": 0.8}])  # yapf: disable
-def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
-    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
-    for _ in range(2):
-        rig.ready()
-        mean, largest = rig.gap(requests(), params)
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
-        rig.learn()
-
-
 def test_many_updates_neither_drift_nor_leak(rig):
     rig.ready()
     params, memory = SamplingParams(NEW), []
@@ -116,23 +105,6 @@ def test_enough_is_enough(rig):
     rest, = rig.vllm.generate([Request(asked[0].token_ids, [7], prefixes=[full.token_ids[:8]])], greedy)[0]
     assert (rest.token_ids, rest.finish_reason) == (full.token_ids[8:], "length")
     assert rest.logprobs == pytest.approx(full.logprobs[8:], abs=1e-5)
-
-
-def test_fire(rig):
-    """The first token at a temperature of its own, the others at the usual one."""
-    rig.ready()
-    hot, usual = SamplingParams(NEW, 8.0, stop_token_ids=STOPS), SamplingParams(NEW, 0.7, stop_token_ids=STOPS)
-    asked, reasons = requests(4), set()
-    params = SamplingParams(NEW, 0.7, stop_token_ids=STOPS, first_temperature=8.0)
-    for request, group in zip(asked, rig.vllm.generate(asked, params)):
-        for done in group:
-            expected = rig.logprobs(request, done.token_ids, hot)[:1] + rig.logprobs(request, done.token_ids, usual)[1:]
-            assert done.logprobs == pytest.approx(expected, abs=2e-5)
-            assert done.finish_reason == "stop" or len(done.token_ids) == NEW
-            reasons.add(done.finish_reason)
-    assert reasons == {"stop", "length"}
-    one = SamplingParams(1, 0.7, first_temperature=8.0)
-    assert all(len(done.token_ids) == 1 for group in rig.vllm.generate(asked, one) for done in group)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -13,6 +13,17 @@ class EngineContract:
     :class:`~lightrft.tests.support.engine_rig.EngineRig` with ``title``, the engine's name in messages, and
     ``unfinished()``, how many responses its native engine has under way."""
 
+    @pytest.mark.parametrize("sampling",
+                             [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.05},
+                              {"temperature": 1.3, "top_k": 20}, {"temperature": 0.8, "top_k": 1}])
+    def test_logprobs_are_the_trainers_before_and_after_an_update(self, rig, sampling):
+        params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
+        for _ in range(2):
+            rig.ready()
+            mean, largest = rig.gap(requests(), params)
+            assert mean < EXACT and largest < 2e-5, (mean, largest)
+            rig.learn()
+
     def test_greedy_responses_are_those_of_the_hf_engine(self, rig):
         rig.ready()
         params = SamplingParams(NEW, 0.0, stop_token_ids=STOPS)
@@ -75,6 +86,25 @@ class EngineContract:
             rig.engine.generate(requests(), params, broken)
         assert not rig.unfinished()
         assert tokens(rig.engine.generate(requests(), params)) == expected
+
+    @pytest.mark.parametrize("temperature", [0.7, 0.0])
+    def test_fire(self, rig, temperature):
+        """The first token at a temperature of its own, the others at the usual one."""
+        rig.ready()
+        hot, usual = SamplingParams(NEW, 8.0, top_k=50), SamplingParams(NEW, temperature, top_k=50)
+        asked, reasons = requests(4), set()
+        params = SamplingParams(NEW, temperature, top_k=50, stop_token_ids=STOPS, first_temperature=8.0)
+        for request, group in zip(asked, rig.engine.generate(asked, params)):
+            for done in group:
+                first, rest = done.token_ids[:1], done.token_ids[1:]
+                expected = rig.logprobs(request, first,
+                                        hot) + (self, rig.logprobs(request, rest, usual, first) if rest else [])
+                assert done.logprobs == pytest.approx(expected, abs=2e-5)
+                reasons.add(done.finish_reason)
+            assert len({tuple(done.token_ids[:1]) for done in group}) > 1
+        assert reasons == {"stop", "length"}
+        one = SamplingParams(1, temperature, first_temperature=8.0)
+        assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
 
     def test_asleep_it_neither_generates_nor_learns(self, rig):
         rig.ready()

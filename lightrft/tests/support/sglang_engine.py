@@ -27,7 +27,7 @@ from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
-from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, STOPS, names_a_fault, requests
+from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, names_a_fault, requests
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
@@ -79,17 +79,6 @@ def test_it_comes_to_rest_after_the_last_token(rig):
         return await running[0]
 
     assert len(native.run(end)["output_ids"]) == NEW
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.05},
-                                      {"temperature": 1.3, "top_k": 20}, {"temperature": 0.8, "top_k": 1}])
-def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
-    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
-    for _ in range(2):
-        rig.ready()
-        mean, largest = rig.gap(requests(), params)
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
-        rig.learn()
 
 
 def test_many_updates_neither_drift_nor_leak(rig, monkeypatch):
@@ -154,25 +143,6 @@ def test_enough_is_enough(rig):
         for one, prefix, more in zip(group, begun, rest):
             assert prefix + more.token_ids == one.token_ids and more.finish_reason == one.finish_reason
             assert more.logprobs == pytest.approx(one.logprobs[len(prefix):], abs=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_fire(rig, temperature):
-    """The first token at a temperature of its own, the others at the usual one."""
-    rig.ready()
-    hot, usual = SamplingParams(NEW, 8.0, top_k=50), SamplingParams(NEW, temperature, top_k=50)
-    asked, reasons = requests(4), set()
-    params = SamplingParams(NEW, temperature, top_k=50, stop_token_ids=STOPS, first_temperature=8.0)
-    for request, group in zip(asked, rig.engine.generate(asked, params)):
-        for done in group:
-            first, rest = done.token_ids[:1], done.token_ids[1:]
-            expected = rig.logprobs(request, first, hot) + (rig.logprobs(request, rest, usual, first) if rest else [])
-            assert done.logprobs == pytest.approx(expected, abs=2e-5)
-            reasons.add(done.finish_reason)
-        assert len({tuple(done.token_ids[:1]) for done in group}) > 1
-    assert reasons == {"stop", "length"}
-    one = SamplingParams(1, temperature, first_temperature=8.0)
-    assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
