@@ -98,11 +98,11 @@ class EngineContract:
             for done in group:
                 first, rest = done.token_ids[:1], done.token_ids[1:]
                 expected = rig.logprobs(request, first,
-                                        hot) + (self, rig.logprobs(request, rest, usual, first) if rest else [])
+                                        hot) + (rig.logprobs(request, rest, usual, first) if rest else [])
                 assert done.logprobs == pytest.approx(expected, abs=2e-5)
                 reasons.add(done.finish_reason)
             assert len({tuple(done.token_ids[:1]) for done in group}) > 1
-        assert reasons == {"stop", "length"}
+        assert reasons == {"stop", "length"} or not temperature, "greedy responses to few prompts may all be long"
         one = SamplingParams(1, temperature, first_temperature=8.0)
         assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
 
