@@ -122,13 +122,13 @@ def _import_plugins(plugins: list[str], tree: type) -> None:
         sys.path.insert(0, os.getcwd())
     for name in plugins:
         _refuse_path(name)
-        with CaptureException() as caught:
+        with CaptureException() as captured:
             import_module(name)
             options(tree)
-        if isinstance(caught.cause, Exception):
-            raise ConfigError(f"--plugin {name}: {_plugin_problem(name, caught.cause)}") from None
-        if caught.cause is not None:  # an interrupt or an exit
-            raise caught.cause
+        if isinstance(captured.cause, Exception):
+            raise ConfigError(f"--plugin {name}: {_plugin_problem(name, captured.cause)}") from None
+        if captured.cause is not None:  # an interrupt or an exit
+            raise captured.cause
 
 
 def _refuse_path(name: str) -> None:

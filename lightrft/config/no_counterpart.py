@@ -112,7 +112,7 @@ _REASONS: dict[str, str] = {
     "val_only",
     "the command trains; --eval_steps evaluates":
     "do_train do_eval",
-    "an earlier run in --save_path is moved aside":
+    "an earlier run in --save_path is renamed":
     "overwrite_output_dir add_version",
     "a checkpoint has all that a resumed run needs; --save_hf_ckpt adds a Hugging Face copy":
     "save_contents load_contents save_safetensors save_on_each_node create_checkpoint_symlink ignore_data_skip "

@@ -13,10 +13,9 @@ from statistics import fmean, stdev
 
 from lightrft.inference.row_files import Row
 from lightrft.rewards.rules import choice_letter, extract_answer, normalise, plain_number
-from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
+from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval, Z
 
 SUBSETS = 2000  # most subsets of the answers to a prompt that maj@k looks at
-Z = 1.959964  # of an interval of 95 %
 
 
 @dataclass

@@ -8,8 +8,8 @@ from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError, hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from lightrft.trainer.samples import Response, sample_seed, stop_token_ids, to_samples
+from lightrft.rollout.engine import Completion, Request, RolloutEngine
+from lightrft.trainer.samples import Response, sample_seed, sampling_params, to_samples
 from lightrft.types import Prompt
 
 PIECE = 16  # tokens that are generated before they are shown
@@ -74,8 +74,7 @@ class Conversation:
     def _pieces(self, prompt: Prompt) -> Iterator[str]:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""
         cfg, tokenizer = self.model.config.rollout, self.model.tokenizer
-        sampling = SamplingParams(cfg.generate_max_len, cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p,
-                                  stop_token_ids(cfg.stop, tokenizer))
+        sampling = sampling_params(cfg, tokenizer)
         done, shown, seed = Completion([], [], "length"), "", sample_seed(self.seed, self.turns)
         while done.finish_reason == "length" and len(done.token_ids) < cfg.generate_max_len:
             most = min(len(done.token_ids) + PIECE, cfg.generate_max_len)

@@ -18,11 +18,10 @@ from lightrft.inference.row_files import Row, RowFiles
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
-from lightrft.rollout.engine import SamplingParams
-from lightrft.trainer.offline.reference_cache import model_digest
-from lightrft.trainer.samples import stop_token_ids
+from lightrft.trainer.samples import sampling_params
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import model_digest
 from lightrft.utils.logging import get_logger
 
 
@@ -86,8 +85,7 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
         False if a stop request has ended it early.
     """
     rollout, data = model.config.rollout, model.config.data
-    sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
-                              rollout.min_p, stop_token_ids(rollout.stop, model.tokenizer))
+    sampling = sampling_params(rollout, model.tokenizer)
     media_columns = (data.images_key, data.videos_key, data.audios_key)
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):

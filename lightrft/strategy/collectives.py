@@ -59,10 +59,7 @@ class ObjectExchange:
     sender has for any rank. So all ranks know whether a second all-to-all with exact sizes must follow. The room grows
     with the objects, up to ``limit`` bytes for all pairs of a rank together.
     """
-    header, limit = 16, 1 << 22
-
-    def __init__(self, room: int = 1 << 12) -> None:
-        self.room = room
+    header, room, limit = 16, 1 << 12, 1 << 22
 
     def exchange(self, outgoing: list[Any]) -> list[Any]:
         """Send ``outgoing[r]`` to rank r, on the CPU; return what each rank has sent to this one, in rank order.

@@ -16,6 +16,7 @@ from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt, Sample
 
 GROUPS, SAMPLES = 4, 8  # held-out prompts, and answers to each, that the report shows
+Z = 1.959964  # of an interval of 95 %
 ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
 
 
@@ -33,14 +34,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def wilson_interval(mean: float, prompts: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(mean: float, prompts: int) -> tuple[float, float]:
     """Return the 95 % score interval of a mean over prompts of values in [0, 1] (Wilson 1927, eq. for p).
 
     It holds for 0/1 values, and is conservative for averages of several samples per prompt, whose variance is at
     most p(1 - p). Unlike a bootstrap interval it is not empty when all prompts agree, and it is valid for 30 prompts.
     """
-    centre, weight = mean + z * z / (2 * prompts), 1 + z * z / prompts
-    half = z * math.sqrt(mean * (1 - mean) / prompts + z * z / (4 * prompts * prompts))
+    centre, weight = mean + Z * Z / (2 * prompts), 1 + Z * Z / prompts
+    half = Z * math.sqrt(mean * (1 - mean) / prompts + Z * Z / (4 * prompts * prompts))
     return max(0.0, (centre - half) / weight), min(1.0, (centre + half) / weight)
 
 

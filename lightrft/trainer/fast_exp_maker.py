@@ -23,7 +23,7 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, stop_token_ids,
+from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, sampling_params,
                                       to_samples)
 from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
 from lightrft.trainer.shards import BatchRanks, Shards
@@ -226,9 +226,7 @@ class FastExperienceMaker:
         self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
         rollout = config.rollout
         self.size, self.per_step = rollout.n_samples_per_prompt, config.reward.step_reward == "per_step"
-        self.sampling = SamplingParams(rollout.generate_max_len, rollout.temperature, rollout.top_p, rollout.top_k,
-                                       rollout.min_p, stop_token_ids(rollout.stop, tokenizer),
-                                       rollout.first_token_temperature if rollout.use_fire else None)
+        self.sampling = sampling_params(rollout, tokenizer)
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
 
     def limit_responses(self, max_len: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.schema import RolloutConfig
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
@@ -31,6 +32,12 @@ def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple
             raise UserError(
                 f"--stop {text!r} is {len(tokens)} tokens of this tokenizer; a stop string must be exactly one")
     return tuple(tokens[0] for tokens in ids)
+
+
+def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """Return the parameters with which responses are drawn."""
+    return SamplingParams(cfg.generate_max_len, cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p,
+                          stop_token_ids(cfg.stop, tokenizer), cfg.first_token_temperature if cfg.use_fire else None)
 
 
 def reward_input(prompt: Prompt, response: str) -> RewardInput:

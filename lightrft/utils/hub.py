@@ -1,6 +1,8 @@
-"""The Hugging Face hub: use of its cache without a network, and after another process has filled it."""
+"""Models in folders and on the Hugging Face hub: where one is, its contents, and the cache without a network."""
 import fnmatch
+import hashlib
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +11,9 @@ from urllib.request import getproxies
 
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
+
+_BLOCK = 1 << 24  # bytes
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 
 
 def looks_local(path: str) -> bool:
@@ -32,6 +37,33 @@ def model_folder(path: str) -> Path | None:
             f"model path {path!r} does not exist; give a Hugging Face folder or a hub id such as Qwen/Qwen2.5-0.5B")
     prefer_cache_without_network()
     return None
+
+
+def model_digest(path: str, quick: bool = False) -> str:
+    """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
+
+    Args:
+        quick: read no weights: outside the cache of the hub, files are identified by name, size and modification time.
+    """
+    from transformers.utils import cached_file
+    folder = model_folder(path) or Path(str(cached_file(path, "config.json"))).parent
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(file for pattern in _MODEL_FILES for file in folder.glob(pattern)):
+        digest.update(f"{file.name}\0{_content(file, quick and file.suffix != '.json')}\0".encode())
+    return digest.hexdigest()
+
+
+def _content(file: Path, quick: bool) -> str:
+    """Hash a file; in the cache of the hub its name is that hash."""
+    if re.fullmatch("[0-9a-f]{64}", file.resolve().name):
+        return file.resolve().name
+    if quick:
+        return f"{file.stat().st_size} {file.stat().st_mtime_ns}"
+    digest = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def prefer_cache_without_network() -> None:

@@ -62,12 +62,16 @@ def write_report(folder: Path) -> Path | None:
 
 def _page(folder: Path, rows: list[dict[str, Any]]) -> str:
     """Fill the template. ``<`` is escaped in all data, so that no text of a sample ends the script element."""
-    file = folder / "samples.jsonl"
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []  # the last one is incomplete
     data = json.dumps(jsonable(_data(folder, rows)), ensure_ascii=False)
-    samples = ",".join(_fitting(lines, SAMPLE_BYTES))
+    samples = ",".join(_fitting(_samples(folder), SAMPLE_BYTES))
     filled = f'{data[:-1]}, "records": [{samples}]}}'.replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, filled)
+
+
+def _samples(folder: Path) -> list[str]:
+    """Read the lines of ``samples.jsonl``; an incomplete last one is left out."""
+    file = folder / "samples.jsonl"
+    return file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
 
 
 def _fitting(lines: list[str], limit: int) -> list[str]:
@@ -113,9 +117,7 @@ def _by_model(names: set[str], metric: str) -> dict[str, str]:
 
 def first_prompt(folder: Path) -> str | None:
     """Return the first prompt of ``samples.jsonl``, rendered; None without one."""
-    file = folder / "samples.jsonl"
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return next((group["prompt"] for line in lines for group in json.loads(line)["groups"]), None)
+    return next((group["prompt"] for line in _samples(folder) for group in json.loads(line)["groups"]), None)
 
 
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -96,27 +96,25 @@ class Watchdog:
     """Watches the other ranks from a thread, through a store; ``with Watchdog(...):`` around the whole run.
 
     Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
-    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for ``stale_s`` is a
-    failure: every rank prints it with the phases and stacks that are known and exits with code 1. One process needs no
-    store and no thread.
+    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for :data:`STALE_S` (before
+    its first step: :data:`START_STALE_S`) is a failure: every rank prints it with the phases and stacks that are known
+    and exits with code 1. One process needs no store and no thread.
     An :class:`ExpectedError` is reported once (by the rank with ``speaks``; rank 0 is first); others exit quietly.
 
     Args:
         phase: returns the phase of this rank, e.g. ``timer.phase``; called in another thread. A new value is progress.
         timeout_s: most seconds in one phase without a tick.
         store: of :func:`connect_store`; None only with one process.
-        stale_s: silence after which a rank counts as dead; before its first step it is :data:`START_STALE_S`.
         started: returns whether this rank has ended its first step; called in another thread.
         clock: seconds, monotonic.
     """
 
     def __init__(self, rank: int, world_size: int, phase: Callable[[], str], timeout_s: float, store: Store | None,
-                 stale_s: float = STALE_S, started: Callable[[], bool] = lambda: True,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 started: Callable[[], bool] = lambda: True, clock: Callable[[], float] = time.monotonic) -> None:
         if world_size > 1 and store is None:
             raise ValueError(f"a watchdog over {world_size} ranks needs a store (connect_store)")
         self.rank, self.world_size, self.phase = rank, world_size, phase
-        self.timeout_s, self.stale_s = timeout_s, stale_s
+        self.timeout_s = timeout_s
         self._store: Any = store
         self._started, self._clock = started, clock
         self._progress, self._since = ("", 0), clock()
@@ -234,8 +232,7 @@ class Watchdog:
         """Return whether the neighbour, whose newest ``beat`` this is, has been silent for too long."""
         same = beat == self._seen and beat and b"done" not in beat
         self._seen, self._silence = beat, self._silence + BEAT_S if same else 0.0
-        starts = b"starting" in beat
-        return self._silence >= (max(START_STALE_S, self.stale_s) if starts else self.stale_s)
+        return self._silence >= (START_STALE_S if b"starting" in beat else STALE_S)
 
     def _beat(self, count: int, stuck: float) -> None:
         value = {"count": count, "phase": self.phase(), "seconds": round(stuck)}

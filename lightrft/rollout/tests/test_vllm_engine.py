@@ -14,8 +14,8 @@ from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.rollout import Request, SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
 from lightrft.tests.support import tiny, turns
-from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, refuses_broken_streams,
-                                               refuses_requests, requests, reports_responses_as_they_end, tokens)
+from lightrft.tests.support.engine_contract import EngineContract
+from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, requests
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
 
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 class Rig(EngineRig):
     """With the real vLLM."""
+    title = "vLLM"
 
     def __init__(self, folder, *engine_args):
         super().__init__(folder, self.load(str(folder)))
@@ -37,6 +38,9 @@ class Rig(EngineRig):
 
     def load(self, folder):
         return load_actor(ModelConfig(pretrain=folder))
+
+    def unfinished(self):
+        return self.vllm.native.get_num_unfinished_requests()
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "packed"])
@@ -66,21 +70,8 @@ def rig(request, tmp_path_factory):
         assert [one() for one in held] == [None] * len(held), "an engine that has ended holds weights"
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20},
-                                      {"top_p": 0.8}])  # yapf: disable
-def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
-    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
-    for _ in range(2):
-        rig.ready()
-        mean, largest = rig.gap(requests(), params)
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
-        rig.learn()
-
-
-def test_greedy_responses_are_those_of_the_hf_engine(rig):
-    rig.ready()
-    params = SamplingParams(NEW, 0.0, stop_token_ids=STOPS)
-    assert tokens(rig.vllm.generate(requests(1), params)) == tokens(rig.hf.generate(requests(1), params))
+class TestEngine(EngineContract):
+    """What vLLM shares with other engines."""
 
 
 def test_many_updates_neither_drift_nor_leak(rig):
@@ -96,53 +87,6 @@ def test_many_updates_neither_drift_nor_leak(rig):
     assert memory[-1] - memory[9] < 20 << 10, f"{(memory[-1] - memory[9]) >> 10} MiB more after ten updates"
 
 
-def test_a_response_depends_on_its_seed_alone(rig):
-    rig.ready()
-    params, asked = SamplingParams(NEW, stop_token_ids=STOPS), requests()
-    found = tokens(rig.vllm.generate(asked, params))
-    assert tokens(rig.vllm.generate(asked[::-1], params))[::-1] == found
-    assert [tokens(rig.vllm.generate([one], params))[0] for one in asked] == found
-    swapped = [Request(one.token_ids, one.seeds[::-1]) for one in asked]
-    assert [group[::-1] for group in tokens(rig.vllm.generate(swapped, params))] == found
-    assert len({tuple(ids) for ids, _ in found[0]}) == len(found[0]), "samples of one prompt are all the same"
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    rig.vllm.generate(asked, params)
-    assert torch.equal(torch.get_rng_state(), state), "generation drew from the trainer's random numbers"
-
-
-def test_ends(rig):
-    """Stop tokens and the end token end a response, are its last and only one; else the length does."""
-    rig.ready()
-    eos, reasons = tiny.tokenizer().eos_token_id, set()
-    for group in rig.vllm.generate(requests(8), SamplingParams(NEW, 1.0, stop_token_ids=(*STOPS, 10_000))):
-        for done in group:
-            ending = [i for i, token in enumerate(done.token_ids) if token in (*STOPS, eos)]
-            expected = "stop" if ending else "length"
-            assert done.finish_reason == expected and len(done.logprobs) == len(done.token_ids)
-            assert ending == [len(done.token_ids) - 1] if ending else len(done.token_ids) == NEW
-            reasons.add(done.finish_reason)
-    assert reasons == {"stop", "length"}
-
-
-def test_finished_requests_are_reported_at_once(rig):
-    rig.ready()
-    asked, reported = requests(2), []
-    asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
-    found = rig.vllm.generate(
-        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: reported.append(
-            (i, tokens([done]), rig.vllm.native.get_num_unfinished_requests())))
-    assert sorted(i for i, *_ in reported) == [0, 1, 2, 3, 4, 5] and found[3] == []
-    assert all(done == tokens([found[i]]) for i, done, _ in reported)
-    assert reported[0][2] > 0 == reported[-1][2], "they are reported at the end only"
-
-
-def test_responses_are_reported_as_soon_as_they_end(rig):
-    rig.ready()
-    asked = [*requests(4), Request([5], [])]
-    reports_responses_as_they_end(rig.vllm, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
-
-
 def test_enough_is_enough(rig):
     """No token after the callback has had enough; what was under way is a beginning, and can be gone on with."""
     rig.ready()
@@ -152,7 +96,7 @@ def test_enough_is_enough(rig):
     assert {tuple(done.token_ids) for group in none for done in group} == {()} and len(none[1]) == len(asked[0].seeds)
     found = rig.vllm.generate(asked, params, lambda i, done: True)
     cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
-    assert cut and len(cut) < sum(map(len, found)) and not rig.vllm.native.has_unfinished_requests()
+    assert cut and len(cut) < sum(map(len, found)) and not rig.unfinished()
     for i, j in cut:
         begun, full = found[i][j], whole[i][j]
         assert begun.token_ids == full.token_ids[:len(begun.token_ids)] != full.token_ids
@@ -163,37 +107,6 @@ def test_enough_is_enough(rig):
     assert rest.logprobs == pytest.approx(full.logprobs[8:], abs=1e-5)
 
 
-def test_an_error_in_the_callback_leaves_nothing_behind(rig):
-    rig.ready()
-    params = SamplingParams(NEW)
-    expected = tokens(rig.vllm.generate(requests(), params))
-
-    def broken(i, completions):
-        raise KeyError("reward")
-
-    with pytest.raises(KeyError, match="reward"):
-        rig.vllm.generate(requests(), params, broken)
-    assert not rig.vllm.native.has_unfinished_requests()
-    assert tokens(rig.vllm.generate(requests(), params)) == expected
-
-
-def test_fire(rig):
-    """The first token at a temperature of its own, the others at the usual one."""
-    rig.ready()
-    hot, usual = SamplingParams(NEW, 8.0, stop_token_ids=STOPS), SamplingParams(NEW, 0.7, stop_token_ids=STOPS)
-    asked, reasons = requests(4), set()
-    params = SamplingParams(NEW, 0.7, stop_token_ids=STOPS, first_temperature=8.0)
-    for request, group in zip(asked, rig.vllm.generate(asked, params)):
-        for done in group:
-            expected = rig.logprobs(request, done.token_ids, hot)[:1] + rig.logprobs(request, done.token_ids, usual)[1:]
-            assert done.logprobs == pytest.approx(expected, abs=2e-5)
-            assert done.finish_reason == "stop" or len(done.token_ids) == NEW
-            reasons.add(done.finish_reason)
-    assert reasons == {"stop", "length"}
-    one = SamplingParams(1, 0.7, first_temperature=8.0)
-    assert all(len(done.token_ids) == 1 for group in rig.vllm.generate(asked, one) for done in group)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_turns(rig, temperature):
     """A part that resumes draws with the seed that the same tokens would give as a prefix."""
@@ -202,7 +115,7 @@ def test_turns(rig, temperature):
     groups = turns.turns_are_those_by_hand(rig.vllm, requests(), params)
     turns.turns_have_the_scores(requests(), groups, lambda one, ids: rig.logprobs(one, ids, params))
     turns.a_turn_without_room_is_dropped(rig.vllm, requests())
-    assert not rig.vllm.native.has_unfinished_requests()
+    assert not rig.unfinished()
 
 
 def test_a_cut_turn(rig):
@@ -214,28 +127,6 @@ def test_a_cut_turn(rig):
         end = len(begun.token_ids)
         assert begun.token_ids == whole.token_ids[:end] and begun.drawn == whole.drawn[:end], (i, j)
         turns.turns_have_the_scores([requests()[i]], [[done]], lambda one, ids: rig.logprobs(one, ids, turns.PARAMS))
-
-
-def test_asleep_it_neither_generates_nor_learns(rig):
-    rig.ready()
-    rig.vllm.sleep()
-    with pytest.raises(RuntimeError, match="asleep: call wake"):
-        rig.vllm.generate(requests(), SamplingParams(NEW))
-    with pytest.raises(RuntimeError, match="asleep: call wake"):
-        rig.sync()
-    rig.vllm.wake()
-    with pytest.raises(RuntimeError, match="has no weights yet"):
-        rig.vllm.generate(requests(), SamplingParams(NEW))
-    rig.sync()
-    assert rig.vllm.weight_version == rig.version and rig.vllm.generate([], SamplingParams(NEW)) == []
-
-
-def test_requests_that_cannot_be_run(rig):
-    refuses_requests(rig, "vLLM")
-
-
-def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
-    refuses_broken_streams(rig)
 
 
 def test_what_it_holds_can_be_read(rig, request):

@@ -8,7 +8,7 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.loader import freeze
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import Request
 from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
 from lightrft.rollout.weight_sync.sync import manifest, sync_weights
@@ -87,37 +87,6 @@ def requests(samples=3, count=6):
 
 def tokens(groups):
     return [[(done.token_ids, done.finish_reason) for done in group] for group in groups]
-
-
-def refuses_requests(rig, name):
-    """Requests that cannot be run, by the engine of that ``name``."""
-    rig.ready()
-    long = [Request([5], [1]), Request([5] * (LIMIT - NEW + 1), [1])]
-    for asked, params, message in ((long, SamplingParams(NEW),
-                                    "request 1: 45 prompt .* the 64 that .*--prompt_max_len"),
-                                   ([Request([], [1])], SamplingParams(NEW), "request 0 has an empty prompt"),
-                                   ([Request([5, 260], [1])], SamplingParams(NEW), "0 has tokens outside .* of 260"),
-                                   ([Request([5], [1])], SamplingParams(0), "max_new_tokens must be at least 1"),
-                                   ([Request([5], [1],
-                                             ("cat.png", ))], SamplingParams(NEW), f"{name} engine takes text")):
-        with pytest.raises(ValueError, match=message):
-            rig.engine.generate(asked, params)
-
-
-def refuses_broken_streams(rig):
-    """Of weights, until a good one comes."""
-    rig.ready()
-    good = dict(rig.strategy.full_params(rig.actor))
-    first = next(iter(good))
-    for stream, message in (({name: good[name] for name in list(good)[:-1]}, "1 weights did not arrive"),
-                            (good | {"model.x": good[first]}, "'model.x' is not one of the model"),
-                            (good | {first: good[first][:-1]}, f"'{first}' has shape")):
-        with pytest.raises(ValueError, match=message):
-            rig.engine.update_weights(stream.items(), 99)
-        with pytest.raises(RuntimeError, match="has no weights yet"):
-            rig.engine.generate(requests(), SamplingParams(NEW))
-    mean, _ = rig.ready().gap(requests(1), SamplingParams(NEW))
-    assert mean < EXACT and rig.engine.weight_version == rig.version
 
 
 def names_a_fault(rig, kind, target=TARGET, twin=TWIN):

@@ -37,10 +37,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def build(home: Path, folder: Path, **options: Any) -> SPMDPPOTrainer:
     """A trainer whose engine has its weights."""
-    cfg = runs.config_of(home, folder, **(SHAPE | options))
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
-    trainer.sync_weights(0)
-    return trainer
+    return runs.ready(home, folder, **SHAPE | options)
 
 
 def make_rollout(trainer: SPMDPPOTrainer) -> Rollout:

@@ -117,6 +117,22 @@ def trainer_of(config: Config, strategy: StrategyBase, rewards: RewardManager | 
                           rewards=rewards, media=media, pretraining=read_pretraining(config, tokenizer, media))
 
 
+def build(home: Path, save: Path, /, score: Callable[[RewardInput], Outcome] | None = None,
+          **options: Any) -> SPMDPPOTrainer:
+    """The trainer of a run; ``score``, if given, decides its rewards."""
+    config = config_of(home, save, **options)
+    return trainer_of(config, strategy_of(config), Judge(config.reward, score) if score else None)
+
+
+def ready(home: Path, save: Path, /, score: Callable[[RewardInput], Outcome] | None = None,
+          **options: Any) -> SPMDPPOTrainer:
+    """As :func:`build`, before a rollout: the engine has its weights."""
+    trainer = build(home, save, score, **options)
+    trainer.sync_weights(0)
+    trainer.prepared["actor"].model.eval()
+    return trainer
+
+
 @dataclass
 class Run:
     """A run that is over."""

@@ -26,8 +26,8 @@ from lightrft.rollout.sglang import client, weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.tests.support import tiny, turns
-from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, names_a_fault, refuses_broken_streams,
-                                               refuses_requests, requests, reports_responses_as_they_end, tokens)
+from lightrft.tests.support.engine_contract import EngineContract
+from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, names_a_fault, requests
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
@@ -54,6 +54,10 @@ def test_the_process_is_as_before_and_nothing_is_generated_without_weights(rig):
         rig.engine.generate(requests(), SamplingParams(NEW))
 
 
+class TestEngine(EngineContract):
+    """What SGLang shares with other engines."""
+
+
 def test_it_comes_to_rest_after_the_last_token(rig):
     """Memory that is released before, or a prefix that outlives an update, would end the run."""
     native = rig.ready().engine.native
@@ -77,23 +81,6 @@ def test_it_comes_to_rest_after_the_last_token(rig):
     assert len(native.run(end)["output_ids"]) == NEW
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.8}, {"min_p": 0.05},
-                                      {"temperature": 1.3, "top_k": 20}, {"temperature": 0.8, "top_k": 1}])
-def test_logprobs_are_the_trainers_before_and_after_an_update(rig, sampling):
-    params = SamplingParams(NEW, stop_token_ids=STOPS, **sampling)
-    for _ in range(2):
-        rig.ready()
-        mean, largest = rig.gap(requests(), params)
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
-        rig.learn()
-
-
-def test_greedy_responses_are_those_of_the_hf_engine(rig):
-    rig.ready()
-    params = SamplingParams(NEW, 0.0, stop_token_ids=STOPS)
-    assert tokens(rig.engine.generate(requests(1), params)) == tokens(rig.hf.generate(requests(1), params))
-
-
 def test_many_updates_neither_drift_nor_leak(rig, monkeypatch):
     """Memory is released and resumed, although on a CPU that frees none."""
     rig.ready()
@@ -111,17 +98,6 @@ def test_many_updates_neither_drift_nor_leak(rig, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) < 200
 
 
-def test_a_response_depends_on_its_seed_alone(rig):
-    rig.ready()
-    params, asked = SamplingParams(NEW, stop_token_ids=STOPS), requests()
-    found = tokens(rig.engine.generate(asked, params))
-    assert tokens(rig.engine.generate(asked[::-1], params))[::-1] == found
-    assert [tokens(rig.engine.generate([one], params))[0] for one in asked] == found
-    swapped = [Request(one.token_ids, one.seeds[::-1]) for one in asked]
-    assert [group[::-1] for group in tokens(rig.engine.generate(swapped, params))] == found
-    assert len({tuple(ids) for ids, _ in found[0]}) == len(found[0]), "samples of one prompt are all the same"
-
-
 def test_draws_follow_the_distribution(rig):
     rig.ready()
     request, many = Request([5, 6, 7], list(range(1500))), SamplingParams(1, 0.5, top_k=4)
@@ -132,36 +108,10 @@ def test_draws_follow_the_distribution(rig):
     assert len(set(drawn)) == 4
 
 
-def test_ends(rig):
-    """Stop tokens and the end token end a response, are its last and only one; else the length does."""
-    rig.ready()
-    eos, reasons = tiny.tokenizer().eos_token_id, set()
-    for group in rig.engine.generate(requests(8), SamplingParams(NEW, 1.0, stop_token_ids=(*STOPS, 10_000))):
-        for done in group:
-            ending = [i for i, token in enumerate(done.token_ids) if token in (*STOPS, eos)]
-            expected = "stop" if ending else "length"
-            assert done.finish_reason == expected and len(done.logprobs) == len(done.token_ids)
-            assert ending == [len(done.token_ids) - 1] if ending else len(done.token_ids) == NEW
-            reasons.add(done.finish_reason)
-    assert reasons == {"stop", "length"}
-
-
 def test_the_longest_request_fits(rig):
     rig.ready()
     done, = rig.engine.generate([Request([5] * (LIMIT - NEW), [1])], SamplingParams(NEW))[0]
     assert len(done.token_ids) == NEW or done.finish_reason == "stop"
-
-
-def test_finished_requests_are_reported_at_once(rig):
-    rig.ready()
-    asked, reported = requests(2), []
-    asked[3] = Request(asked[3].token_ids, [])  # no samples are wanted
-    found = rig.engine.generate(
-        asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))), lambda i, done: reported.append(
-            (i, tokens([done]), len(rig.engine.native.manager.rid_to_state))))
-    assert sorted(i for i, *_ in reported) == [0, 1, 2, 3, 4, 5] and found[3] == []
-    assert all(done == tokens([found[i]]) for i, done, _ in reported)
-    assert reported[0][0] == 3 and reported[1][2] > 0 == reported[-1][2], "they are reported at the end only"
 
 
 def test_the_watchdog_sees_progress_in_a_long_response(rig, monkeypatch):
@@ -174,12 +124,6 @@ def test_the_watchdog_sees_progress_in_a_long_response(rig, monkeypatch):
     assert len(done.token_ids) > 50 and set(ticks) - {before, manager.last_receive_tstamp}, "no progress is seen"
 
 
-def test_responses_are_reported_as_soon_as_they_end(rig):
-    rig.ready()
-    asked = [*requests(4), Request([5], [])]
-    reports_responses_as_they_end(rig.engine, asked, SamplingParams(NEW, stop_token_ids=tuple(range(4, 40))))
-
-
 def test_enough_is_enough(rig):
     """No token after the callback has had enough; what was under way is a beginning, and goes on as in one go."""
     rig.ready()
@@ -187,7 +131,7 @@ def test_enough_is_enough(rig):
     whole = rig.engine.generate(asked, params)
     found = rig.engine.generate(asked, params, lambda i, done: True)
     cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
-    assert cut and len(cut) < sum(map(len, found)) and not rig.engine.native.manager.rid_to_state
+    assert cut and len(cut) < sum(map(len, found)) and not rig.unfinished()
     for i, j in cut:
         begun, full = found[i][j], whole[i][j]
         assert begun.token_ids == full.token_ids[:len(begun.token_ids)] != full.token_ids
@@ -201,39 +145,6 @@ def test_enough_is_enough(rig):
             assert more.logprobs == pytest.approx(one.logprobs[len(prefix):], abs=1e-5)
 
 
-def test_an_error_in_the_callback_leaves_nothing_behind(rig):
-    rig.ready()
-    params = SamplingParams(NEW)
-    expected = tokens(rig.engine.generate(requests(), params))
-
-    def broken(i, completions):
-        raise KeyError("reward")
-
-    with pytest.raises(KeyError, match="reward"):
-        rig.engine.generate(requests(), params, broken)
-    assert not rig.engine.native.manager.rid_to_state
-    assert tokens(rig.engine.generate(requests(), params)) == expected
-
-
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_fire(rig, temperature):
-    """The first token at a temperature of its own, the others at the usual one."""
-    rig.ready()
-    hot, usual = SamplingParams(NEW, 8.0, top_k=50), SamplingParams(NEW, temperature, top_k=50)
-    asked, reasons = requests(4), set()
-    params = SamplingParams(NEW, temperature, top_k=50, stop_token_ids=STOPS, first_temperature=8.0)
-    for request, group in zip(asked, rig.engine.generate(asked, params)):
-        for done in group:
-            first, rest = done.token_ids[:1], done.token_ids[1:]
-            expected = rig.logprobs(request, first, hot) + (rig.logprobs(request, rest, usual, first) if rest else [])
-            assert done.logprobs == pytest.approx(expected, abs=2e-5)
-            reasons.add(done.finish_reason)
-        assert len({tuple(done.token_ids[:1]) for done in group}) > 1
-    assert reasons == {"stop", "length"}
-    one = SamplingParams(1, temperature, first_temperature=8.0)
-    assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_turns(rig, temperature):
     """Also where they are cut: noise depends on the position alone, so it resumes as in one go."""
@@ -244,21 +155,7 @@ def test_turns(rig, temperature):
     turns.a_turn_without_room_is_dropped(rig.engine, requests())
     for i, j, _, done, whole in turns.cut_turns(rig.engine, requests()):
         assert turns.equal(done, whole), (i, j)
-    assert not rig.engine.native.manager.rid_to_state
-
-
-def test_asleep_it_neither_generates_nor_learns(rig):
-    rig.ready()
-    rig.engine.sleep()
-    with pytest.raises(RuntimeError, match="asleep: call wake"):
-        rig.engine.generate(requests(), SamplingParams(NEW))
-    with pytest.raises(RuntimeError, match="asleep: call wake"):
-        rig.sync()
-    rig.engine.wake()
-    with pytest.raises(RuntimeError, match="has no weights yet"):
-        rig.engine.generate(requests(), SamplingParams(NEW))
-    rig.sync()
-    assert rig.engine.weight_version == rig.version and rig.engine.generate([], SamplingParams(NEW)) == []
+    assert not rig.unfinished()
 
 
 def test_memory_is_released_and_resumed_in_order(rig, monkeypatch):
@@ -274,14 +171,6 @@ def test_memory_is_released_and_resumed_in_order(rig, monkeypatch):
     rig.engine.generate(requests(1), SamplingParams(1))
     assert calls == [("Release", ["kv_cache", "weights"]), ("Resume", ["weights"]), ("Release", ["weights"]),
                      ("Resume", ["weights"]), ("Resume", ["kv_cache"])]  # yapf: disable
-
-
-def test_requests_that_cannot_be_run(rig):
-    refuses_requests(rig, "SGLang")
-
-
-def test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes(rig):
-    refuses_broken_streams(rig)
 
 
 def test_what_it_holds_can_be_read(rig):

@@ -16,11 +16,11 @@ from sglang.srt.managers.load_snapshot import shm_path_for
 from lightrft.rollout.sglang import launch
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.engine_faults import ended, launched, left
+from lightrft.tests.support.engine_rig import SIZES
 from lightrft.tests.support.launch import ROOT, preload, torchrun
 from lightrft.tests.support.sglang_experts import MOE
 from lightrft.tests.support.warm import warm_environ
 
-SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
 SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
 CASES = {  # test_vllm_ranks has more, of what is the same code
     "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is broken"),

@@ -32,11 +32,15 @@ def verifier(cfg, strategy, prepared, engine):
 
 class Rig(engine_rig.EngineRig):
     """With the real SGLang."""
+    title = "SGLang"
 
     def __init__(self, folder):
         super().__init__(folder, load_actor(ModelConfig(pretrain=str(folder))))
         self.cfg = CFG
         self.engine = get_engine(self.cfg, self.actor, self.strategy, self.tokenizer)
+
+    def unfinished(self):
+        return len(self.engine.native.manager.rid_to_state)
 
 
 def state():

@@ -36,7 +36,7 @@ class GRMTrainer(SFTTrainer):
 
     @classmethod
     def load(cls, config: Any) -> nn.Module:
-        """Extend :meth:`SFTTrainer.load`: exports have the format of the requests, by which rewards recognise them."""
+        """Extend :meth:`OfflineTrainer.load`: exports have the format of the requests, by which rewards know them."""
         model = super().load(config)
         setattr(cast(PackedModel, model).config, JUDGE, vars(judge_format(config.data)))
         return model

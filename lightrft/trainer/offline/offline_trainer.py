@@ -14,7 +14,7 @@ from lightrft.config.cli import ParsedConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
-from lightrft.models.loader import check_context
+from lightrft.models.loader import check_context, load_actor
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
@@ -91,9 +91,9 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """Read the rows of a split, "train" or "eval", of a ``config`` of the trainer's own tree."""
 
     @classmethod
-    @abstractmethod
     def load(cls, config: Any) -> nn.Module:
-        """Load the model to train; its weights may stay in their files."""
+        """Load the model to train, a policy by default; its weights may stay in their files."""
+        return load_actor(config.model, deferred=True)
 
     @classmethod
     def describe(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.offline_schema import PairConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair, PairDataset
-from lightrft.models.loader import load_actor
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import check_inputs
@@ -33,11 +32,6 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
         super().__init__(config, strategy, model, tokenizer, rows, eval_rows, timer, media)
         self.rows = rows
         self.reference = self._reference(media) if self.needs_reference else NoReference()
-
-    @classmethod
-    def load(cls, config: Any) -> nn.Module:
-        """Load the policy."""
-        return load_actor(config.model, deferred=True)
 
     @property
     def needs_reference(self) -> bool:

@@ -1,7 +1,6 @@
 """Files that keep the log-probs of a reference model, by the contents of the model and of each sequence."""
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,42 +10,13 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import cached_file
 
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
-from lightrft.utils.hub import model_folder
+from lightrft.utils.hub import model_digest
 
 _FORMAT = "1"  # of the files
-_BLOCK = 1 << 24
-_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
-
-
-def model_digest(path: str, quick: bool = False) -> str:
-    """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
-
-    Args:
-        quick: read no weights: outside the cache of the hub, files are identified by name, size and modification time.
-    """
-    folder = model_folder(path) or Path(str(cached_file(path, "config.json"))).parent
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(file for pattern in _MODEL_FILES for file in folder.glob(pattern)):
-        digest.update(f"{file.name}\0{_content(file, quick and file.suffix != '.json')}\0".encode())
-    return digest.hexdigest()
-
-
-def _content(file: Path, quick: bool) -> str:
-    """Hash a file; in the cache of the hub its name is that hash."""
-    if re.fullmatch("[0-9a-f]{64}", file.resolve().name):
-        return file.resolve().name
-    if quick:
-        return f"{file.stat().st_size} {file.stat().st_mtime_ns}"
-    digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def digests(exp: Experience, settings: str) -> Iterator[bytes]:

@@ -4,14 +4,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.rm_schema import GRMConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample
-from lightrft.models.loader import load_actor
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.strategy.base import StrategyBase
@@ -48,11 +47,6 @@ class SFTTrainer(OfflineTrainer[SFTExample]):
         data = config.data
         learning = Learning(data.output_key, data.multiturn, data.pretrain_mode)
         return SFTDataset(data.as_data_config(), tokenizer, data.max_len, split, media, learning)
-
-    @classmethod
-    def load(cls, config: SFTConfig) -> nn.Module:
-        """Load the policy."""
-        return load_actor(config.model, deferred=True)
 
     def pack(self, rows: Sequence[SFTExample]) -> Batch:
         """Divide the loss by the number of assistant tokens."""

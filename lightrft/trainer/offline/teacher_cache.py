@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.offline.reference_cache import digests, made_folder, model_digest, part_of
+from lightrft.trainer.offline.reference_cache import digests, made_folder, part_of
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import model_digest
 
 _FORMAT = "1"  # of the files
 _FILE_BYTES = 256 << 20  # held by a rank before they are written

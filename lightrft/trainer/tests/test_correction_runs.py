@@ -11,11 +11,6 @@ TWO = {"micro_train_batch_size": 4}  # micro-batches of the whole rollout
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
 def plain(home, tmp_path_factory):
     return runs.run(home, tmp_path_factory.mktemp("plain"), bf16=True, max_epochs=2)
 

@@ -42,11 +42,6 @@ def judge(prompts, completions, **columns):
 """  # the rank of a response in its group
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 @pytest.fixture
 def server(tmp_path):
     """A reward server that logs the responses of every request; it refuses those with some letter."""
@@ -95,11 +90,7 @@ def asked(log):
 
 
 def trainer(home, folder, **options):
-    cfg = runs.config_of(home, folder, **OPTIONS | options)
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg))
-    made.sync_weights(0)
-    made.prepared["actor"].model.eval()
-    return made
+    return runs.ready(home, folder, **OPTIONS | options)
 
 
 def rollout(made, maker=None):
@@ -222,8 +213,7 @@ def test_what_is_scored_of_an_unfinished_group_survives_and_is_not_asked_again(h
     straight = runs.run(home, tmp_path / "a", **options)
     assert len(asked(log)) == 5 * 4 * SIZE, "every response is scored once"
     log.unlink()
-    cfg = runs.config_of(home, tmp_path / "b", **options)
-    cut = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    cut = runs.build(home, tmp_path / "b", **options)
     cut.strategy.any_rank = lambda value: cut.step == 3 or value
     cut.fit()
     carried = [len(group.scored) for group in cut.source.groups if group.open]

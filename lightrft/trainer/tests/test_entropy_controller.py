@@ -54,11 +54,6 @@ def test_state_goes_on():
     assert fixed.coef == 0.3, "the option has no effect on a resumed run"
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def test_a_run_adapts_the_bonus_and_resumes_it(home, tmp_path):
     """Target above the entropy: the bonus grows, from the second step on."""
     options = {"entropy_target": 50.0, "entropy_step": 0.05, "entropy_coef_max": 0.12, "disable_ckpt": False,

@@ -23,14 +23,8 @@ class Twice:
         return ANSWER if response.count(ANSWER) < 2 else None
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def trainer(home, folder, score=runs.letters, **options):
-    cfg = runs.config_of(home, folder, stop=STOPS, generate_max_len=40, save_trajectories=True, **options)
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
+    made = runs.build(home, folder, score, stop=STOPS, generate_max_len=40, save_trajectories=True, **options)
     made.maker.environment = Twice()
     if made.maker.greedy:
         made.maker.greedy.environment = made.maker.environment

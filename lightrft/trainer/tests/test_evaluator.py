@@ -13,16 +13,8 @@ from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
 no_picture = runs.no_picture
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def trainer(home, folder, score=runs.letters, **options):
-    cfg = runs.config_of(home, folder, eval_data=[str(home / "test.jsonl")], **options)
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
-    made.sync_weights(0)
-    return made
+    return runs.ready(home, folder, score, eval_data=[str(home / "test.jsonl")], **options)
 
 
 @pytest.mark.parametrize("k,expected", [(1, [0, 0.125, 0.5, 1]), (4, [0, 0.5, 0.985714, 1])])

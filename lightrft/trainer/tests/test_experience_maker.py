@@ -12,18 +12,6 @@ from lightrft.trainer.samples import pack_samples, Response, sample_seed, stop_t
 from lightrft.types import Prompt
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-def trainer(home, folder, score=runs.letters, **options):
-    cfg = runs.config_of(home, folder, **options)
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
-    made.sync_weights(0)
-    return made
-
-
 def rollout(made, step=0, maker=None):
     made.prepared["actor"].model.eval()
     made.engine.wake()
@@ -41,7 +29,7 @@ def times_aside(metrics):
 
 
 def test_naive_and_fast_make_the_same(home, tmp_path):
-    made = trainer(home, tmp_path, advantage_estimator="gae", init_kl_coef=0.1, max_epochs=2, save_trajectories=True)
+    made = runs.ready(home, tmp_path, advantage_estimator="gae", init_kl_coef=0.1, max_epochs=2, save_trajectories=True)
     fast, slow = rollout(made), rollout(made, maker=naive(made))
     for f in fields(fast.exp):
         left, right = fast.exp.__dict__[f.name], slow.exp.__dict__[f.name]
@@ -52,7 +40,7 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
 
 
 def test_fast_scores_before_all_groups_are_finished(home, tmp_path):
-    made, events = trainer(home, tmp_path), []
+    made, events = runs.ready(home, tmp_path), []
     begin, generate = made.maker.rewards.begin, made.engine.generate
     made.maker.rewards.begin = lambda responses: events.append(len(responses)) or begin(responses)
     made.engine.generate = lambda *a: (generate(*a), events.append("generated"))[0]
@@ -62,7 +50,7 @@ def test_fast_scores_before_all_groups_are_finished(home, tmp_path):
 
 def test_rewards_see_the_response_only(home, tmp_path):
     seen = []
-    made = trainer(home, tmp_path, lambda item: seen.append(item) or Outcome(0.0), save_trajectories=True)
+    made = runs.ready(home, tmp_path, lambda item: seen.append(item) or Outcome(0.0), save_trajectories=True)
     done = rollout(made)
     assert len(seen) == 8 and {item.prompt for item in seen} == set(runs.PROMPTS[:4])
     assert sorted(item.response for item in seen) == sorted(row.response for row in done.scored)
@@ -75,13 +63,13 @@ def test_rewards_see_the_response_only(home, tmp_path):
 
 
 def test_the_reference_and_the_source_reach_the_reward(home, tmp_path):
-    made = trainer(home, tmp_path, lambda item: Outcome(float(item.reference) + (item.data_source == "odd")))
+    made = runs.ready(home, tmp_path, lambda item: Outcome(float(item.reference) + (item.data_source == "odd")))
     assert rollout(made).exp.rewards.tolist() == [0, 0, 2, 2, 2, 2, 4, 4]
 
 
 def test_an_unscored_sample_shifts_no_group(home, tmp_path):
     """Without its reward a sample has advantage 0; every other group is what it was."""
-    made = trainer(home, tmp_path / "a", n_samples_per_prompt=3, train_batch_size=12)
+    made = runs.ready(home, tmp_path / "a", n_samples_per_prompt=3, train_batch_size=12)
     full = rollout(made)
     victim = next(row for row in full.scored if row.group_id == 1)
     text = made.tokenizer.decode(full.exp.select([3]).token_ids[full.exp.select([3]).loss_mask])
@@ -90,7 +78,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
         gone = item.response == text.removesuffix(made.tokenizer.eos_token)
         return Outcome(None, "lost") if gone and item.prompt == runs.PROMPTS[1] else runs.letters(item)
 
-    less = rollout(trainer(home, tmp_path / "b", score, n_samples_per_prompt=3, train_batch_size=12))
+    less = rollout(runs.ready(home, tmp_path / "b", score, n_samples_per_prompt=3, train_batch_size=12))
     assert victim.index == 0 and less.scored[3].error == "lost" and not less.exp.scored[3]
     assert less.metrics["reward/unscored"] == 1 == less.metrics["reward/unscored/lost"]
     assert less.exp.group_ids.tolist() == full.exp.group_ids.tolist() == [g for g in range(4) for _ in range(3)]
@@ -106,7 +94,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
 
 
 def test_metrics_tell_what_was_rolled_out(home, tmp_path):
-    done = rollout(trainer(home, tmp_path, generate_max_len=6))
+    done = rollout(runs.ready(home, tmp_path, generate_max_len=6))
     mask, cu = done.exp.loss_mask, done.exp.cu_seqlens.tolist()
     lengths = [int(mask[a:b].sum()) for a, b in zip(cu, cu[1:])]
     stopped = [row.finish_reason == "stop" for row in done.scored]
@@ -124,7 +112,7 @@ def test_metrics_tell_what_was_rolled_out(home, tmp_path):
                                             ({"init_kl_coef": 0.1}, True),
                                             ({"init_kl_coef": 0.1, "use_kl_loss": True}, False)])
 def test_old_logprobs_are_skipped_only_where_the_update_gives_them(home, tmp_path, options, wanted):
-    exp = rollout(trainer(home, tmp_path, **options)).exp
+    exp = rollout(runs.ready(home, tmp_path, **options)).exp
     assert (exp.old_logprobs is not None) == wanted
     assert (exp.ref_logprobs is not None) == ("init_kl_coef" in options)
     if wanted:
@@ -132,7 +120,7 @@ def test_old_logprobs_are_skipped_only_where_the_update_gives_them(home, tmp_pat
 
 
 def test_media_keys_reach_the_engine_which_takes_text_only(home, tmp_path):
-    made = trainer(home, tmp_path)
+    made = runs.ready(home, tmp_path)
     prompts = [replace(prompt, media=("cat.png", "dog.wav")) for _, prompt in made.loader.draw(1)]
     with pytest.raises(ValueError, match=r"request 0 has media \(cat.png, dog.wav\); the HF engine takes text only"):
         made.maker.make(prompts, 1)

@@ -10,11 +10,6 @@ no_picture = runs.no_picture
 FIRE = {"use_fire": True, "first_token_temperature": 20.0}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 @pytest.mark.parametrize("more", [{}, {"max_epochs": 2, "micro_train_batch_size": 2}])
 def test_first_tokens_differ_and_the_others_do_not(more, home, tmp_path):
     done = runs.run(home, tmp_path, **FIRE, **more)

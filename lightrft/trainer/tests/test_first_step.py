@@ -22,11 +22,6 @@ ON_GPUS = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def config(**options) -> Config:
     found = Config()
     for name, value in {"init_kl_coef": 0.1, **options}.items():

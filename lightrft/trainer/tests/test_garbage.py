@@ -8,11 +8,6 @@ from lightrft.tests.support import runs
 from lightrft.utils.env import rare_garbage_collection
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def unreachable():
     """What only the collector can free."""
     gc.set_debug(gc.DEBUG_SAVEALL)

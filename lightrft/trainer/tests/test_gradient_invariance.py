@@ -28,11 +28,6 @@ ON = {"self_test": True}
 VOLATILE = re.compile("^time/|^perf/|_per_s$")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def wrong_losses():
     """Registered for this module only: other tests list the registry."""
@@ -112,8 +107,7 @@ def test_the_formula_is_what_is_computed(mode, norm_seqs):
 
 def test_a_run_stops_before_it_has_learnt_anything(home, tmp_path):
     """Also where the plan has one sample per micro-batch, which such a loss does not notice by itself."""
-    config = runs.config_of(home, tmp_path, policy_loss="own_tokens", micro_train_batch_size=1, **ON)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    trainer = runs.build(home, tmp_path, policy_loss="own_tokens", micro_train_batch_size=1, **ON)
     before = runs.weights(trainer, "actor")
     with pytest.raises(SelfTestError, match="4 micro-batches: norm .*\n.*2 micro-batches: norm"):
         trainer.fit()
@@ -130,8 +124,7 @@ def test_the_report_in_the_docs_is_a_real_one(parts):
 
 
 def test_a_critic_with_such_a_loss(home, tmp_path):
-    config = runs.config_of(home, tmp_path, advantage_estimator="gae", **ON)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    trainer = runs.build(home, tmp_path, advantage_estimator="gae", **ON)
     forward = trainer.update.value_loss.forward
 
     def wrong(values, exp, denominators):
@@ -152,10 +145,7 @@ def test_turned_off_the_wrong_loss_trains(home, tmp_path):
 def parts(home, tmp_path_factory):
     """A trainer with a critic and a reference, and its first rollout."""
     options = {"advantage_estimator": "gae", "init_kl_coef": 0.5, "use_kl_loss": True}
-    config = runs.config_of(home, tmp_path_factory.mktemp("run"), **ON, **options)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
-    trainer.sync_weights(0)
-    trainer.prepared["actor"].model.eval()
+    trainer = runs.ready(home, tmp_path_factory.mktemp("run"), **ON, **options)
     return trainer, trainer.maker.make(next(trainer.loader), 0, 0.5)
 
 

@@ -19,17 +19,8 @@ from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 no_picture = runs.no_picture
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def trainer(home, folder, score=runs.letters, **options):
-    cfg = runs.config_of(home, folder, **({"advantage_estimator": "remax"} | options))
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, score))
-    made.sync_weights(0)
-    made.prepared["actor"].model.eval()
-    return made
+    return runs.ready(home, folder, score, **({"advantage_estimator": "remax"} | options))
 
 
 def rollout(made, step=0):

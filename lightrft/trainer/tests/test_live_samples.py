@@ -15,11 +15,6 @@ from lightrft.types import Experience
 BUILT_IN = sorted(name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).fn.__module__.startswith("lightrft.algor"))
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def judge(item):
     """Half of the prompts have flat groups; of the others one response in five is not scored."""
     if int(item.reference) % 2:
@@ -31,8 +26,7 @@ def judge(item):
 def traced(home, folder, double=False, **options):
     """A run, the forward passes of its policy, and the gradient of every optimizer step."""
     options = {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 12} | options
-    cfg = runs.config_of(home, folder, **options)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, judge))
+    trainer = runs.build(home, folder, judge, **options)
     model, sizes, grads = trainer.prepared["actor"].model, [], []
     if double:  # rounding is not what is compared; the old log-probs are kept in float32 all the same
         model.double()
@@ -88,9 +82,7 @@ def test_nothing_is_dropped_where_something_needs_it(options, home, tmp_path):
 
 
 def test_the_critic_learns_from_all_samples(home, tmp_path):
-    cfg = runs.config_of(home, tmp_path, advantage_estimator="gae")
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
-    trainer.sync_weights(0)
+    trainer = runs.ready(home, tmp_path, advantage_estimator="gae")
     rollout, seen = trainer.source.make(0), {"actor": 0, "critic": 0}
     rollout.exp.advantages[:rollout.exp.cu_seqlens[3]] = 0
     rollout.shards.count()

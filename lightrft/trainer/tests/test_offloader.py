@@ -9,11 +9,6 @@ from lightrft.tests.support import runs
 from lightrft.trainer import spmd_ppo_trainer
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def traced(home, folder, offload=True, **options):
     """A run, and what happened in order: moves, generations, passes and syncs."""
     cfg = runs.config_of(home, folder, **options)
@@ -41,8 +36,7 @@ def traced(home, folder, offload=True, **options):
 
 
 def test_a_rank_holds_no_more_than_its_part_of_the_reference_in_the_update(home, tmp_path):
-    cfg = runs.config_of(home, tmp_path, strategy="fsdp", init_kl_coef=0.1, max_steps=1)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    trainer = runs.build(home, tmp_path, strategy="fsdp", init_kl_coef=0.1, max_steps=1)
     actor, reference, seen = trainer.prepared["actor"].model, trainer.maker.logprobs.reference.model, []
 
     def whole(*_):

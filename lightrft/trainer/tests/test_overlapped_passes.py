@@ -16,17 +16,8 @@ FIELDS = ("old_logprobs", "entropies", "ref_logprobs", "values")
 VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def trainer(home, folder, **options):
-    cfg = runs.config_of(home, folder, **OPTIONS | options)
-    made = runs.trainer_of(cfg, runs.strategy_of(cfg))
-    made.sync_weights(0)
-    made.prepared["actor"].model.eval()
-    return made
+    return runs.ready(home, folder, **OPTIONS | options)
 
 
 def rollout(made):

@@ -11,17 +11,9 @@ from lightrft.trainer.optimizer_step import NonFiniteTraining
 no_picture = runs.no_picture
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def made(home, folder, **options):
     """A trainer and its first rollout."""
-    cfg = runs.config_of(home, folder, **options)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
-    trainer.sync_weights(0)
-    trainer.prepared["actor"].model.eval()
+    trainer = runs.ready(home, folder, **options)
     return trainer, trainer.maker.make(next(trainer.loader), 0, trainer.kl.value)
 
 
@@ -102,8 +94,7 @@ def poison(trainer, when):
 
 
 def test_a_nan_is_skipped_counted_and_forgotten(home, tmp_path):
-    cfg = runs.config_of(home, tmp_path / "a", max_steps=4, init_kl_coef=0.1, use_kl_loss=True, kl_target=0.1)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    trainer = runs.build(home, tmp_path / "a", max_steps=4, init_kl_coef=0.1, use_kl_loss=True, kl_target=0.1)
     poison(trainer, {1})
     trainer.fit()
     lines = runs.read_lines(tmp_path / "a" / "metrics.jsonl")
@@ -115,8 +106,7 @@ def test_a_nan_is_skipped_counted_and_forgotten(home, tmp_path):
 
 
 def test_three_in_a_row_stop_the_run(home, tmp_path):
-    cfg = runs.config_of(home, tmp_path, max_steps=6)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    trainer = runs.build(home, tmp_path, max_steps=6)
     poison(trainer, {1, 3, 4, 5})
     with pytest.raises(NonFiniteTraining, match="3 optimizer steps in a row"):
         trainer.fit()
@@ -166,8 +156,7 @@ def test_the_schedule_of_a_policy_frozen_at_first_ends_with_the_run(home, tmp_pa
 
 
 def test_a_critic_that_is_nan_at_every_step_stops_the_run(home, tmp_path):
-    cfg = runs.config_of(home, tmp_path, max_steps=6, advantage_estimator="gae")
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg))
+    trainer = runs.build(home, tmp_path, max_steps=6, advantage_estimator="gae")
     original = trainer.update.value_loss.forward
     trainer.update.value_loss.forward = lambda *args: (original(*args)[0] * math.nan, original(*args)[1])
     with pytest.raises(NonFiniteTraining, match="3 optimizer steps in a row"):

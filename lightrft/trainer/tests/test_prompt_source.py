@@ -47,10 +47,7 @@ def run(home, folder, score=judge, **options):
 
 def groups_of_all_draws(home, folder, draws):
     """``(uid, rewards)`` of every draw, each generated on its own; the weights never change (learning rate 0)."""
-    cfg = runs.config_of(home, folder, **OPTIONS)
-    trainer = runs.trainer_of(cfg, runs.strategy_of(cfg), runs.Judge(cfg.reward, judge))
-    trainer.sync_weights(0)
-    trainer.prepared["actor"].model.eval()
+    trainer = runs.ready(home, folder, judge, **OPTIONS)
     found = []
     for _ in range(draws):
         rows = trainer.maker.generate(trainer.loader.draw(1), "draw")[1]()

@@ -16,11 +16,6 @@ no_picture = runs.no_picture
 GDPO = ADVANTAGES.get("gdpo")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def row(parts, weights, **more):
     return ScoredSample(0, 0, **{"reward": 0.0, "parts": parts, "weights": weights} | more)
 

@@ -18,11 +18,6 @@ from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import build_models
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def words(home, folder, **options):
     values = {**runs.BASE, "pretrain": home / "model", "prompt_data": home / "train.jsonl", "save_path": folder}
     values["stop"] = "x"

@@ -208,10 +208,7 @@ def test_bound_sequences_share_a_micro_batch():
 
 def test_the_self_test_keeps_bound_sequences_together(tmp_path):
     home = runs.write_home(tmp_path)
-    config = runs.config_of(home, tmp_path / "run", self_test=True, micro_train_batch_size=1)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
-    trainer.sync_weights(0)
-    trainer.prepared["actor"].model.eval()
+    trainer = runs.ready(home, tmp_path / "run", self_test=True, micro_train_batch_size=1)
     plan, seen = trainer.maker.buffer, []
 
     def pairs(shards, step):

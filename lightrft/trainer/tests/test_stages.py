@@ -17,11 +17,6 @@ STAGED = {
 }
 
 
-@pytest.fixture(name="home", scope="module")
-def home_fixture(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 @pytest.fixture(name="done", scope="module")
 def done_fixture(home, tmp_path_factory):
     return runs.run(home, tmp_path_factory.mktemp("staged"), **STAGED)
@@ -50,8 +45,7 @@ def test_the_constant_divides_the_gradient(done, home, tmp_path):
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resuming_inside_and_between_stages(stop, done, home, tmp_path):
     options = STAGED | {"disable_ckpt": False, "save_steps": 1}
-    config = runs.config_of(home, tmp_path / "cut", **options)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
+    trainer = runs.build(home, tmp_path / "cut", **options)
     trainer.strategy.any_rank = lambda value: trainer.step == stop or value
     trainer.fit()
     resumed = runs.run(home, tmp_path / "cut", **options, load_checkpoint=True)

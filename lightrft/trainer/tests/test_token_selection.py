@@ -15,11 +15,6 @@ CHOICES = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_low": 0.1}, "kl_cov": {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
 def trained(home, tmp_path_factory):
     """The run of a loss with several mini-batches and two epochs, made once."""
     made = {}
@@ -74,10 +69,7 @@ def test_the_choice_does_not_depend_on_the_micro_batches(name, cut, trained, hom
 
 def mark(home, folder, **options):
     """A trainer whose rollout was marked for its first mini-batch; ``(trainer, rollout, mini)``."""
-    config = runs.config_of(home, folder, policy_loss="kl_cov", train_batch_size=4, kl_cov_ratio=0.2, **options)
-    trainer = runs.trainer_of(config, runs.strategy_of(config))
-    trainer.sync_weights(0)
-    trainer.prepared["actor"].model.eval()
+    trainer = runs.ready(home, folder, policy_loss="kl_cov", train_batch_size=4, kl_cov_ratio=0.2, **options)
     return trainer, trainer.maker.make(next(trainer.loader), 0, 0.0)
 
 

@@ -225,14 +225,8 @@ def test_the_page_has_every_wire():
 
 
 # -- real runs --------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return runs.write_home(tmp_path_factory.mktemp("home"))
-
-
 def run(home, folder, score, **options):
-    config = runs.config_of(home, folder, **options)
-    trainer = runs.trainer_of(config, runs.strategy_of(config), runs.Judge(config.reward, score))
+    trainer = runs.build(home, folder, score, **options)
     trainer.fit()
     return runs.Run(trainer, folder)
 
