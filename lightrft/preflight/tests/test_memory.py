@@ -49,6 +49,9 @@ def test_sharded_over_two_ranks():
     assert found["gradients on their way to other ranks"] == (0, 0, 2 * 4 * 200, 0, 0)
     assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0, 0)
     assert found["bucket of full weights"] == (0, 0, 0, 0, 4000)
+    small, one = build(Config, {"sync_bucket_mib": 0}), ModelSize(1000, 100, 200, largest=150)
+    assert memory(small, 2, one,
+                  GPU)["bucket of full weights"] == (0, 0, 0, 0, 600), "a larger tensor is gathered alone"
     assert found["copy in the rollout engine"] == (4000, 0, 0, 0, 4000), "asleep the copy of hf is freed"
     assert held(room=HOST)["copy in the rollout engine"] == (4000, 0, 0, 0, 4000)
     assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, **CRITIC)["weights"]
